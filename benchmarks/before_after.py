@@ -27,10 +27,10 @@ Case = tuple[str, str, str]  # op, shape, implementation
 
 def pytest_configure() -> None:
     """This file is also a plugin of either tree's pytest."""
-    from benchmarks import paired
+    from benchmarks.measuring import clock
 
-    measure = paired.measure
-    paired.measure = lambda benchmark, *args, **options: measure(_InTurns(benchmark), *args, **options)
+    measure = clock.measure
+    clock.measure = lambda benchmark, *args, **options: measure(_InTurns(benchmark), *args, **options)
 
 
 class _InTurns:

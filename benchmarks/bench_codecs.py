@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OURS, Case, close, copy_contender, fbgemm_op
-from benchmarks.clock import Clock, Contender
-from benchmarks.peers import has_fbgemm
+from benchmarks.measuring.cases import OURS, Case, close, copy_contender, fbgemm_op
+from benchmarks.measuring.clock import Clock, Contender
+from benchmarks.measuring.peers import has_fbgemm
 from tritonemb.ops import make_packing, quantize_pack, quantize_unpack
 from tritonemb.types import CODECS
 

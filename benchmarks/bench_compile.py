@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks.paired import Contender, measure
-from benchmarks.record import at_least, timing_rows
-from benchmarks.workload import EPS, LR, Batch, Workload, draw_batches, forward_bytes, same, update_bytes
+from benchmarks.measuring.clock import Contender, measure
+from benchmarks.measuring.result_files import at_least, timing_rows
+from benchmarks.measuring.workload import EPS, LR, Batch, Workload, draw_batches, forward_bytes, same, update_bytes
 from tests.compiler.models import DLRM
 
 SHAPES = (same(2048, 26, 1, 64), same(2048, 26, 20, 64))

@@ -2,24 +2,30 @@
 
 The peer of a pull, find and gather, is a gather of as many rows of a static table, in ascending order as a batch has
 them. That of a find is the same find in an index half full, and PyTorch's binary search in sorted ids. That of a step
-is a static table's on the numbers of the same ids, and TorchRec's: `bench_dynamic_collisions.py`.
+is a static table's on the numbers of the same ids, and that of TorchRec's managed collisions on the same ids.
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib
+import importlib.util
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from statistics import median, quantiles
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.cases import OURS, Case, contenders, copy_contender, equal
-from benchmarks.clock import Clock, Contender, Timing
-from benchmarks.record import timing_rows
+from benchmarks.measuring.cases import OURS, Case, contenders, copy_contender, equal
+from benchmarks.measuring.clock import Clock, Contender, Timing, measure
+from benchmarks.measuring.result_files import at_least, timing_rows
+from benchmarks.measuring.workload import CPU
 from tritonemb.kernels.cpu.dynamic_index import (
     dynamic_begin_insert,
     dynamic_commit_insert_,
@@ -152,6 +158,43 @@ def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]
     return [*found, copy_contender(num_bytes, clock.device)]
 
 
+def resident(tensor: Tensor) -> int:
+    """Bytes of a tensor's pages that are in memory: those that nobody has written to are not."""
+    begin = tensor.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    pages = -(-(tensor.data_ptr() + tensor.nbytes - begin) // mmap.PAGESIZE)
+    flags = (ctypes.c_ubyte * pages)()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), flags) == 0
+    return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
+
+
+def bench_memory_of_rows(benchmark: Any, record: Callable[..., None]) -> None:
+    """Bytes per row beside weight and states, of all pages of a table that are in memory, while it fills.
+
+    Measured first in this process: memory that others have freed counts as resident.
+    """
+    capacity, shares, last, found = 1 << 20, [0.1, 0.25, 0.5, 0.9, 1.3], 0, []
+    made = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad())
+    table: Any = made["t"]
+    for share in shares:
+        table.clock += 10  # so that earlier ones may be evicted
+        for part in torch.arange(last, int(share * capacity)).split(1 << 14):
+            table.insert(part * 0x9E3779B97F4A7C1 + 12345, torch.zeros(part.numel(), DIM))
+        last = int(share * capacity)
+        taken = sum(resident(tensor) for tensor in (*table.index, table.weight, *table.buffers()))
+        found.append((table.num_rows, taken - table.num_rows * (4 * DIM + 4)))
+    benchmark.pedantic(lambda: None, rounds=1)
+    targets = []
+    for rows, num_bytes in found:
+        entry = {"op": "dynamic table memory", "shape": f"{rows:,} of {capacity:,} rows, D{DIM}"}
+        whole = 1 + num_bytes / rows / (4 * DIM + 4)
+        goal = {"target": "at most 1.35", "met": whole <= 1.35}
+        targets += [entry | {"measured": "bytes, of weight and states", "ratio": whole} | goal]
+        if rows >= capacity:
+            goal = {"target": "at most 21", "met": num_bytes / rows <= 21}
+            targets += [entry | {"measured": "bytes a row beside them", "ratio": num_bytes / rows} | goal]
+    record([], targets)
+
+
 def bench_dynamic_table(case: Case, measure_case: Callable[[Case], None]) -> None:
     measure_case(case)
 
@@ -177,3 +220,88 @@ def bench_growth(benchmark: Any, record: Callable[..., None], rounds: int) -> No
     share = {"op": "dynamic table growth", "shape": shape, "measured": "p99.9 over median, of a static table's"}
     targets = [share | {"ratio": ratio, "target": "at most 1.5", "met": ratio <= 1.5}]
     record(timing_rows("dynamic table growth", shape, timings, dict.fromkeys(names, 0)), targets)
+
+
+STEPS = 10  # of a sample: the peer evicts in one of them, or in each
+TORCHREC_MISSING = "TorchRec is not installed, so there is nothing to compare with; `make bench` installs it"
+
+
+class ManagedCollisions:
+    """TorchRec's way to train ids of 64 bits: `MCHManagedCollisionModule` before FBGEMM's fused row-wise Adagrad.
+
+    That is `ManagedCollisionEmbeddingBagCollection` by its parts, as it takes no fused tables. A new id gets a row when
+    ids are evicted, every `interval` steps, and has the last row until then. Rows keep what evicted ids have trained.
+    TorchRec's other module, MPZCH, trains on GPUs alone.
+    """
+
+    def __init__(self, capacity: int, ids: Tensor, policy: str, interval: int) -> None:
+        modules, configs, fused, optimizers, self._jagged = (
+            importlib.import_module(f"torchrec.{name}")
+            for name in (
+                "modules.mc_modules", "modules.embedding_configs", "modules.fused_embedding_modules", "optim",
+                "sparse.jagged_tensor",
+            )
+        )  # fmt: skip
+        table = configs.EmbeddingBagConfig(name="t", feature_names=["t"], num_embeddings=capacity, embedding_dim=DIM)
+        evict = getattr(modules, f"{policy}_EvictionPolicy")()
+        module = modules.MCHManagedCollisionModule(capacity, CPU, evict, interval)
+        self._collisions = modules.ManagedCollisionCollection({"t": module}, [table])
+        options = {"lr": OPTIMIZER.lr, "eps": OPTIMIZER.eps}
+        self._tables = fused.FusedEmbeddingBagCollection([table], optimizers.RowWiseAdagrad, options, device=CPU)
+        for each in self._tables.state_dict().values():
+            each.zero_()
+        for part in ids.chunk(interval):
+            self._collisions(self.batch(part))
+
+    def batch(self, ids: Tensor) -> Any:
+        return self._jagged.KeyedJaggedTensor(["t"], ids, lengths=torch.ones(ids.numel(), dtype=torch.int32))
+
+    def __call__(self, features: Any) -> Tensor:
+        rows = self._collisions(features)
+        self._collisions.evict()
+        pooled: Tensor = self._tables(rows).values()
+        return pooled
+
+
+def managed_collisions(capacity: int, batch: int, interval: int) -> list[Contender]:
+    """Steps with 1 % new ids, in tables that begin with zeros in three quarters of their rows; ours evicts by LRU."""
+    stream = Stream(capacity, batch, 0.01, capacity * 3 // 4)
+    grad, met, current = torch.randn(batch, DIM), stream.dynamic["t"].ids(), dict[int, list[Tensor]]()
+
+    def keyed(ids: Tensor) -> te.KeyedJaggedTensor:
+        return te.KeyedJaggedTensor(["t"], ids, lengths=torch.ones_like(ids))
+
+    def prepare(make: Callable[[Tensor], Any], number: int) -> list[Any]:
+        if number not in current:
+            current.clear()
+            current[number] = [stream(number * STEPS + each)[0].values() for each in range(STEPS)]
+        return [make(ids) for ids in current[number]]
+
+    def run(model: Any, batches: list[Any]) -> None:
+        for features in batches:
+            model(features).backward(grad)
+
+    num_bytes = STEPS * batch * (8 + 4 * 4 * DIM)
+    found = [Contender(OURS, partial(prepare, keyed), partial(run, stream.dynamic), num_bytes)]
+    run(stream.dynamic, [keyed(met[:batch])])
+    for policy in ("LRU", "LFU"):
+        peer = ManagedCollisions(capacity, met, policy, interval)
+        run(peer, [peer.batch(met[:batch])])
+        theirs, ours = peer(peer.batch(met[:batch])), stream.dynamic(keyed(met[:batch]))
+        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
+        found.append(Contender(f"torchrec, {policy}", partial(prepare, peer.batch), partial(run, peer), num_bytes))
+    return found
+
+
+@pytest.mark.parametrize("interval", [1, STEPS])
+def bench_managed_collisions(interval: int, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+    """Beside TorchRec, which evicts in every step, so that a new id has a row from the next one on, or in every tenth,
+    until when new ids share a row."""
+    if importlib.util.find_spec("torchrec") is None:
+        pytest.skip(TORCHREC_MISSING)
+    op, capacity = "dynamic table steps", 1 << 20
+    shape = f"{STEPS} steps of {BATCH:,} ids, capacity {capacity:,}, D{DIM}, 1% new, theirs evicts every {interval}"
+    found = managed_collisions(capacity, BATCH, interval)
+    timings = measure(benchmark, found, max(5, rounds // 4))
+    targets = [at_least(op, shape, timings[0], timings[1:], 5)]
+    record(timing_rows(op, shape, timings, {each.name: each.num_bytes for each in found}), targets)

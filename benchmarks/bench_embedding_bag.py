@@ -10,10 +10,10 @@ from functools import partial
 
 import torch
 
-from benchmarks.cases import Case, copy_contender, gather_contender
-from benchmarks.clock import Clock, Contender
-from benchmarks.peers import Tables, make_bench
-from benchmarks.workload import Workload, forward_bytes, linear_rows, workloads
+from benchmarks.measuring.cases import Case, copy_contender, gather_contender
+from benchmarks.measuring.clock import Clock, Contender
+from benchmarks.measuring.peers import Tables, make_bench
+from benchmarks.measuring.workload import Workload, forward_bytes, linear_rows, workloads
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OURS, Case, contenders, equal, fbgemm_op
-from benchmarks.clock import Clock, Contender
-from benchmarks.peers import has_fbgemm
+from benchmarks.measuring.cases import OURS, Case, contenders, equal, fbgemm_op
+from benchmarks.measuring.clock import Clock, Contender
+from benchmarks.measuring.peers import has_fbgemm
 from tritonemb import ops
 
 NUM_KEYS, NUM_ROWS, NUM_RANKS = 26, 1_000_000, 8

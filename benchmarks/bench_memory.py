@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 import tritonemb as te
-from benchmarks.cases import OURS
-from benchmarks.clock import Clock
-from benchmarks.peers import FBGEMM_MISSING, FbgemmTables, OurTables, Tables, has_fbgemm
-from benchmarks.peers import step as step_of
-from benchmarks.workload import EPS, LR, Batch, Workload, draw_batches, draw_gradient
+from benchmarks.measuring.cases import OURS
+from benchmarks.measuring.clock import Clock
+from benchmarks.measuring.peers import FBGEMM_MISSING, FbgemmTables, OurTables, Tables, has_fbgemm
+from benchmarks.measuring.peers import step as step_of
+from benchmarks.measuring.workload import EPS, LR, Batch, Workload, draw_batches, draw_gradient
 from tritonemb import memory
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import tritonemb as te
-from benchmarks.paired import Contender, Timing, measure
-from benchmarks.workload import Workload, draw_batches, same
+from benchmarks.measuring.clock import Contender, Timing, measure
+from benchmarks.measuring.workload import Workload, draw_batches, same
 
 LR = 0.01
 SPEED = 0.97

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import tritonemb as te
-from benchmarks.clock import Timing
-from benchmarks.record import at_most, timing_rows
+from benchmarks.measuring.clock import Timing
+from benchmarks.measuring.result_files import at_most, timing_rows
 from tritonemb.offloading.tiers import CHUNK_BYTES, DiskTier, empty_host
 
 FOLDER = Path(os.environ.get("TRITONEMB_OFFLOAD_FOLDER", "build/swap"))  # on the disk that is measured

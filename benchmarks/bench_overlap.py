@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks.clock import Timing
-from benchmarks.record import at_most, timing_rows
+from benchmarks.measuring.clock import Timing
+from benchmarks.measuring.result_files import at_most, timing_rows
 from tests.ranks import Ranks
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.paired import Contender, measure
-from benchmarks.record import at_most, timing_rows
+from benchmarks.measuring.clock import Contender, measure
+from benchmarks.measuring.result_files import at_most, timing_rows
 from tritonemb.data import ClickLog, LogOptions, SplitRule
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL
 

@@ -12,10 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.cases import OURS, Case, copy_contender, equal
-from benchmarks.clock import Clock, Contender
-from benchmarks.peers import make_bench
-from benchmarks.workload import Batch, Workload, group_bytes, linear_rows, sort_bytes, workloads
+from benchmarks.measuring.cases import OURS, Case, copy_contender, equal
+from benchmarks.measuring.clock import Clock, Contender
+from benchmarks.measuring.peers import make_bench
+from benchmarks.measuring.workload import Batch, Workload, group_bytes, linear_rows, sort_bytes, workloads
 from tritonemb.ops import RowGroups
 
 

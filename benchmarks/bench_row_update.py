@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.cases import OURS, Case, copy_contender
-from benchmarks.clock import Clock, Contender
-from benchmarks.peers import OurTables, Tables, make_bench
-from benchmarks.workload import (
+from benchmarks.measuring.cases import OURS, Case, copy_contender
+from benchmarks.measuring.clock import Clock, Contender
+from benchmarks.measuring.peers import OurTables, Tables, make_bench
+from benchmarks.measuring.workload import (
     EPS,
     LR,
     Batch,

@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks.paired import Contender, measure
-from benchmarks.record import at_most, timing_rows
+from benchmarks.measuring.clock import Contender, measure
+from benchmarks.measuring.result_files import at_most, timing_rows
 from tritonemb.data import Batch, Dataset, make_synthetic, open_dataset
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.callbacks import Callback, Log

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import CEILINGS, OURS, Case
-from benchmarks.clock import Clock
-from benchmarks.environment import wait_until_quiet
-from benchmarks.paired import measure
-from benchmarks.record import at_least, copy_bandwidth, timing_rows
+from benchmarks.measuring.cases import CEILINGS, OURS, Case
+from benchmarks.measuring.clock import Clock, measure
+from benchmarks.measuring.environment import wait_until_quiet
+from benchmarks.measuring.result_files import at_least, copy_bandwidth, timing_rows
 
 NUM_THREADS = 2
 

@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
 
-from benchmarks import report, results_file  # noqa: E402
-from benchmarks.environment import environment  # noqa: E402
-from benchmarks.record import lines, target_lines  # noqa: E402
+from benchmarks.measuring import report, result_files  # noqa: E402
+from benchmarks.measuring.environment import environment  # noqa: E402
+from benchmarks.measuring.result_files import lines, target_lines  # noqa: E402
 
 QUIET_PERCENT = 5.0
 KEPT = "dynamic", "servers", "offload", "modules"  # selections with a file of results of their own
@@ -43,7 +43,7 @@ def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
                 continue
             if done.returncode:
                 sys.exit(done.returncode)
-            found += results_file.read(raw)["benchmarks"]
+            found += result_files.read(raw)["benchmarks"]
     if not found:
         sys.exit(f"no benchmark matches {select!r}")
     return found
@@ -86,9 +86,9 @@ def main() -> None:
     print(*lines(results["rows"]), sep="\n")
     print_targets(results)
     if arguments.select in ("", *KEPT):
-        print(f"wrote {results_file.write(arguments.select or 'cpu', results).relative_to(ROOT)}")
+        print(f"wrote {result_files.write(arguments.select or 'cpu', results).relative_to(ROOT)}")
     if memory["rows"] and arguments.select in ("", "memory"):
-        print(f"wrote {results_file.write('memory', memory).relative_to(ROOT)}")
+        print(f"wrote {result_files.write('memory', memory).relative_to(ROOT)}")
         report.report("memory")
     if not arguments.select:
         report.main()

@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from benchmarks.clock import Clock, Contender
+from benchmarks.measuring.clock import Clock, Contender
 from tests.gpu.driver import rehearsing
 
 COPIED = 2 << 30  # bytes, read and written: many times any cache

@@ -33,18 +33,18 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from benchmarks import cases as micro
-from benchmarks import chart, report, results_file
-from benchmarks.cases import CEILINGS, GRAPH, OURS
-from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover
-from benchmarks.environment import environment
-from benchmarks.gpu import roofline, targets, tiers
-from benchmarks.record import lines, target_lines, timing_rows
+from benchmarks.gpu import targets, tiers
+from benchmarks.measuring import cases as micro
+from benchmarks.measuring import chart, report, result_files
+from benchmarks.measuring.cases import CEILINGS, GRAPH, OURS
+from benchmarks.measuring.clock import Clock, DeviceLost, Outcome, describe, recover
+from benchmarks.measuring.environment import environment
+from benchmarks.measuring.result_files import lines, target_lines, timing_rows
 from tests.gpu import processes
 from tests.gpu.processes import NOT_RUN, PASSED, STARTED, TIMED_OUT, Job
 
 SECONDS = 540.0
-KEPT = results_file.RESULTS.parents[1] / "build" / "gpu-bench"  # what is not the whole
+KEPT = result_files.RESULTS.parents[1] / "build" / "gpu-bench"  # what is not the whole
 SILENT_SECONDS = 150.0  # of one contender: more than it takes to compile, or to draw and load what a case needs
 MOST_DEATHS = 4  # of a group's processes; its other cases are given up then
 MARGIN = 0.03  # of all the time: for a case to notice that it is over
@@ -56,8 +56,8 @@ def families(*names: str) -> list[ModuleType]:
     return [importlib.import_module(f"benchmarks.bench_{name}") for name in names]
 
 
-ON_TABLES = families("embedding_bag", "row_groups", "row_update", "step", "dlrm")
-FAMILIES = [*ON_TABLES, *families("row_cache", "row_moves", "jagged", "codecs", "interaction", "cross")]
+ON_TABLES = families("embedding_bag", "row_groups", "row_update", "step")
+FAMILIES = [*ON_TABLES, *families("row_cache", "jagged", "codecs", "interaction")]
 
 
 class Case(NamedTuple):
@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     shared |= {"commit": options.commit} if options.commit else {}
     results: dict[str, Any] = {"kind": "gpu", "date": shared["date"], "rows": [], "targets": [], "failures": []}
     whole = device.type == "cuda" and not (options.tiny or options.op or options.shape or options.out)
-    folder = results_file.RESULTS if whole else options.out or KEPT
+    folder = result_files.RESULTS if whole else options.out or KEPT
 
     def keep(part: dict[str, Any]) -> None:
         failed = (f"FAILED {' '.join(failure.values())}" for failure in part["failures"])
@@ -254,16 +254,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         results["rows"] += part["rows"]
         results["failures"] += part["failures"]
         results["targets"] = targets.verdicts(results["rows"])
-        results_file.write(slug(name), results, folder)  # so that an interrupted run leaves what it has
+        result_files.write(slug(name), results, folder)  # so that an interrupted run leaves what it has
 
     seconds = max(0.0, options.seconds - (time.monotonic() - begin))
     command = [sys.executable, __file__, "--serve", "--device", options.device, "--rounds", str(rounds)]
     command += ["--tiny"] * options.tiny
     records = (KEPT if whole else folder) / slug(name)  # of one device, which another call goes on with
     measure_groups(chosen, shared, records, seconds, keep, command, options.left)
-    path = results_file.write(slug(name), results, folder)
+    path = result_files.write(slug(name), results, folder)
     if results["rows"]:
-        chart.draw_if_possible(roofline.draw, results, path.with_suffix(".png"), report.DRAWS)
+        chart.draw_if_possible(chart.draw_roofline, results, path.with_suffix(".png"), report.DRAWS)
     if whole and results["rows"]:
         report.report_gpu()
     print(f"wrote {path}")

@@ -31,8 +31,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from benchmarks.cases import GATHER, GRAPH, OURS
-from benchmarks.workload import WORKLOADS, Batch, Workload, draw_batches, forward_bytes, group_bytes, update_bytes
+from benchmarks.measuring.cases import GATHER, GRAPH, OURS
+from benchmarks.measuring.workload import (
+    WORKLOADS,
+    Batch,
+    Workload,
+    draw_batches,
+    forward_bytes,
+    group_bytes,
+    update_bytes,
+)
 
 PROCESSORS, PEAK, COPY_RATE = 132, 4.8e12, 4.3e12  # H200; bytes per second, by its data sheet and measured
 LATENCY, CACHE_LATENCY, LAUNCH = 0.7e-6, 0.3e-6, 2e-6  # seconds, of a load from memory and from the L2 cache

@@ -2,7 +2,7 @@
 
 The contenders of a case have the same first weights and the same batches, whose ids are on the device; they differ in
 where rows live and in what is done ahead. The batches have production's reuse, within a batch and from batch to batch
-(`reuse.Population`), and each is used once.
+(`workload.Population`), and each is used once.
 
 The bytes of a case are those that crossed between host or disk and device in a step; where all rows are on the device,
 those that the step has to move; 0 for FBGEMM's cache, which would be slower if it counted them.
@@ -22,13 +22,11 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.cases import OURS
-from benchmarks.clock import Clock, Outcome, recover
-from benchmarks.gpu.feeds import LOOK_AHEAD, Feed, Prefetched, SentAhead
-from benchmarks.gpu.training import Makers, num_batches, race
-from benchmarks.peers import FbgemmTables, OurTables, copy_weights
-from benchmarks.reuse import Population
-from benchmarks.workload import Batch, Workload, make_batch, step_bytes
+from benchmarks.gpu.training import LOOK_AHEAD, Feed, Makers, Prefetched, SentAhead, num_batches, race
+from benchmarks.measuring.cases import OURS
+from benchmarks.measuring.clock import Clock, Outcome, recover
+from benchmarks.measuring.peers import FbgemmTables, OurTables, copy_weights
+from benchmarks.measuring.workload import Batch, Population, Workload, make_batch, step_bytes
 
 IN_HBM, NONE_AHEAD = "tritonemb, in HBM", "tritonemb, none ahead"
 FBGEMM_IN_HBM, FBGEMM_CACHED = "fbgemm, in HBM", "fbgemm, cached"

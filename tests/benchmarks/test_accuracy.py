@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.accuracy import TOLERANCE, compare, criteo, seen_share
+from benchmarks.studies.accuracy import TOLERANCE, compare, criteo, seen_share
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.training.config import preset
 

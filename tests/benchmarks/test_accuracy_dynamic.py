@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import accuracy_dynamic, report
-from benchmarks.accuracy_dynamic import (
+from benchmarks.measuring import report
+from benchmarks.studies import dynamic_tables as accuracy_dynamic
+from benchmarks.studies.dynamic_tables import (
     EVICTED,
     FREQUENT,
     HASHED,

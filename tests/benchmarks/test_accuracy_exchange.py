@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import tritonemb as te
-from benchmarks import report
-from benchmarks.accuracy_exchange import TOLERANCES, compare, even, name_of, plan_of
+from benchmarks.measuring import report
+from benchmarks.studies.exchange import TOLERANCES, compare, even, name_of, plan_of
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.sharding import ColumnWise, RowWise, TableWise
 from tritonemb.training.config import preset

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from benchmarks.accuracy_staleness import (
+from benchmarks.studies.staleness import (
     EXACT,
     LOOSE,
     Run,

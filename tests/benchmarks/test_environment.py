@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import environment as environment_module
-from benchmarks.environment import ROOT, OtherLoad, environment
+from benchmarks.measuring import environment as environment_module
+from benchmarks.measuring.environment import ROOT, OtherLoad, environment
 
 pytestmark = pytest.mark.more
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, report, results_file, workload
-from benchmarks.cases import GRAPH
-from benchmarks.clock import Clock, Contender
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu import targets
-from benchmarks.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
+from benchmarks.measuring import cases, report, result_files, workload
+from benchmarks.measuring.cases import GRAPH
+from benchmarks.measuring.clock import Clock, Contender
+from benchmarks.measuring.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
 
 pytestmark = pytest.mark.more
 
@@ -180,19 +180,19 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir()
     path.write_text(PAGE)
     monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(results_file, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path / "results")
     return path
 
 
 def test_without_a_measured_gpu_the_page_says_nothing(page: Path) -> None:
-    results_file.write("cpu", {"date": "2026-01-02"})
+    result_files.write("cpu", {"date": "2026-01-02"})
     report.report_gpu()
     assert page.read_text() == PAGE
 
 
 def test_a_measured_gpu_gets_a_section_of_its_own(page: Path) -> None:
-    results_file.write("some-gpu", results() | {"date": "2025-12-31", "rows": [row("forward", "tritonemb", 9.0)]})
-    results_file.write("some-gpu", results())
+    result_files.write("some-gpu", results() | {"date": "2025-12-31", "rows": [row("forward", "tritonemb", 9.0)]})
+    result_files.write("some-gpu", results())
     for _ in range(2):  # the second time the section is there
         report.report_gpu()
     text = page.read_text()

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.clock import Clock, Outcome
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu import targets, tiers, training
-from benchmarks.gpu.feeds import Feed, Prefetched, SentAhead
 from benchmarks.gpu.tiers import IN_HBM, NONE_AHEAD, Tier
-from benchmarks.peers import FbgemmTables, OurTables
-from benchmarks.workload import Batch, Workload
+from benchmarks.gpu.training import Feed, Prefetched, SentAhead
+from benchmarks.measuring.clock import Clock, Outcome
+from benchmarks.measuring.peers import FbgemmTables, OurTables
+from benchmarks.measuring.workload import Batch, Workload
 
 pytestmark = pytest.mark.more
 

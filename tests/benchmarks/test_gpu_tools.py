@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu import launch_cost
 from benchmarks.gpu.targets import TARGETS, predictions, resident_warps, wanted
-from benchmarks.workload import WORKLOADS
+from benchmarks.measuring.workload import WORKLOADS
 
 pytestmark = pytest.mark.more
 

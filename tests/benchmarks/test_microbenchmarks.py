@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import tritonemb as te
-from benchmarks import bench_dynamic_collisions, bench_dynamic_table, bench_embedding_bag, peers
-from benchmarks.cases import COPY, OURS
-from benchmarks.clock import Clock, Timing
+from benchmarks import bench_dynamic_table, bench_embedding_bag
 from benchmarks.gpu.run import FAMILIES, ON_TABLES
-from benchmarks.peers import OurTables, check_forward, check_step, copy_weights
-from benchmarks.record import lines, timing_rows
-from benchmarks.workload import draw_batches, draw_gradient, same
+from benchmarks.measuring import peers
+from benchmarks.measuring.cases import COPY, OURS
+from benchmarks.measuring.clock import Clock, Timing
+from benchmarks.measuring.peers import OurTables, check_forward, check_step, copy_weights
+from benchmarks.measuring.result_files import lines, timing_rows
+from benchmarks.measuring.workload import draw_batches, draw_gradient, same
 
 pytestmark = pytest.mark.more
 
@@ -42,7 +43,7 @@ def test_all_cases_run_and_contenders_agree(family: ModuleType) -> None:
 
 def test_all_benchmarks_can_be_imported() -> None:
     """But for peers that are not installed."""
-    for file in sorted(Path(peers.__file__).parent.glob("bench_*.py")):
+    for file in sorted(Path(peers.__file__).parents[1].glob("bench_*.py")):
         try:
             importlib.import_module(f"benchmarks.{file.stem}")
         except ModuleNotFoundError as error:
@@ -54,7 +55,7 @@ def test_all_benchmarks_can_be_imported() -> None:
 def test_managed_collisions_take_the_same_steps(interval: int) -> None:
     """What they have trained is compared where they are made."""
     pytest.importorskip("torchrec", reason="torchrec is not installed")
-    found = bench_dynamic_collisions.managed_collisions(2_000, 500, interval)
+    found = bench_dynamic_table.managed_collisions(2_000, 500, interval)
     outcome = Clock(CPU).measure(found, rounds=1, warmup_rounds=0)
     assert outcome.errors == {}
     assert [timing.name for timing in outcome.timings] == [OURS, "torchrec, LRU", "torchrec, LFU"]

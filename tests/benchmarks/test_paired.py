@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.paired import Contender, Timing, measure
+from benchmarks.measuring.clock import Contender, Timing, measure
 
 pytestmark = pytest.mark.more
 

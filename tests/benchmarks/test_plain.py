@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
+from benchmarks.studies.accuracy import PlainDLRM, PlainRowWiseAdagrad
 
 pytestmark = pytest.mark.more
 

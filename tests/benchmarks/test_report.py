@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import report, results_file
-from benchmarks.paired import Timing
-from benchmarks.record import at_least, at_most, timing_rows
+from benchmarks.measuring import report, result_files
+from benchmarks.measuring.clock import Timing
+from benchmarks.measuring.result_files import at_least, at_most, timing_rows
+from benchmarks.measuring.workload import same
 from benchmarks.run import condense
-from benchmarks.workload import same
 
 pytestmark = pytest.mark.more
 
@@ -85,12 +85,12 @@ def test_a_copy_is_no_peer_but_says_what_was_possible() -> None:
 
 
 def test_the_newest_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no cpu-<date>\.json"):
-        results_file.newest("cpu")
+        result_files.newest("cpu")
     for date in ("2026-01-02", "2026-01-10", "2025-12-31"):
-        results_file.write("cpu", {"date": date})
-    assert results_file.read(results_file.newest("cpu")) == {"date": "2026-01-10"}
+        result_files.write("cpu", {"date": date})
+    assert result_files.read(result_files.newest("cpu")) == {"date": "2026-01-10"}
 
 
 def test_accuracy_shows_both_networks_and_what_the_test_rows_are_worth() -> None:

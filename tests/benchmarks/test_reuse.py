@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.reuse import (
+from benchmarks.measuring.workload import (
     BIN_EDGES,
     HOTTEST_SHARE,
     MEAN_RUN_LENGTH,

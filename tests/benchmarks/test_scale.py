@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import results_file, scale, scale_page
-from benchmarks.scale import How
-from benchmarks.simulate import Stage, period, simulate
+from benchmarks.measuring import result_files
+from benchmarks.studies import scale, scale_page
+from benchmarks.studies.scale import How, Stage, period, simulate
 from tritonemb.layout import INDEX_BYTES
 from tritonemb.sharding.planner import PlanError, Topology, plan
 from tritonemb.sharding.table_stats import TableStats
@@ -113,13 +113,13 @@ def test_offloaded_states_need_disks():
 
 
 def test_the_page_has_the_figures_of_the_file():
-    rows = results_file.read(results_file.newest("scale"))["rows"]
+    rows = result_files.read(result_files.newest("scale"))["rows"]
     page = (scale_page.ROOT / scale_page.PAGE).read_text()
     assert scale_page.filled(page, rows) == page
 
 
 def test_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    scale_page.draw(results_file.read(results_file.newest("scale"))["rows"], tmp_path)
+    scale_page.draw(result_files.read(result_files.newest("scale"))["rows"], tmp_path)
     assert all(path.stat().st_size > 10_000 for path in tmp_path.glob("scale-*.png"))
     assert len(list(tmp_path.iterdir())) == 3

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.environment import commit
 from benchmarks.gpu.launch_cost import measure
-from benchmarks.peers import OurTables, step
-from benchmarks.workload import WORKLOADS, Workload, draw_batches, draw_gradient
+from benchmarks.measuring.environment import commit
+from benchmarks.measuring.peers import OurTables, step
+from benchmarks.measuring.workload import WORKLOADS, Workload, draw_batches, draw_gradient
 from tests.gpu import processes
 from tests.gpu.checks import CPU, LAUNCHES
 from tests.gpu.driver import activate
@@ -100,7 +100,7 @@ def main() -> None:
         sys.exit(1)
     pack(options.cache, options.out / "gpu-cache.tar.xz", "w:xz", BESIDE)
     if options.fbgemm:
-        slim = [sys.executable, "benchmarks/gpu/slim_fbgemm.py", options.fbgemm, str(options.out / "fbgemm.tar.xz")]
+        slim = [sys.executable, "tests/gpu/slim_fbgemm.py", options.fbgemm, str(options.out / "fbgemm.tar.xz")]
         subprocess.run(slim, check=True)
 
     # What is to be carried, and the commit, which a copied tree does not know.

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results_file
+from benchmarks.measuring import result_files
 from tests.gpu import processes
 from tests.gpu.driver import REHEARSE
 from tests.gpu.processes import NOT_RUN, PASSED, Job, Outcome
@@ -80,7 +80,7 @@ def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
 def run_stages(todo: Sequence[Stage], out: Path, archive: Path, seconds: float) -> dict[str, dict[str, Any]]:
     """Run stages that have not passed according to `out`/results.json, which all go into; it and logs are archived."""
     begin, path = time.monotonic(), out / "results.json"
-    results = results_file.read(path) if path.exists() else {}
+    results = result_files.read(path) if path.exists() else {}
     for stage in todo:
         if results.get(stage.name, {}).get("status") == PASSED:
             continue
@@ -98,7 +98,7 @@ def run_stages(todo: Sequence[Stage], out: Path, archive: Path, seconds: float) 
             "status": outcome.status, "seconds": outcome.seconds, "budget": round(budget, 1),
             "lines": [line[:WIDTH] for line in lines[-stage.lines :]],
         }  # fmt: skip
-        results_file.write_json(path, results)
+        result_files.write_json(path, results)
         pack(out, archive)
         print("\n".join(describe(stage.name, results[stage.name])), flush=True)
         if stage.name == "device" and outcome.status != PASSED:

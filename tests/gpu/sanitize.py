@@ -14,7 +14,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from benchmarks import results_file
+from benchmarks.measuring import result_files
 from tests.gpu.processes import PASSED, Outcome
 from tests.gpu.suite import Suite
 
@@ -63,7 +63,7 @@ def main() -> None:
         suite = Suite([FILE], chosen, ["-m", "triton", "-k", "launches or core", *arguments])
         suite.run()
         verdicts[tool] = max(map(verdict, suite.outcomes), key=lambda pair: VERDICTS.index(pair[0]))
-        results_file.write_json(options.out / "results.json", verdicts)
+        result_files.write_json(options.out / "results.json", verdicts)
         print(f"{tool}: {': '.join(filter(None, verdicts[tool]))}", flush=True)
         if verdicts[tool][0] == FORBIDDEN:
             break

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import results_file
+from benchmarks.measuring import result_files
 from tests.gpu import processes
 from tests.gpu.driver import activate, rehearsing
 from tests.gpu.processes import FAILED, LOST, NOT_RUN, PASSED, STARTED, TIMED_OUT, Job, Outcome
@@ -106,7 +106,7 @@ class Suite:
     def __init__(self, files: list[Path], options: argparse.Namespace, arguments: list[str]) -> None:
         self.out, self.options, self.arguments = options.out, options, arguments
         path = self.out / "results.json"
-        known = results_file.read(path) if options.left and path.exists() else {}
+        known = result_files.read(path) if options.left and path.exists() else {}
         self.results: dict[str, dict[str, Any]] = {f: known[f] for f in known if known[f]["status"] == PASSED}
         self.files = {self.record_of(str(file)): str(file) for file in files}
         self.outcomes: list[Outcome] = []
@@ -131,7 +131,7 @@ class Suite:
             for outcome in ended:
                 self.outcomes.append(outcome)
                 self.ended(self.files[outcome.job.record], outcome)
-                results_file.write_json(self.out / "results.json", self.results)
+                result_files.write_json(self.out / "results.json", self.results)
 
     def ended(self, file: str, outcome: Outcome) -> None:
         """Note and print what became of the tests of a file."""

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.slim_fbgemm import ENTRY, HEADER, MAGIC, clear_other_code
 from tests.gpu import archives, checks, first, processes
 from tests.gpu.first import LINES, WIDTH, Stage, run_stages
 from tests.gpu.processes import CRASHED, FAILED, NOT_RUN, PASSED, TIMED_OUT
+from tests.gpu.slim_fbgemm import ENTRY, HEADER, MAGIC, clear_other_code
 
 pytestmark = pytest.mark.more
 

@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if interpreting():
     pytest.skip("kernels are interpreted in this process, so there is nothing to compile", allow_module_level=True)
 
-from benchmarks.workload import WORKLOADS
+from benchmarks.measuring.workload import WORKLOADS
 from tests.gpu import checks
 from tests.gpu.archives import run_workload
 from tests.gpu.first import SHAPES

@@ -11,8 +11,8 @@ The server is a thread of this process. Its messages take `--delay` each way, so
 staleness is exact, the rows that a batch reads do not depend on that. Seconds are those of training, without the
 evaluations. These read rows as the next batch would, without the last updates; only the last one sees all. Usage:
 
-    python -m benchmarks.accuracy_staleness --adult folder_of_adult
-    python -m benchmarks.accuracy_staleness --draw
+    python -m benchmarks.studies.staleness --adult folder_of_adult
+    python -m benchmarks.studies.staleness --draw
 
 The picture is `docs/staleness.png`.
 """
@@ -39,9 +39,9 @@ import torch
 from torch import Tensor, nn
 
 import tritonemb as te
-from benchmarks import results_file
-from benchmarks.chart import draw_if_possible
-from benchmarks.environment import OtherLoad, environment
+from benchmarks.measuring import result_files
+from benchmarks.measuring.chart import draw_if_possible
+from benchmarks.measuring.environment import OtherLoad, environment
 from tritonemb.data import Column, Dataset, Feature, Rows, load_adult, load_movielens_100k
 from tritonemb.data.datasets import NUMBERS
 from tritonemb.data.protocol import Split, Stream
@@ -54,7 +54,7 @@ from tritonemb.training.metrics import binary_metrics
 from tritonemb.training.run import build_optimizer
 from tritonemb.types import TableConfig
 
-PICTURE, DRAWS = Path(__file__).parents[1] / "docs/staleness.png", "python -m benchmarks.accuracy_staleness --draw"
+PICTURE, DRAWS = Path(__file__).parents[2] / "docs/staleness.png", "python -m benchmarks.studies.staleness --draw"
 POINTS = 10  # of a curve
 LARGE_BATCH = 4_096  # of an evaluation
 LEAST_AUC, TOLERANCE = 0.8925, 0.001  # of adult
@@ -351,7 +351,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true", help="draw the newest results instead")
     arguments = parser.parse_args()
     if arguments.draw:
-        draw_if_possible(draw, results_file.read(results_file.newest("accuracy-staleness")), PICTURE, DRAWS)
+        draw_if_possible(draw, result_files.read(result_files.newest("accuracy-staleness")), PICTURE, DRAWS)
         return
     torch.set_num_threads(1)
     environment_, rows = environment() | {"threads": 1}, []
@@ -368,9 +368,9 @@ def main() -> None:
                 f"difference {row['difference']:+.4f} ± {row['standard_error']:.4f}, {row['seconds']:.1f} s"
             )
             rows.append(row | environment_)
-    path = results_file.write("accuracy-staleness", {"date": environment_["date"], "rows": rows})
+    path = result_files.write("accuracy-staleness", {"date": environment_["date"], "rows": rows})
     print(f"wrote {path.name}")
-    draw_if_possible(draw, results_file.read(path), PICTURE, DRAWS)
+    draw_if_possible(draw, result_files.read(path), PICTURE, DRAWS)
     if missed := problems(rows):
         sys.exit("; ".join(missed))
 

@@ -7,7 +7,7 @@ the train rows have one each but the last, which all others share. MovieLens is 
 AUC is that of predictions made before a row is trained. The ids of MovieLens all come often; most of `zipf` come once.
 Usage:
 
-    python -m benchmarks.accuracy_dynamic --criteo train.txt
+    python -m benchmarks.studies.dynamic_tables --criteo train.txt
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks import report, results_file
-from benchmarks.accuracy import seen_share
-from benchmarks.environment import environment
+from benchmarks.measuring import report, result_files
+from benchmarks.measuring.environment import environment
+from benchmarks.studies.accuracy import seen_share
 from tritonemb.data import Column, Dataset, Feature, Rows, load_movielens_100k
 from tritonemb.data.batch import concat_rows
 from tritonemb.data.datasets import FILES
@@ -342,7 +342,7 @@ def main() -> None:
                 f"difference {row['difference']:+.4f}, standard error {row['standard_error']:.4f}"
             )
             rows.append(row | environment_)
-    print(f"wrote {results_file.write('accuracy-dynamic', {'date': environment_['date'], 'rows': rows}).name}")
+    print(f"wrote {result_files.write('accuracy-dynamic', {'date': environment_['date'], 'rows': rows}).name}")
     report.report("accuracy-dynamic")
     if not all(row.get("bitwise_equal_to_dynamic", True) for row in rows):
         sys.exit("dynamic tables and a vocabulary with the same initial values differ")

@@ -4,7 +4,7 @@ Each rank computes on one thread. The machine is calibrated first, by the same p
 slowest rank counts, and the median over rounds. Kendall's tau is over pairs of plans whose times differ by more than
 10 %. Memory is the growth of each process's resident set from before the tables are made to after some steps. Usage:
 
-    python -m benchmarks.accuracy_plan
+    python -m benchmarks.studies.planner
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import psutil
 import torch
 
 import tritonemb as te
-from benchmarks import results_file
-from benchmarks.environment import environment
+from benchmarks.measuring import result_files
+from benchmarks.measuring.environment import environment
 from tests.ranks import Ranks
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding import (
@@ -180,7 +180,7 @@ def main(arguments: list[str]) -> int:
             f"{row['measured'] / 1e9:.3f} measured"
         )
     print({key: results[key] for key in ("tau", "median_error", "span", "memory_error", "busy")})
-    print(results_file.write("plan", results))
+    print(result_files.write("plan", results))
     return 0
 
 

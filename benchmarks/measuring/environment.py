@@ -16,7 +16,7 @@ from typing import Any
 
 import tritonemb as te
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = {
     "torch": ("torch",),
     "numba": ("numba",),

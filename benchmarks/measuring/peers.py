@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.cases import OURS
-from benchmarks.clock import Clock, Contender, describe, recover
-from benchmarks.workload import CPU, EPS, LR, Batch, Workload, draw_batches, draw_gradient
+from benchmarks.measuring.cases import OURS
+from benchmarks.measuring.clock import Clock, Contender, describe, recover
+from benchmarks.measuring.workload import CPU, EPS, LR, Batch, Workload, draw_batches, draw_gradient
 from tritonemb.ops import RowGroups
 
 FBGEMM_MISSING = (

@@ -1,6 +1,6 @@
 """The part of FBGEMM's GPU wheel that the benchmarks call, for one GPU architecture, as a tar.xz of 54 MiB.
 
-    python benchmarks/gpu/slim_fbgemm.py 1.6.0 build/gpu-archives/fbgemm.tar.xz
+    python tests/gpu/slim_fbgemm.py 1.6.0 build/gpu-archives/fbgemm.tar.xz
 
 The wheel has 465 MB: every optimizer family for three architectures. This keeps the libraries of a table-batched
 embedding's forward, of its backward with fused optimizers, and of its cache, and clears the machine code of other

@@ -1,4 +1,4 @@
-"""The page about scale, from the newest `benchmarks/results/scale-<date>.json`: `python -m benchmarks.scale_page`."""
+"""The page about scale, from the newest results: `python -m benchmarks.studies.scale_page`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results_file
-from benchmarks.report import ROOT, markdown_table, replace_section
+from benchmarks.measuring import result_files
+from benchmarks.measuring.report import ROOT, markdown_table, replace_section
 
 PAGE = "docs/scale.md"
 MODES = {"step_s": "by hosts", "device_ids_s": "by devices"}  # who exchanges IDs
@@ -284,7 +284,7 @@ def _draw_timeline(axes: Any, row: dict[str, Any]) -> None:
 
 def report() -> None:
     """Rewrite the page's figures, and its pictures where matplotlib is installed."""
-    rows = results_file.read(results_file.newest("scale"))["rows"]
+    rows = result_files.read(result_files.newest("scale"))["rows"]
     page = ROOT / PAGE
     page.write_text(filled(page.read_text(), rows))
     try:

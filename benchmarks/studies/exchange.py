@@ -4,8 +4,8 @@ All runs of a seed start from the same weights and see the same batches; only th
 Tables are cut by rows, cut by columns, and whole on one rank, in turn. Against float32, the mean over the seeds must
 agree within 0.001 for 16 bits, and within 0.003 for 8 bits. The ranks are processes of this machine, over gloo. Usage:
 
-    python -m benchmarks.accuracy_exchange --criteo train.txt
-    python -m benchmarks.accuracy_exchange --bytes
+    python -m benchmarks.studies.exchange --criteo train.txt
+    python -m benchmarks.studies.exchange --bytes
 
 `--bytes` instead counts what each kind of exchange sends in a step of a small example, beside its formula and the least
 that would do.
@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks import report, results_file
-from benchmarks.accuracy import criteo, in_memory, seen_share
-from benchmarks.environment import environment
+from benchmarks.measuring import report, result_files
+from benchmarks.measuring.environment import environment
+from benchmarks.studies.accuracy import criteo, in_memory, seen_share
 from tritonemb.data import Dataset, Split
 from tritonemb.sharding import (
     ColumnWise,
@@ -281,7 +281,7 @@ def main() -> None:
         for row in found:
             print(f"{name}, {row['exchange']}: AUC {row['auc']:.4f}, difference {row['difference']:+.5f}")
         rows += [row | shared for row in found]
-    path = results_file.write("exchange-accuracy", {"date": shared["date"], "rows": rows})
+    path = result_files.write("exchange-accuracy", {"date": shared["date"], "rows": rows})
     print(f"wrote {path.name}")
     report.report("exchange-accuracy")
     if not all(row["within_tolerance"] for row in rows):

@@ -1,6 +1,6 @@
 """One step on two ranks, as a Chrome trace and a picture: what is computed while messages cross and data moves.
 
-`python -m benchmarks.trace_overlap` writes `docs/overlap.trace.json.gz` (open it in https://ui.perfetto.dev) and
+`python -m benchmarks.studies.trace` writes `docs/overlap.trace.json.gz` (open it in https://ui.perfetto.dev) and
 `docs/overlap.png`: a step of a DLRM, whose messages are held back as in `bench_overlap`. `offload` as its argument
 writes `docs/offload.trace.json.gz` and `docs/offload.png`: a step of transformer layers that `fully_shard` has sharded,
 with parameters in host memory, and states and activations on disk. The ranks are processes of this machine. The trace

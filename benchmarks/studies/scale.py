@@ -1,4 +1,4 @@
-"""Scale on paper: plans of published models, and a simulation of their steps: `python -m benchmarks.scale`.
+"""Scale on paper: plans of published models, and a simulation of their steps: `python -m benchmarks.studies.scale`.
 
 A plan's cost model says how long each stage of a step takes on each rank; the simulation lets stages of several batches
 run as soon as what they need is there. Nothing here was measured on the machines that it is about.
@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from benchmarks import results_file
-from benchmarks.environment import environment
-from benchmarks.simulate import Span, Stage, period, simulate
+from benchmarks.measuring import result_files
+from benchmarks.measuring.environment import environment
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.optimizers import Adagrad, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, ShardingPlan, TablePlacement, uniform_plan
@@ -399,7 +399,7 @@ def study() -> list[dict[str, Any]]:
         planned("F1", 128, (), 1e12)
     except PlanError as error:
         rows.append({"study": "refused", "model": "F1", "host": 1e12, "error": str(error)})
-    pulls = results_file.read(results_file.newest("servers"))["rows"]
+    pulls = result_files.read(result_files.newest("servers"))["rows"]
     ours = [row for row in pulls if (row["op"], row["implementation"]) == ("server pull", "tritonemb")]
     measured = ours[0]["rows_per_s"]
     rows += [persia(size, measured=measured) for size in SIZES]
@@ -408,13 +408,111 @@ def study() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from benchmarks import scale_page
+    from benchmarks.studies import scale_page
 
     conditions = environment()
     results = {"date": conditions["date"], "rows": [row | conditions for row in study()]}
-    print(f"wrote {results_file.write('scale', results).name}")
+    print(f"wrote {result_files.write('scale', results).name}")
     scale_page.report()
 
 
 if __name__ == "__main__":
     main()
+
+
+Array = np.ndarray[Any, Any]
+
+
+class Stage(NamedTuple):
+    """Of a step: which resources it holds, seconds `[ranks]`, and the stages that it follows, so many batches before.
+
+    `together`: an exchange, which starts when all ranks are ready and ends with the slowest.
+    """
+
+    name: str
+    resources: tuple[str, ...]
+    seconds: Array
+    after: tuple[tuple[str, int], ...] = ()
+    together: bool = False
+
+
+class Span(NamedTuple):
+    """That a stage ran, on a rank; -1: on all."""
+
+    batch: int
+    stage: str
+    rank: int
+    start: float
+    end: float
+
+
+def simulate(stages: Sequence[Stage], batches: int) -> list[Span]:
+    """Runs the steps event by event. A resource does one thing at a time; of what waits, the oldest batch is first."""
+    ranks, numbers = len(stages[0].seconds), {stage.name: number for number, stage in enumerate(stages)}
+    shared = {name for stage in stages if stage.together for name in stage.resources}
+    if wrong := [stage.name for stage in stages if not stage.together and shared & {*stage.resources}]:
+        raise ValueError(f"stage {wrong[0]!r} has a resource of an exchange")
+    follows: list[list[tuple[int, int]]] = [[] for _ in stages]
+    left: dict[tuple[int, int, int], int] = {}  # what a task still waits for
+    for number, stage in enumerate(stages):
+        for name, back in stage.after:
+            follows[numbers[name]].append((number, back))
+        for batch in range(batches):
+            parts = [stages[numbers[name]].together for name, back in stage.after if batch >= back]
+            if stage.together:
+                left[batch, number, -1] = sum(1 if each else ranks for each in parts)
+            else:
+                left.update({(batch, number, rank): len(parts) for rank in range(ranks)})
+    waiting: dict[Any, list[tuple[int, int]]] = {}
+    events: list[tuple[float, int, int, int]] = []
+    busy, spans, touched, now = set[Any](), list[Span](), set[Any](), 0.0
+
+    def ready(batch: int, number: int, rank: int) -> None:
+        place = "together" if rank < 0 else (stages[number].resources[0], rank)
+        heapq.heappush(waiting.setdefault(place, []), (batch, number))
+        touched.add(place)
+
+    def begin(batch: int, number: int, rank: int) -> None:
+        stage = stages[number]
+        busy.update(stage.resources if rank < 0 else [(stage.resources[0], rank)])
+        end = now + float(stage.seconds.max() if rank < 0 else stage.seconds[rank])
+        spans.append(Span(batch, stage.name, rank, now, end))
+        heapq.heappush(events, (end, batch, number, rank))
+
+    for task, count in left.items():
+        if not count:
+            ready(*task)
+    while True:
+        for place in sorted(touched, key=str):
+            queue = waiting.get(place, [])
+            if place == "together":
+                for task in sorted(queue):
+                    if not busy & {*stages[task[1]].resources}:
+                        queue.remove(task)
+                        begin(*task, -1)
+                heapq.heapify(queue)
+            elif queue and place not in busy:
+                begin(*heapq.heappop(queue), place[1])
+        touched.clear()
+        if not events:
+            return spans
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, batch, number, rank = heapq.heappop(events)
+            place = "together" if rank < 0 else (stages[number].resources[0], rank)
+            busy.difference_update(stages[number].resources if rank < 0 else [place])
+            touched.add(place)
+            for other, back in follows[number]:
+                if batch + back < batches:
+                    local = not stages[other].together
+                    for each in range(ranks) if rank < 0 and local else [rank if local else -1]:
+                        left[batch + back, other, each] -= 1
+                        if not left[batch + back, other, each]:
+                            ready(batch + back, other, each)
+
+
+def period(spans: Sequence[Span]) -> float:
+    """Seconds from step to step, without the first ones."""
+    batches = max(span.batch for span in spans) + 1
+    ends = [max(span.end for span in spans if span.batch == batch) for batch in (batches // 2 - 1, batches - 1)]
+    return (ends[1] - ends[0]) / (batches - batches // 2)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.clock import Clock, Contender
+from benchmarks.measuring.clock import Clock, Contender
 
 OURS, COPY, GATHER, COMPILED = "tritonemb", "copy", "gather", "torch, compiled"
 CEILINGS = (COPY, GATHER)  # no peers: what the machine can do

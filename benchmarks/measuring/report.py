@@ -1,4 +1,4 @@
-"""Fill tables of README and docs from the newest files in `benchmarks/results/`: `python -m benchmarks.report`."""
+"""Fill tables of README and docs from the newest results: `python -m benchmarks.measuring.report`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chart, results_file
-from benchmarks.cases import COPY, GATHER, GRAPH, OURS
-from benchmarks.gpu import roofline
-from benchmarks.record import LIMIT
+from benchmarks.measuring import chart, result_files
+from benchmarks.measuring.cases import COPY, GATHER, GRAPH, OURS
+from benchmarks.measuring.result_files import LIMIT
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = "docs/benchmarks.md"
 SHOWN_OPS = "step, row-wise Adagrad", "step, Adagrad", "step of a plain DLRM, Adagrad"  # in README: at most 12 rows
-DRAWS = "python -m benchmarks.report"
+DRAWS = "python -m benchmarks.measuring.report"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
@@ -273,8 +272,8 @@ def with_section(text: str, name: str, title: str, content: str, after: str) -> 
 
 
 def report_speed() -> None:
-    path = results_file.newest("cpu")
-    results = results_file.read(path)
+    path = result_files.newest("cpu")
+    results = result_files.read(path)
     chart.draw_if_possible(chart.draw, results, path.with_suffix(".png"), DRAWS)
     update(BENCHMARKS, "bench", speed_section(results))
     update("README.md", "speed", shown_section(results, path.with_suffix(".png").relative_to(ROOT).as_posix()))
@@ -292,15 +291,15 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
 def report(kind: str) -> None:
     """Rewrite the section of the newest results of a kind."""
     page, name, section = SECTIONS[kind]
-    update(page, name, section(results_file.read(results_file.newest(kind))))
+    update(page, name, section(result_files.read(result_files.newest(kind))))
 
 
 def report_gpu() -> None:
     """A section for every GPU that was measured; without one the page says nothing about GPUs."""
     page = ROOT / BENCHMARKS
-    for path in results_file.newest_of_gpus():
-        results = results_file.read(path)
-        chart.draw_if_possible(roofline.draw, results, path.with_suffix(".png"), DRAWS)
+    for path in result_files.newest_of_gpus():
+        results = result_files.read(path)
+        chart.draw_if_possible(chart.draw_roofline, results, path.with_suffix(".png"), DRAWS)
         name, title = f"gpu {results['rows'][0]['device']}", f"Speed on one {results['rows'][0]['device']}"
         content = f"`make gpu-bench` measures this and rewrites the section; the picture is beside `{path.name}`.\n\n"
         page.write_text(with_section(page.read_text(), name, title, content + gpu_section(results), "bench"))
@@ -310,7 +309,7 @@ def main() -> None:
     report_speed()
     report_gpu()
     for kind in SECTIONS:
-        if list(results_file.RESULTS.glob(f"{kind}-????-??-??.json")):
+        if list(result_files.RESULTS.glob(f"{kind}-????-??-??.json")):
             report(kind)
 
 
