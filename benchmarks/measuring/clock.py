@@ -8,13 +8,13 @@ and the host has to keep up. As a CUDA graph (`captured`) a contender needs the 
 
 A contender that fails is dropped and its error kept; the others go on. None goes on where the device does not answer.
 
-`measure`: pytest-benchmark runs one benchmark after the other; on a machine whose speed drifts that compares two moments rather
-than two programs. Here every round runs every contender once, one after the other (A B, B A, A B, ...: what the one
-before leaves in caches and in the allocator is worth some percent), on a batch that no earlier round has used. What
-must come before the measured part (a forward before a backward, the gradient that the dense network would just have
-written) is the contender's `prepare`, outside the clock and done right before its own run, so each finds the caches as
-a training step would leave them. Ours runs as pytest-benchmark's own target; the same clock is read around every
-contender, and its percentiles are what is reported.
+`measure` times all contenders in the same rounds: pytest-benchmark runs one benchmark after the other, and on a machine
+whose speed drifts that compares two moments rather than two programs. Every round runs every contender once, one after
+the other (A B, B A, A B, ...: what the one before leaves in caches and in the allocator is worth some percent), on a
+batch that no earlier round has used. Work before the measured part (a forward before a backward, the gradient that the
+dense network would just have written) is the contender's `prepare`, off the clock and right before its run, so that it
+finds the caches as a training step would leave them. Ours runs as pytest-benchmark's own target; the same clock is read
+around every contender, and its percentiles are reported.
 """
 
 from __future__ import annotations
