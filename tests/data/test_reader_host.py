@@ -97,7 +97,7 @@ def test_hosts_need_the_same_data(served):
         RemoteData([host.address, other.address], token="secret")
     with pytest.raises(ConnectionError, match=f"{other.address} does not answer"):
         RemoteData(other.address, token="secret")
-    with pytest.raises(ValueError, match="'localhost' is not an address: expected grpc://HOST:PORT"):
+    with pytest.raises(ValueError, match="invalid address 'localhost': expected grpc://HOST:PORT"):
         RemoteData("localhost")
     with pytest.raises(ValueError, match="TLS needs a grpc"):
         ReaderHost(make_synthetic(10, 50), "grpc+tls://127.0.0.1:0")
