@@ -653,7 +653,7 @@ def test_the_command_reads_tables_and_writes_a_plan(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("x = 1", r"expected one \[\[table\]\]"),
+        ("x = 1", r"expected only one \[\[table\]\]"),
         ('[[table]]\nname = "a"', "table 1 .'a'.: num_embeddings is missing"),
         (TABLES.replace("dtype", "dtyp"), "unknown field 'dtyp'; did you mean 'dtype'"),
         (TABLES.replace("bfloat16", "bfloat17"), "table 1 .'user'.: dtype must be the name of a torch dtype"),
