@@ -332,7 +332,7 @@ def build_layout(
         torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
         torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
         torch.tensor([0, *accumulate(map(len, key_lookups))], dtype=torch.int64, device=device),
-        pack_names(table_names), pack_names(feature_names), max(map(len, key_lookups), default=0),
+        pack_names(table_names), pack_names(feature_names), max([len(lookups) for lookups in key_lookups], default=0),
         first_rows[-1], max(ends), pooled,
     )  # fmt: skip
 
