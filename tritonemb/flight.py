@@ -73,14 +73,14 @@ class MessageStream:
                 writer.close()
 
 
-def reject_stream(_: Any) -> Any:
-    """Reject a stream; the default of servers that do not exchange messages."""
-    raise ValueError("the server at this address does not support bidirectional streams; check the address")
+def reject_request(_: Any) -> Any:
+    """Reject a request of a kind that the server does not serve: calls, or an exchange of messages."""
+    raise ValueError("the server at this address does not support this kind of request; check the address")
 
 
 def start_server(
     handler: RequestHandler, address: str, token: str, certificate: str | Path | None = None,
-    key: str | Path | None = None, exchange: Callable[[MessageStream], None] = reject_stream,
+    key: str | Path | None = None, exchange: Callable[[MessageStream], None] = reject_request,
 ) -> Any:  # fmt: skip
     """Start a `pyarrow.flight.FlightServerBase` with a method `stop`; return it.
 

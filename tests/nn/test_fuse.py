@@ -702,7 +702,7 @@ class TestWhatWouldGoWrongUnseen:
     def test_a_weight_that_is_computed_later_is_refused(self):
         model = nn.Embedding(5, 3)
         te.fuse(model, te.optim.SGD(lr=1.0))
-        with pytest.raises(RuntimeError, match="put in place of"):
+        with pytest.raises(RuntimeError, match="replaces the module's parameter"):
             torch.func.functional_call(model, {"weight": torch.zeros(5, 3, requires_grad=True)}, (torch.tensor([1]),))
 
     def test_a_weight_with_another_use_is_refused_by_step(self):

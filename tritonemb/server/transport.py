@@ -185,7 +185,7 @@ class FlightServer(Closeable):
     def __init__(
         self, service: Service, address: str = "grpc://127.0.0.1:0", token: str | None = None,
         certificate: str | Path | None = None, key: str | Path | None = None,
-        answer: flight.RequestHandler = flight.reject_stream,
+        answer: flight.RequestHandler = flight.reject_request,
     ) -> None:  # fmt: skip
         token = token or os.environ.get(flight.TOKEN)
         flight.check_exposure(address, bool(token))

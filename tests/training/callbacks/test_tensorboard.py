@@ -48,7 +48,7 @@ def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
                 raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    with pytest.raises(MissingExtraError, match=r"tensorboard is needed .* pip install 'tritonemb\[tensorboard\]'"):
+    with pytest.raises(MissingExtraError, match=r"tensorboard is required .* pip install 'tritonemb\[tensorboard\]'"):
         TensorBoard(tmp_path)
 
 
