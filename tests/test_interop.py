@@ -127,7 +127,8 @@ def test_rows_of_dynamicemb(tmp_path, world):
         has(found, dict(zip(IDS, ROWS, strict=True)))
     dump(tmp_path, "other")
     found = table(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"no file user_emb_keys\.rank_\*, only those of tables \['other', 'user_emb'\]"):
+    message = r"no file user_emb_keys\.rank_\*, only those of tables \['other', 'user_emb'\]"
+    with pytest.raises(ValueError, match=message):
         from_dynamicemb(found, tmp_path)
     from_dynamicemb(found, tmp_path, "user_emb")
     has(found, dict(zip(IDS, ROWS, strict=True)))

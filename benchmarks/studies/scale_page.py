@@ -18,7 +18,7 @@ RECALLED = {
     "A2": 0.622e6,
     "A3": 0.360e6,
     "F1": 0.970e6,
-}  # samples a second that the paper is said to have
+}  # samples per second that the paper is said to have
 Rows = list[dict[str, Any]]
 
 
@@ -149,7 +149,7 @@ def servers(rows: Rows) -> str:
         f"{markdown_table(header, lines)}\n\nA process was measured at {rate / 1e6:.2f} million rows/s with two "
         f"threads (`benchmarks/results`, pull of 50,000 rows of 64\ncolumns). From the first line to the last, a GPU "
         f"pulls {more[0]:.1f} % more rows, and a step takes {max(0.0, more[1]):.1f} % longer.\n\n"
-        f"In 16 bits, {last['row_bytes']:.0f} bytes a row with states and index:\n\n{wrapped(last['plan'])}\n\n"
+        f"In 16 bits, {last['row_bytes']:.0f} bytes per row with states and index:\n\n{wrapped(last['plan'])}\n\n"
         f"In float32:\n\n{wrapped(fails['error'])}"
     )
 
