@@ -158,7 +158,7 @@ def test_files_of_earlier_versions_are_read(tmp_path):
                 written += repr([values for values, _ in content])
         assert {name for name in EARLIER_NAMES.values() if repr(name) not in written} <= {"facts", "hold", "answered"}
         own.server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
-        assert list(own.server._clients["raw"].in_progress) == [1]
+        assert list(own.server.clients.inboxes["raw"].in_progress) == [1]
         assert own.server.collections["tables"].is_leased
         results.append(train(model, 5))
         flush(model)
@@ -185,11 +185,11 @@ def test_an_answer_that_may_be_lost_stays_until_it_is_acknowledged(tmp_path, log
         server.save()
     with EmbeddingServer("server-0", tmp_path, log) as server:
         raw.server, version = server, server._version
-        assert list(server._clients["raw"].unacked_replies) == [0, 1]
+        assert list(server.clients.inboxes["raw"].unacked_replies) == [0, 1]
         assert raw.receive({"op": "resend", "number": 0, "received": 0})[0] == first
         assert server._version == version
         raw.receive({"op": "save", "number": 2, "received": 1})
-        assert list(server._clients["raw"].unacked_replies) == [1, 2]
+        assert list(server.clients.inboxes["raw"].unacked_replies) == [1, 2]
 
 
 def test_a_client_acknowledges_what_it_has_received_alone():
@@ -490,7 +490,7 @@ def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monke
         with pytest.raises(ConnectionRefusedError, match=refusal):
             make(second, 2)
         found += train(model, 3)
-        server._last_seen.clear()  # as it is after these seconds
+        server.clients.last_seen.clear()  # as it is after these seconds
         train(make(second, 2), 1)
         with pytest.raises(PermissionError, match="another trainer of rank 0 of 'tables' has replaced this one"):
             train(model, 1)
@@ -504,10 +504,10 @@ def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monke
 def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
     with local_servers(1) as servers:
         connection, server = servers.connections[0], servers._local_servers[0]
-        server._last_seen.clear()
+        server.clients.last_seen.clear()
         connection._last_sent -= client.HEARTBEAT
         connection.tick()
-        assert connection._client in server._last_seen
+        assert connection._client in server.clients.last_seen
 
 
 def test_while_a_server_is_started_again_patience_is_not_counted():

@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonemb.flight import decode_error
 from tritonemb.layout import partitions_of
 from tritonemb.server.codec import RowCodecs
-from tritonemb.server.node import TRAINER_TIMEOUT
+from tritonemb.server.inbox import TRAINER_TIMEOUT
 from tritonemb.server.row_cache import CachedPull, WorkerCache
 from tritonemb.server.snapshot import merge_table
 from tritonemb.server.tables import CollectionSpec, cat

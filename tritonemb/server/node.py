@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tritonemb.flight import encode_error
 from tritonemb.server.codec import RowCodecs
+from tritonemb.server.inbox import TRAINER_TIMEOUT, Clients, Inbox
 from tritonemb.server.records import MessageLog, read_log, read_records, with_current_names, write_record
 from tritonemb.server.snapshot import SavedShard, restore, saved_shards, take_snapshot
 from tritonemb.server.tables import CollectionSpec, ServedTables, warm_up
@@ -44,30 +45,6 @@ MAX_CHAIN_FILES = 16  # per collection; a full snapshot follows
 LOG_BYTES = 1 << 28  # of the log, after which a snapshot is saved
 _TRAINER_OPERATIONS = ("pull", "push", "look_up", "flush", "lease", "allocate", "transfer")  # of the registered client
 MAX_REQUESTS_PER_APPEND = 64  # to the log
-MAX_REORDERED = 4_096  # requests of a client that wait for earlier ones; others are dropped, and sent again
-TRAINER_TIMEOUT = 10.0  # seconds without a message after which a trainer may be replaced
-
-
-class ClientSession:
-    """Server-side state of a client.
-
-    Attributes:
-        next_sequence: number of its next request.
-        durable_sequence: number of its first request that is neither in the snapshot nor in the log.
-        reorder_buffer: requests that arrived before an earlier one, with their reply channels, by number.
-        in_progress: accepted requests without a reply, by number.
-        reply_to: their reply channels, by number.
-        unacked_replies: replies that the client may not have received, by number.
-        failure: error of all its requests, if it is not the registered trainer, or not any longer.
-    """
-
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.next_sequence = self.durable_sequence = 0
-        self.failure = failure
-        self.reorder_buffer: dict[int, tuple[Message, Reply]] = {}
-        self.in_progress: dict[int, Message] = {}
-        self.reply_to: dict[int, Reply] = {}
-        self.unacked_replies: dict[int, Message] = {}
 
 
 class EmbeddingServer(Closeable):
@@ -106,10 +83,7 @@ class EmbeddingServer(Closeable):
         self.name, self.log, self._memory, self._over_memory = name, log, memory, over_memory
         self._folder = None if folder is None else Path(folder)
 
-        # Clients.
-        self._clients: dict[str, ClientSession] = {}
-        self._trainers: dict[str, str] = {}  # registered client of each trainer
-        self._last_seen: dict[Any, float] = {}  # time of each client's last message
+        self.clients = Clients()
 
         # Tables.
         self.collections: dict[str, ServedTables] = {}
@@ -146,7 +120,7 @@ class EmbeddingServer(Closeable):
         values, is_request = message[0], "number" in message[0]
         for name in ("number", "received") if is_request else ("query",):
             index(values[name])
-        self._last_seen[values["client"] if is_request else values.get("client")] = time.monotonic()
+        self.clients.last_seen[values["client"] if is_request else values.get("client")] = time.monotonic()
         if values["op"] == "ping":
             reply(({"query": values["query"]}, []))
         else:
@@ -179,8 +153,8 @@ class EmbeddingServer(Closeable):
         failure = self._failure = RuntimeError(
             f"embedding server {self.name} has failed ({type(error).__name__}: {error}); restart it"
         )
-        for client in self._clients.values():
-            for number, reply in list(client.reply_to.items()):
+        for inbox in self.clients:
+            for number, (_, reply) in list(inbox.in_progress.items()):
                 reply(({"number": number, "error": encode_error(failure)}, []))
 
     def _process(self, items: Iterable[tuple[Message, Reply]]) -> None:
@@ -191,43 +165,28 @@ class EmbeddingServer(Closeable):
             if (number := values.get("number")) is None:
                 self._answer_query(reply, *message)
                 continue
-            client = self._clients.setdefault(values["client"], ClientSession())
-            # Reject clients that are not the registered trainer, and all clients after a failure.
-            if not (self._restoring or client.failure) and values["op"] in _TRAINER_OPERATIONS:
-                trainer = _trainer_of(values)
-                if self._trainers.setdefault(trainer, values["client"]) != values["client"]:  # empty after a restart
-                    client.failure = PermissionError(f"this client is not the {trainer}")
-            if (failure := self._failure or client.failure) is not None:
+            inbox = self.clients.inbox(values["client"])
+            if not self._restoring and values["op"] in _TRAINER_OPERATIONS:
+                self.clients.check_trainer(values)
+            if (failure := self._failure or inbox.failure) is not None:
                 reply(({"number": number, "error": encode_error(failure)}, []))
                 continue
-            # Drop acknowledged replies; answer repeated requests; buffer new ones.
-            for acked in [n for n in client.unacked_replies if n < values["received"]]:
-                del client.unacked_replies[acked]
-            if number in client.unacked_replies:
-                reply(client.unacked_replies[number])
-            elif number in client.in_progress:
-                client.reply_to[number] = reply
-            elif client.next_sequence <= number < client.next_sequence + MAX_REORDERED and values["op"] != "resend":
-                client.reorder_buffer[number] = message, reply
-            # Accept the requests that are next in order.
-            while client.next_sequence in client.reorder_buffer:
-                number = client.next_sequence
-                client.in_progress[number], client.reply_to[number] = client.reorder_buffer.pop(number)
-                client.next_sequence += 1
-                accepted.append((client, client.in_progress[number]))
+            requests, stored_reply = inbox.receive(message, reply)
+            if stored_reply is not None:
+                reply(stored_reply)
+            accepted += [(inbox, request) for request in requests]
         if self._log is not None and accepted:
             try:
                 self._log_bytes += self._log.append([message for _, message in accepted])
             except StorageError as error:
-                for client, (values, _) in reversed(accepted):  # undo their acceptance
-                    number = client.next_sequence = values["number"]
-                    del client.in_progress[number]
-                    client.reply_to.pop(number)(({"number": number, "error": encode_error(error)}, []))
+                for inbox, (values, _) in reversed(accepted):
+                    inbox.revoke(values["number"])(({"number": values["number"], "error": encode_error(error)}, []))
                 return
-            for client, _ in accepted:
-                client.durable_sequence = client.next_sequence
-        for client, message in accepted:
-            self._execute(client, message)
+        if self.log != "memory":
+            for inbox, _ in accepted:
+                inbox.mark_durable()
+        for inbox, message in accepted:
+            self._execute(inbox, message)
         if self._log is not None and self._log_bytes > self._max_log_bytes:
             try:
                 self.save()
@@ -235,24 +194,20 @@ class EmbeddingServer(Closeable):
                 print(f"warning: {error}", file=sys.stderr)
                 self._max_log_bytes += LOG_BYTES
 
-    def _execute(self, client: ClientSession, message: Message) -> None:
+    def _execute(self, inbox: Inbox, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
 
         def respond(result: Message | Exception) -> None:
-            if number not in client.in_progress:
-                return  # it has a reply already
             if isinstance(result, Exception):
                 result = {"error": encode_error(result)}, []
-            durable_sequence = client.next_sequence if self.log is None else client.durable_sequence
-            reply_values = {**result[0], "number": number, "durable_sequence": durable_sequence}
-            reply = client.unacked_replies[number] = reply_values, result[1]
-            client.in_progress.pop(number)
-            client.reply_to.pop(number)(reply)
+            if (completed := inbox.complete(number, result)) is not None:
+                reply_message, reply = completed
+                reply(reply_message)
 
         try:
             self._handler("do", values["op"])(values, tensors, respond)
         except Exception as error:
-            if number not in client.in_progress or any(served.is_broken for served in self.collections.values()):
+            if number not in inbox.in_progress or any(served.is_broken for served in self.collections.values()):
                 raise  # the client has its reply, or the tables may be inconsistent
             respond(error)
 
@@ -291,9 +246,10 @@ class EmbeddingServer(Closeable):
             # Sessions of clients.
             clients, files = f"clients-{version}", self._files
             with (folder / clients).open("wb") as file:
-                for name, client in self._clients.items():
-                    write_record(file, ({"client": name, "next_sequence": client.next_sequence}, []))
-                    for kind, messages in (("replied", client.unacked_replies), ("in_progress", client.in_progress)):
+                for name, inbox in self.clients.inboxes.items():
+                    write_record(file, ({"client": name, "next_sequence": inbox.next_sequence}, []))
+                    in_progress = {number: message for number, (message, _) in inbox.in_progress.items()}
+                    for kind, messages in (("replied", inbox.unacked_replies), ("in_progress", in_progress)):
                         for number, (values, tensors) in messages.items():
                             write_record(file, ({"client": name, kind: number, "values": values}, tensors))
             sync(folder / clients)
@@ -312,8 +268,8 @@ class EmbeddingServer(Closeable):
             self._log.close()
         self._log, self._log_bytes, self._version, self._files = log, 0, version, files
         self._max_log_bytes = LOG_BYTES
-        for client in self._clients.values():
-            client.durable_sequence = client.next_sequence
+        for inbox in self.clients:
+            inbox.mark_durable()
         for path in folder.iterdir():
             if _SERVER_FILE.fullmatch(path.name) and path.name not in (clients, f"log-{version}", *files):
                 path.unlink()
@@ -335,24 +291,22 @@ class EmbeddingServer(Closeable):
             # Sessions of clients; requests in progress are executed again.
             for values, tensors in read_records(folder / manifest["clients"]):
                 values = with_current_names(values)
-                client = self._clients.setdefault(values["client"], ClientSession())
+                inbox = self.clients.inbox(values["client"])
                 if "next_sequence" in values:
-                    client.next_sequence = client.durable_sequence = values["next_sequence"]
+                    inbox.next_sequence = inbox.durable_sequence = values["next_sequence"]
                 elif "replied" in values:
-                    client.unacked_replies[values["replied"]] = values["values"], tensors
+                    inbox.unacked_replies[values["replied"]] = values["values"], tensors
                 else:
-                    client.in_progress[values["in_progress"]] = with_current_names(values["values"]), tensors
-            for client in self._clients.values():
-                client.reply_to = dict.fromkeys(client.in_progress, _discard_reply)
-                for message in list(client.in_progress.values()):
-                    self._execute(client, message)
+                    message = with_current_names(values["values"]), tensors
+                    inbox.in_progress[values["in_progress"]] = message, _discard_reply
+            for inbox in self.clients:
+                for message, _ in list(inbox.in_progress.values()):
+                    self._execute(inbox, message)
         # Replay the log.
         if self.log in ("disk", "fsync"):
             path = folder / f"log-{self._version}"
             if path.exists():
                 self._process([(message, _discard_reply) for message in read_log(path)])
-                for client in self._clients.values():
-                    client.durable_sequence = client.next_sequence
             self._log = MessageLog(path, self.log == "fsync")
             self._save_due |= path.stat().st_size > 0  # never append behind a torn record
         self._restoring = False
@@ -362,30 +316,21 @@ class EmbeddingServer(Closeable):
     # Queries.
 
     def _query_connect(self, query: Values) -> Values:
-        client = self._clients.get(query["client"], ClientSession())
-        if client.failure is not None:
-            raise client.failure
-        return {"next_sequence": client.next_sequence}
+        return {"next_sequence": self.clients.next_sequence(query["client"])}
 
     def _query_disconnect(self, query: Values) -> Values:
-        self._clients.pop(query["client"], None)
-        self._last_seen.pop(query["client"], None)
+        self.clients.disconnect(query["client"])
         return {}
 
     def _query_register(self, query: Values) -> Values:
         """Register a client as a trainer, in place of one that is gone; `refused` has the reason if it is alive."""
-        trainer, client, now = _trainer_of(query), query["client"], time.monotonic()
-        self._last_seen = {name: t for name, t in list(self._last_seen.items()) if now - t < TRAINER_TIMEOUT}
-        if (registered := self._trainers.setdefault(trainer, client)) != client:
-            if registered in self._last_seen:
-                reason = (
-                    f"embedding server {self.name} has received a message from another {trainer} in the last "
-                    f"{TRAINER_TIMEOUT:.0f} seconds; end that run first, or start other servers for this one"
-                )
-                return {"refused": reason}
-            self._clients[registered] = ClientSession(PermissionError(f"another {trainer} has replaced this one"))
-            self._trainers[trainer] = client
-        return {"refused": None}
+        if (trainer := self.clients.register(query, time.monotonic())) is None:
+            return {"refused": None}
+        reason = (
+            f"embedding server {self.name} has received a message from {trainer} in the last "
+            f"{TRAINER_TIMEOUT:.0f} seconds; end that run first, or start other servers for this one"
+        )
+        return {"refused": reason}
 
     def _query_spec(self, query: Values) -> Values:
         """Return the spec of a collection, and this server's index among its servers; empty if it is not served."""
@@ -598,10 +543,6 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
         file.flush()
         os.fsync(file.fileno())
     return {"snapshot": header["snapshot"], "after": header["after"]}
-
-
-def _trainer_of(values: Values) -> str:
-    return f"trainer of rank {values.get('rank')} of {values.get('collection')!r}"
 
 
 def _row_sender(
