@@ -59,7 +59,7 @@ def test_a_tier_changes_no_bit(make, params, states, tmp_path):
     if params != "device":
         assert min(report.moved[params]) > 0
         assert 0 < report.arena_peak <= report.arena_bytes <= ARENA[make]
-    if states == "disk" and len(trained.optimizer.groups) > trained.optimizer.buffers.num_buffers:
+    if states == "disk" and len(trained.optimizer.store.groups) > trained.optimizer.store.buffers.num_buffers:
         assert min(report.moved["disk"]) > 0
     te.offloading.close(trained.model)
     assert not list(tmp_path.iterdir())
@@ -164,9 +164,9 @@ def test_half_the_states_may_stay_in_memory(tmp_path):
 @pytest.mark.parametrize("budget", [60_000, 200_000])
 def test_sub_groups_that_were_stepped_last_are_neither_read_nor_written(budget, tmp_path):
     one = train(Transformer, tmp_path, 2, offload={"states": "disk", "budget": budget})
-    groups, num_cached = one.optimizer.groups, one.optimizer.buffers.num_buffers
+    groups, num_cached = one.optimizer.store.groups, one.optimizer.store.buffers.num_buffers
     assert len(groups) > num_cached
-    most = (len(groups) - num_cached) * one.optimizer.buffers.buffer_bytes
+    most = (len(groups) - num_cached) * one.optimizer.store.buffers.buffer_bytes
     for _ in range(3):
         initial = te.offloading.report(one.model).moved["disk"]
         steps(one.model, one.optimizer, 1)
@@ -380,6 +380,34 @@ def test_access_outside_names_the_parameter(params, tmp_path):
             use()
     assert weight.shape == (64, 70)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in mlp().parameters())
+
+
+@pytest.mark.parametrize("change", ["embedding", "item", "method"])
+def test_a_forward_that_changes_a_parameter_is_refused(change, tmp_path):
+    """Only the copy would change; whatever the operator is called, its schema says that it writes."""
+
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(8, 4))
+
+        @torch.no_grad()
+        def forward(self, ids):
+            if change == "embedding":
+                return nn.functional.embedding(ids, self.weight, max_norm=0.1)
+            if change == "item":
+                self.weight[0] = 3
+            else:
+                torch.ops.aten.mul_.Scalar(self.weight, 2)
+            return ids
+
+    model = Changing()
+    model, _ = te.offload(model, adam(model.parameters()), params="host", budget=40_000)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"parameter 'weight' is offloaded.*cannot change it in place"):
+            model(torch.arange(3))
+    assert torch.equal(model.state_dict()["weight"], torch.ones(8, 4))
+    assert model.weight.shape == (8, 4)
 
 
 def test_a_parameter_that_changes_between_forward_and_backward_is_refused(tmp_path):

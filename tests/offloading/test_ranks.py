@@ -100,10 +100,10 @@ def clipped(rank: int, ranks: int, on_host: bool, norm_type: float) -> tuple[flo
     loss_of(model, torch.Generator().manual_seed(1)).backward()
     meshes = [(p, p.device_mesh, p.placements) if isinstance(p, DTensor) else (p,) for p in model.parameters()]
     for p, *_ in meshes if on_host else ():
-        optimizer._move_gradient(p)
+        optimizer._gradients.move(p)
     norm = optimizer.clip_grad_norm_(0.1, norm_type)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    gradients = [optimizer._gradient_of(p) for p, *_ in meshes]
+    gradients = [optimizer._gradients.of(p) for p, *_ in meshes]
     if on_host:
         of = zip(gradients, meshes, strict=True)
         gradients = [

@@ -2,8 +2,8 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -59,17 +59,26 @@ class SavedStorage:
 
 
 class SavedView(NamedTuple):
-    """Tensor that autograd saved, as a view of a `SavedStorage`."""
+    """Tensor that autograd saved, as a view of memory that `fetch` returns, uint8."""
 
-    storage: SavedStorage
+    fetch: Callable[[], Tensor]
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
 
+    @classmethod
+    def of(cls, tensor: Tensor, fetch: Callable[[], Tensor]) -> Self:
+        """Return a tensor as a view of its storage, which `fetch` will return."""
+        return cls(fetch, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def tensor(self) -> Tensor:
+        """Return the tensor."""
+        return self.fetch().view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
 
 class ActivationStore:
-    """Hooks of saved tensors: `pack` writes them to a tier, `unpack` reads them back, prefetching in reverse order.
+    """Hook of saved tensors: `pack` writes them to a tier. They are read back with prefetching in reverse order.
 
     A storage that several operations save is written once.
 
@@ -106,14 +115,7 @@ class ActivationStore:
             self._pending = [pending for pending in [*self._pending, saved] if not pending.finish_write()]
             while sum(pending.num_bytes for pending in self._pending) > self._max_pending_bytes:
                 self._pending.pop(0).finish_write(wait=True)
-        return SavedView(saved, tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-    def unpack(self, packed: Tensor | SavedView) -> Tensor:
-        """Return the saved tensor, on the device."""
-        if not isinstance(packed, SavedView):
-            return packed
-        base = packed.storage.block().view(packed.dtype)
-        return base.as_strided(packed.size, packed.stride, packed.offset)
+        return SavedView.of(tensor, saved.block)
 
     def acquire(self, num_bytes: int) -> Span:
         """Reuse a span of this size, or reserve one."""

@@ -9,14 +9,14 @@ import json
 import os
 import shutil
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -25,9 +25,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from tritonemb.comm.group import RankGroup
 from tritonemb.nn.tiled_linear import TiledLinear
+from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import is_offloaded, replace_range, shard_bounds, slices_of, source_of, to_local
+from tritonemb.offloading.shards import DeviceElements, StoredElements, shard_bounds, slices_of, to_local
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import FORMAT, METADATA, checkpoint_errors, size_and_checksum
@@ -41,15 +43,13 @@ WRITING, CHECKSUMS = ".writing-", "checksums.json"
 class Block(NamedTuple):
     """Block of rows of this rank's slice of a tensor.
 
-    `offset` is in the full tensor. `begin` is the first element in the slice, of which `read(begin, end)` and
-    `write(begin, values)` read and write elements.
+    `offset` is in the full tensor, `begin` the first element in the slice, which `elements` reads and writes.
     """
 
     offset: tuple[int, ...]
     size: torch.Size
     begin: int
-    read: Callable[[int, int], Tensor]
-    write: Callable[[int, Tensor], None]
+    elements: StoredElements
 
 
 class StoredTensor(Tensor):
@@ -58,10 +58,10 @@ class StoredTensor(Tensor):
     blocks: dict[tuple[int, ...], Block]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, blocks: list[Block]) -> "StoredTensor":
+    def __new__(cls, shape: torch.Size, dtype: torch.dtype) -> "StoredTensor":
         make_wrapper: Any = Tensor._make_wrapper_subclass
         tensor: StoredTensor = make_wrapper(cls, shape, dtype=dtype, device="cpu")
-        tensor.blocks = {block.offset: block for block in blocks}
+        tensor.blocks = {}
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -82,13 +82,13 @@ class StoredTensor(Tensor):
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         block = self._block(index)
-        self._current = block.read(block.begin, block.begin + block.size.numel()).view(block.size)
+        self._current = block.elements.read_range(block.begin, block.begin + block.size.numel()).view(block.size)
         return self._current
 
     def commit(self, index: MetadataIndex) -> None:
         """Write the block that `__get_tensor_shard__` returned last."""
         block = self._block(index)
-        block.write(block.begin, self._current.reshape(-1))
+        block.elements.write_range(block.begin, self._current.reshape(-1))
 
     def _block(self, index: MetadataIndex) -> Block:
         assert index.offset is not None
@@ -123,19 +123,17 @@ class TensorSlice(NamedTuple):
         """Index of the slice in the full tensor."""
         return slices_of(self.size, self.offset)
 
-    def blocks(self, dtype: torch.dtype, read: Any, write: Any) -> list[Block]:
-        """Split the slice into blocks of rows; `read(begin, end)` and `write(begin, values)` access its elements."""
-        if 0 in self.size:
-            return []
+    def blocks(self, dtype: torch.dtype, elements: StoredElements) -> Iterator[Block]:
+        """Split the slice into blocks of rows of its elements."""
         if not self.size:
-            return [Block((), torch.Size(), 0, read, write)]
+            yield Block((), torch.Size(), 0, elements)
+        if not self.size or 0 in self.size:
+            return
         width = torch.Size(self.size[1:]).numel()
         step = max(1, BLOCK_BYTES // (width * dtype.itemsize))
-        result = []
         for first in range(0, self.size[0], step):
             size = torch.Size((min(step, self.size[0] - first), *self.size[1:]))
-            result.append(Block((self.offset[0] + first, *self.offset[1:]), size, first * width, read, write))
-        return result
+            yield Block((self.offset[0] + first, *self.offset[1:]), size, first * width, elements)
 
 
 def tensor_slices(model: nn.Module) -> Iterator[tuple[Any, TensorSlice]]:
@@ -160,72 +158,40 @@ def tensor_slices(model: nn.Module) -> Iterator[tuple[Any, TensorSlice]]:
 def _is_primary(p: Any) -> bool:
     """Return whether this rank saves its shard of a parameter: the first replica does."""
     if not isinstance(p, DTensor):
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return RankGroup.world().rank == 0
     coordinates: Any = p.device_mesh.get_coordinate() or []
     placements = zip(coordinates, p.placements, strict=True)
     return all(coordinate == 0 for coordinate, placement in placements if placement.is_replicate())
 
 
 def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: bool) -> dict[str, Any]:
-    """Collect the tensors of a checkpoint by name, with the blocks that this rank saves or loads."""
-    pieces: dict[str, tuple[torch.Size, torch.dtype, list[Block]]] = {}
-    plain: dict[str, Any] = {}
-
-    def add(key: str, tensor_slice: TensorSlice, dtype: torch.dtype, read: Any, write: Any, is_primary: bool) -> None:
-        _, _, blocks = pieces.setdefault(key, (tensor_slice.shape, dtype, []))
-        blocks += tensor_slice.blocks(dtype, read, write) if is_primary or not for_saving else []
-
-    # Parameters and buffers of the model, and states of each parameter.
-    pending = {p for group in optimizer.param_groups for p in group["params"]}
-    for p, tensor_slice in tensor_slices(model):
-        is_primary, key = _is_primary(p), f"model.{tensor_slice.fqn}"
-        if not isinstance(p, nn.Parameter):
-            plain[key] = p
-        elif is_offloaded(p):
-            source = source_of(p)
-            add(key, tensor_slice, source.dtype, source.read_range, source.write_range, is_primary)
-        else:
-            values = to_local(p).detach()
-
-            def read(begin: int, end: int, values: Tensor = values) -> Tensor:
-                return values.reshape(-1)[begin:end].cpu()
-
-            def write(begin: int, new_values: Tensor, values: Tensor = values) -> None:
-                replace_range(values, begin, new_values.to(values.device))
-
-            add(key, tensor_slice, p.dtype, read, write, is_primary)
-        if p in pending and (optimizer.is_ready(p) or not for_saving):
-            pending.discard(p)  # a tied parameter has several names, and states under the first
-            scalars, arrays = optimizer.layout_of(p)
-            prefix = f"optim.state.{tensor_slice.fqn}."
-            plain |= {prefix + name: value for name, value in scalars.items()}
-            for name, dtype in arrays.items():
-                read_state = partial(optimizer.read_state, p, name)
-                write_state = partial(optimizer.write_state, p, name)
-                add(prefix + name, tensor_slice, dtype, read_state, write_state, is_primary)
-    stored = {key: StoredTensor(shape, dtype, blocks) for key, (shape, dtype, blocks) in pieces.items()}
-    return {**plain, **stored}
-
-
-def _nest(state: Mapping[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Nest a flat state like torch's `get_state_dict`."""
-    states: dict[str, dict[str, Any]] = {}
-    for key, value in state.items():
-        if key.startswith("optim.state."):
-            path, _, name = key.removeprefix("optim.state.").rpartition(".")
-            states.setdefault(path, {})[name] = value
-    model_state = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
-    return {"model": model_state, "optim": {"state": states, "param_groups": groups}}
-
-
-def _param_groups(model: nn.Module, optimizer: OffloadedOptimizer) -> list[dict[str, Any]]:
-    """Return the parameter groups, with names in place of parameters."""
+    """Collect the tensors of a checkpoint, nested like torch's `get_state_dict`, with the blocks of this rank."""
+    tensors: dict[str, Any] = {}
+    states: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     names: dict[Any, str] = {}
+
+    def add(target: dict[str, Any], name: str, dtype: torch.dtype, elements: StoredElements) -> None:
+        tensor = target.setdefault(name, StoredTensor(tensor_slice.shape, dtype))
+        if not for_saving or _is_primary(p):
+            tensor.blocks |= {block.offset: block for block in tensor_slice.blocks(dtype, elements)}
+
     for p, tensor_slice in tensor_slices(model):
-        names.setdefault(p, tensor_slice.fqn)
-    return [
+        fqn = tensor_slice.fqn
+        if not isinstance(p, nn.Parameter):  # a buffer
+            tensors[fqn] = p
+            continue
+        add(tensors, fqn, p.dtype, source_of(p) if is_offloaded(p) else DeviceElements(to_local(p).detach()))
+        # A tied parameter has several names, and states under the first.
+        if names.setdefault(p, fqn) == fqn and (optimizer.store.is_ready(p) or not for_saving):
+            layout = optimizer.store.layout(p)
+            for name, value in layout.scalars.items():
+                states[fqn][name] = value
+            for name, dtype in layout.dtypes.items():
+                add(states[fqn], name, dtype, optimizer.store.array(p, name))
+    groups = [
         {**group, "params": list(dict.fromkeys(names[p] for p in group["params"]))} for group in optimizer.param_groups
     ]
+    return {"model": tensors, "optim": {"state": states, "param_groups": groups}}
 
 
 class OffloadWriter(FileSystemWriter):
@@ -264,35 +230,33 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     if path.exists() and any(path.iterdir()):
         raise ValueError(f"{path} exists and is not empty; save to another folder")
     temporary = path.absolute().with_name(f"{WRITING}{path.name}")
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    group = RankGroup.world()
 
     def remove() -> None:
-        if is_first:
+        if group.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)
 
     remove()  # remains of a killed process
-    state = _nest(_collect_state(model, optimizer, True), _param_groups(model, optimizer))
+    optimizer.raise_if_failed()
+    state = _collect_state(model, optimizer, True)
     with on_error(remove), checkpoint_errors(f"{path} cannot be saved"):
-        save(state, storage_writer=OffloadWriter(temporary), no_dist=not dist.is_initialized())
+        save(state, storage_writer=OffloadWriter(temporary), no_dist=group.process_group is None)
 
 
-def _check(path: Path) -> None:
+def _check(path: Path, group: RankGroup) -> None:
     """Verify the checksums of the files, spread over ranks; ValueError on all ranks for a mismatch.
 
     Warn if there are no checksums, as in checkpoints of `dcp.save` and of old versions.
     """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    problems = [""] * ranks
+    problem = ""
     try:
-        files.check_files(path, files.read_manifest_text(path, CHECKSUMS)[1]["files"], rank, ranks)
+        files.check_files(path, files.read_manifest_text(path, CHECKSUMS)[1]["files"], group.rank, group.size)
     except FileNotFoundError:
         warnings.warn(f"{path} has no {CHECKSUMS}, so damage may go undetected", stacklevel=3)
     except (OSError, ValueError) as error:
-        problems[rank] = str(error)
-    if ranks > 1:
-        dist.all_gather_object(problems, problems[rank])
-    if any(problems):
-        raise ValueError(max(problems))
+        problem = str(error)
+    if problem := max(group.all_gather_object(problem)):
+        raise ValueError(problem)
 
 
 def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
@@ -305,14 +269,14 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
             shape; nothing is changed. Also for a file that could execute code when it is read.
         StorageError: a rank could not read a file.
     """
-    path = Path(path)
+    path, group = Path(path), RankGroup.world()
     if not (path / METADATA).is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no {METADATA}")
-    _check(path)
+    _check(path, group)
     # Compare keys and shapes with the model.
     reader = files.CheckpointReader(path)
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    state = _collect_state(model, optimizer, False)
+    state, paths = flatten_state_dict(_collect_state(model, optimizer, False))
     for key, value in state.items():
         shape = getattr(stored.get(key), "size", None)
         if key.startswith("model.") and key not in stored and value.numel():
@@ -320,18 +284,13 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
         if isinstance(value, StoredTensor) and shape is not None and shape != value.shape:
             raise ValueError(f"{key}: the checkpoint has shape {list(shape)}, the model {list(value.shape)}")
     # Load what the checkpoint has, and finish the optimizer's states.
-    present = {key: value for key, value in state.items() if key in stored}
-    groups = _param_groups(model, optimizer)
-    for number, group in enumerate(groups):
-        for name in [name for name in group if f"optim.param_groups.{number}.{name}" not in stored]:
-            del group[name]
-    nested = _nest(present, groups)
+    nested: Any = unflatten_state_dict({key: value for key, value in state.items() if key in stored}, paths)
     with optimizer.loading():
         with checkpoint_errors(f"{path} cannot be loaded, and the model is partially updated; load another checkpoint"):
-            load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=not dist.is_initialized())
+            load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=group.process_group is None)
         optimizer.load_hyperparameters(nested["optim"]["param_groups"])
         for p, tensor_slice in tensor_slices(model):
-            if param_states := nested["optim"]["state"].get(tensor_slice.fqn):
+            if param_states := nested["optim"].get("state", {}).get(tensor_slice.fqn):
                 scalars = {name: value for name, value in param_states.items() if not isinstance(value, StoredTensor)}
                 optimizer.finish_load(p, scalars, MASTER in param_states)
 

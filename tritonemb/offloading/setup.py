@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.activations import ActivationStore
+from tritonemb.offloading.dispatch import ModuleCalls, is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.parameters import (
-    Engine,
-    OffloadedParam,
-    as_dtensor,
-    is_offloaded,
-    shard_bounds,
-    slices_of,
-    source_of,
-    to_local,
-)
-from tritonemb.offloading.tiers import Arena, TierName, make_tier
+from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
+from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, to_local
+from tritonemb.offloading.states import StatePlacement
+from tritonemb.offloading.tiers import Arena, Tier, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import on_error
@@ -128,13 +123,13 @@ def offload(
 
     # Create tiers and the offloaded counterparts, which may raise; then move values, which changes the model.
     names = dict.fromkeys((params, states, activations))
-    tiers: dict[str, Any] = {name: make_tier(name, compute_device, folders) for name in names if name != "device"}
+    tiers: dict[TierName, Tier] = {name: make_tier(name, compute_device, folders) for name in names if name != "device"}
     with on_error(lambda: _close(tiers)):
         arena = Arena(arena_bytes if params != "device" else 0, compute_device)
-        engine = Engine(arena, tiers.get(params), compute_device)
-        move = ParameterMove(model, engine, elements, compute_device, params != "device", init)
-        options = tiers.get(states), compute_device, elements, buffer_bytes, ratio
-        offloaded_optimizer = OffloadedOptimizer(optimizer, move.offloaded, move.replacements, *options)
+        calls = ModuleCalls(ParameterCache(arena), compute_device)
+        move = ParameterMove(model, calls, tiers.get(params), elements, init)
+        placement = StatePlacement(tiers.get(states), compute_device, elements, buffer_bytes, ratio)
+        offloaded_optimizer = OffloadedOptimizer(optimizer, move.offloaded, move.replacements, placement)
     plain_states = optimizer.state.copy()
     _disable(optimizer)  # the first change
     move.commit()
@@ -142,10 +137,10 @@ def offload(
     if activations in tiers:
         excluded = [t for t in (*model.parameters(), *model.buffers()) if not is_offloaded(t)]
         store = ActivationStore(tiers[activations], compute_device, budget_bytes // 8, excluded)
-        engine.pack, engine.unpack = store.pack, store.unpack
+        calls.pack = store.pack
     if move.offloaded or activations in tiers:
-        engine.register_hooks(model, move.offloaded)
-    model._offload = engine, tiers  # type: ignore[assignment]
+        calls.register_hooks(model, move.offloaded)
+    model._offload = calls.cache, tiers  # type: ignore[assignment]
     return model, offloaded_optimizer
 
 
@@ -170,10 +165,12 @@ class OffloadReport:
 
 def report(model: nn.Module) -> OffloadReport:
     """Return the counters of an offloaded model; ValueError if it is not offloaded."""
-    engine, tiers = _offloaded(model)
-    moved = {name: (tier.bytes_moved[0], tier.bytes_moved[1]) for name, tier in tiers.items()}
-    arena = engine.arena
-    return OffloadReport(moved, arena.num_bytes, arena.peak, engine.uses, engine.waits, engine.unexpected)
+    cache, tiers = _offloaded(model)
+    moved: dict[str, tuple[int, int]] = {
+        name: (tier.bytes_moved[0], tier.bytes_moved[1]) for name, tier in tiers.items()
+    }
+    arena = cache.arena
+    return OffloadReport(moved, arena.num_bytes, arena.peak, cache.uses, cache.waits, cache.unexpected)
 
 
 def close(model: nn.Module) -> None:
@@ -181,12 +178,12 @@ def close(model: nn.Module) -> None:
     _close(_offloaded(model)[1])
 
 
-def _close(tiers: dict[str, Any]) -> None:
+def _close(tiers: Mapping[TierName, Tier]) -> None:
     for tier in tiers.values():
         tier.close()
 
 
-def _offloaded(model: nn.Module) -> tuple[Engine, dict[str, Any]]:
+def _offloaded(model: nn.Module) -> tuple[ParameterCache, dict[TierName, Tier]]:
     state: Any = getattr(model, "_offload", None)
     if state is None:
         raise ValueError(f"this {type(model).__name__} is not offloaded; pass the model that te.offload returned")
@@ -211,21 +208,19 @@ class ParameterMove:
     """
 
     def __init__(
-        self, model: nn.Module, engine: Engine, elements: int, device: torch.device, offload_params: bool,
+        self, model: nn.Module, calls: ModuleCalls, tier: Tier | None, elements: int,
         init: Callable[[nn.Module], object] | None,
     ) -> None:  # fmt: skip
         self.offloaded: dict[Any, OffloadedParam] = {}
-        self.replacements: dict[Any, list[tuple[Any, Any]]] = {}
+        self.replacements: defaultdict[Any, list[tuple[Any, Any]]] = defaultdict(list)
         self._new_parameter: dict[Any, Any] = {}
-        self._device, self._init, self._initialized = device, init, set[Any]()
+        self._calls, self._init, self._initialized = calls, init, set[Any]()
         # Linear layers that would fill the arena are replaced by tiled ones.
-        max_bytes = engine.arena.num_bytes // 4
-        self._tiled_layers = list(_tiled_layers(model, max_bytes, self.replacements)) if offload_params else []
-        tiled_ids = {id(layer) for _, _, layer, _ in self._tiled_layers}
-        self._modules: list[tuple[str, nn.Module]] = []
-        for name, module in model.named_modules():
-            if id(module) not in tiled_ids and not isinstance(module, Table | TableSet):
-                self._modules.append((name, module))
+        max_bytes, tiles = calls.cache.arena.num_bytes // 4, dict[Any, tuple[Any, Any]]()
+        self._tiled_layers = list(_tiled_layers(model, max_bytes, tiles)) if tier is not None else []
+        excluded: set[nn.Module] = {layer for _, _, layer, _ in self._tiled_layers}
+        excluded |= {module for module in model.modules() if isinstance(module, Table | TableSet)}
+        self._modules = [(name, module) for name, module in model.named_modules() if module not in excluded]
         for name, _, _, tiled in self._tiled_layers:
             self._modules += [(f"{name}.{inner}", module) for inner, module in tiled.named_modules() if inner]
         # New parameters: offloaded, or on the device for those on "meta".
@@ -238,17 +233,15 @@ class ParameterMove:
             for attribute, p in module._parameters.items():
                 if p is None or p in self._new_parameter or is_offloaded(p):
                     continue
-                if offload_params:
-                    param = OffloadedParam(engine, f"{name}.{attribute}".removeprefix("."), p, elements)
+                if tier is not None:
+                    param = calls.offload(f"{name}.{attribute}".removeprefix("."), p, tier, elements)
                     self.offloaded[param.parameter], self._new_parameter[p] = param, param.parameter
                 elif to_local(p).is_meta:
-                    tensor = torch.empty_like(p, device=device)
+                    tensor = torch.empty_like(p, device=calls.device)
                     self._new_parameter[p] = nn.Parameter(tensor, requires_grad=p.requires_grad)
-        tile_ids = {id(tile) for tiles in self.replacements.values() for tile, _ in tiles}
-        for tiles in self.replacements.values():
-            tiles[:] = [(self._new_parameter.get(tile, tile), index) for tile, index in tiles]
-        untiled = ((old, new) for old, new in self._new_parameter.items() if id(old) not in tile_ids)
-        self.replacements.update({old: [(new, ...)] for old, new in untiled})
+        for old, new in self._new_parameter.items():
+            parameter, index = tiles.get(old, (old, ...))
+            self.replacements[parameter].append((new, index))
 
     def commit(self) -> None:
         """Move the values to their tier, module by module, and replace the parameters."""
@@ -280,7 +273,7 @@ class ParameterMove:
                 setattr(module, attribute, temporary)
         for attribute, buffer in [*module._buffers.items()]:
             if buffer is not None and buffer.is_meta:
-                module._buffers[attribute] = torch.empty_like(buffer, device=self._device)
+                module._buffers[attribute] = torch.empty_like(buffer, device=self._calls.device)
         reset: Any = getattr(module, "reset_parameters", None)
         with torch.no_grad():
             reset() if self._init is None else self._init(module)
@@ -291,10 +284,10 @@ class ParameterMove:
         offloaded = self.offloaded.get(new)
         if p in self._initialized or offloaded is None:
             return
-        offloaded.write(to_local(p), notify=False)
+        offloaded.write(to_local(p))
         self._initialized.add(p)
         if offloaded.sharded:
-            offloaded.replace_shard()
+            self._calls.replace_shard(offloaded)
         else:
             new.grad = p.grad
             if p._base is None:  # else it is a view of a tiled layer's parameter
@@ -315,9 +308,12 @@ def _fill_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: A
 
 
 def _tiled_layers(
-    model: nn.Module, max_bytes: int, replacements: dict[Any, list[tuple[Any, Any]]]
+    model: nn.Module, max_bytes: int, tiles: dict[Any, tuple[Any, Any]]
 ) -> Iterator[tuple[str, tuple[nn.Module, str], nn.Linear, TiledLinear]]:
-    """Yield a `TiledLinear` for each linear layer above `max_bytes`: path, parent and name, layer, replacement."""
+    """Yield a `TiledLinear` for each linear layer above `max_bytes`: path, parent and name, layer, replacement.
+
+    `tiles` gets each tile's parameter and its index there.
+    """
     parameters = [p for module in model.modules() for p in module._parameters.values()]
     layers = [layer for module in model.modules() for layer in module._modules.values()]
     for path, parent in [*model.named_modules()]:
@@ -343,7 +339,7 @@ def _tiled_layers(
                         values = torch.empty_like(parameter[index]) if parameter.is_meta else parameter.detach()[index]
                         tile_parameter = nn.Parameter(values, requires_grad=parameter.requires_grad)
                         setattr(tile.layer, attribute, tile_parameter)
-                        replacements.setdefault(parameter, []).append((tile_parameter, index))
+                        tiles[tile_parameter] = parameter, index
             yield f"{path}.{name}".removeprefix("."), (parent, name), layer, tiled
 
 

@@ -5,13 +5,14 @@ memory, and the next pass, in reverse order, begins with them.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb.offloading.parameters import OffloadedParam
+from tritonemb.offloading.shards import Piece, flat_view, to_local
 from tritonemb.offloading.tiers import Span, Tier, empty_host, round_to_pages
 from tritonemb.storage.store import IoFuture
 
@@ -21,31 +22,57 @@ MIN_BUFFERS = 3  # one is read, one is stepped, one is written
 PREFETCH_DEPTH = 4  # sub-groups ahead of the pass for which buffers are freed
 
 
-class StateChunk:
-    """Elements `begin` to `end` of a parameter, in the order of memory, with their optimizer states.
+class StateLayout(NamedTuple):
+    """Optimizer states of a parameter.
 
     Attributes:
-        scalars: states with one value, such as "step".
+        scalars: states with one value, such as "step"; before the first step examples of them.
+        dtypes: dtypes of the states with one value per element, by name.
+    """
+
+    scalars: dict[str, Any]
+    dtypes: dict[str, torch.dtype]
+
+
+class StateChunk(Piece):
+    """Piece of a parameter, with its optimizer states.
+
+    Attributes:
+        param_group: index of the optimizer's parameter group.
+        source, stored: offloaded parameter, and its piece with the same elements; None if it is not offloaded.
+        layout: states of the parameter.
+        scalars: states with one value.
         offsets: offset in the sub-group, and dtype, of states with one value per element.
-        piece: piece of an offloaded parameter with the same elements; None if the parameter is not offloaded.
+        is_ready: whether it has states.
         value_offset: offset of the parameter's values in the sub-group's buffer, if they are on disk.
+        value_write: write of the values in the buffer.
     """
 
     def __init__(
-        self, parameter: Any, param_group: int, begin: int, end: int, offloaded: OffloadedParam | None, piece: Any
+        self, parameter: Any, param_group: int, piece: Piece, layout: StateLayout, source: OffloadedParam | None
     ) -> None:
-        self.parameter, self.param_group, self.offloaded = parameter, param_group, offloaded
-        self.begin, self.end, self.piece = begin, end, piece
-        self.numel, self.scalars, self.is_ready = end - begin, dict[str, Any](), False
+        super().__init__(piece.begin, piece.end)
+        self.parameter, self.param_group, self.source = parameter, param_group, source
+        self.stored: Any = piece if source is not None else None
+        self.layout, self.is_ready = layout, False
+        self.scalars: dict[str, Any] = {}
         self.offsets: dict[str, tuple[int, torch.dtype]] = {}
-        self.scalar_memory: dict[str, Tensor] = {}
         self.value_offset: int | None = None
-        self.value_write: IoFuture | None = None  # of the values in the buffer
+        self.value_write: IoFuture | None = None
         self.group: SubGroup
+        tensors = {name: value for name, value in layout.scalars.items() if isinstance(value, Tensor)}
+        self._scalar_memory = {name: torch.empty_like(value) for name, value in tensors.items()}
+
+    @property
+    def has_master(self) -> bool:
+        """True if it has master weights, which are stepped in place of the parameter."""
+        return MASTER in self.layout.dtypes
+
+    # States.
 
     def store_scalar(self, name: str, value: Any) -> None:
         """Store a state with one value in preallocated memory, which large temporaries of a step cannot fragment."""
-        if isinstance(value, Tensor) and (memory := self.scalar_memory.get(name)) is not None:
+        if isinstance(value, Tensor) and (memory := self._scalar_memory.get(name)) is not None:
             is_like = (memory.shape, memory.dtype) == (value.shape, value.dtype)
             value = memory.copy_(value) if is_like else value
         self.scalars[name] = value
@@ -58,12 +85,46 @@ class StateChunk:
             for name, (offset, dtype) in self.offsets.items()
         }
 
-    def values(self) -> Tensor:
+    # Values of the parameter.
+
+    def buffer_values(self) -> Tensor:
         """Values of an offloaded parameter, uint8, whole pages: in host memory, or in the sub-group's buffer."""
         if self.value_offset is None:
-            return self.piece.span.memory
+            return self.stored.span.memory
         assert self.group.buffer is not None
-        return self.group.buffer[self.value_offset : self.value_offset + round_to_pages(self.piece.span.num_bytes)]
+        return self.group.buffer[self.value_offset : self.value_offset + round_to_pages(self.stored.span.num_bytes)]
+
+    def values(self) -> Tensor:
+        """Values of the parameter, in its dtype: a view of its memory, or a copy if master weights replace them."""
+        if self.source is None:
+            return flat_view(to_local(self.parameter))[self.begin : self.end]
+        if self.value_offset is not None and self.has_master:
+            return self.source.read_piece(self.stored)
+        return self._typed_values(self.source)
+
+    def store_values(self, values: Tensor) -> None:
+        """Store stepped values in the parameter, unless they were updated in place."""
+        if self.source is None:
+            if self.has_master:
+                self.values().copy_(values)
+            return
+        self.source.update_piece(self.stored, values)
+        if self.has_master:
+            self._typed_values(self.source).copy_(values)
+        if self.value_offset is not None:
+            self.value_write = self.stored.span.write(self.buffer_values())
+            self.group.transfers.append(self.value_write)
+
+    def update_master(self) -> None:
+        """Set master weights to the parameter's values, except where they round to these already."""
+        if self.has_master:
+            master, values = self.arrays()[MASTER], self.values()
+            if self.is_ready:
+                values = torch.where(master.to(values.dtype) == values, master, values)
+            master.copy_(values)
+
+    def _typed_values(self, source: OffloadedParam) -> Tensor:
+        return self.buffer_values()[: self.stored.span.num_bytes].view(source.dtype)
 
 
 class SubGroup:
@@ -96,15 +157,12 @@ class SubGroup:
         """True if it is on disk and has no buffer."""
         return self.buffer_bytes > 0 and self.buffer is None
 
-    def assign_offsets(self, state_dtypes: Callable[[StateChunk], Mapping[str, torch.dtype]]) -> None:
-        """Lay out the states of all chunks."""
+    def allocate(self, tier: Tier | None, device: torch.device) -> None:
+        """Lay out the states of all chunks, and allocate them in memory, or on the tier."""
         for chunk in self.chunks:
-            for name, dtype in state_dtypes(chunk).items():
+            for name, dtype in chunk.layout.dtypes.items():
                 chunk.offsets[name] = self.state_bytes, dtype
                 self.state_bytes += -(-chunk.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-
-    def allocate(self, tier: Tier | None, device: torch.device) -> None:
-        """Allocate the states in memory, or on the tier."""
         if tier is None or not self.state_bytes:
             self.states = torch.zeros(round_to_pages(self.state_bytes), dtype=torch.uint8, device=device)
         else:
@@ -112,9 +170,9 @@ class SubGroup:
             self.span, self.states = (span, None) if span.memory is None else (None, span.memory)
         self.buffer_bytes = round_to_pages(self.state_bytes) if self.span is not None else 0
         for chunk in self.chunks:
-            if chunk.piece is not None and chunk.piece.span.memory is None:
+            if chunk.stored is not None and chunk.stored.span.memory is None:
                 chunk.value_offset = self.buffer_bytes
-                self.buffer_bytes += round_to_pages(chunk.piece.span.num_bytes)
+                self.buffer_bytes += round_to_pages(chunk.stored.span.num_bytes)
 
     def begin_read(self, buffer: Tensor) -> None:
         """Start to read states and values into a buffer."""
@@ -128,10 +186,10 @@ class SubGroup:
     def begin_read_values(self) -> None:
         """Start to read values that were written since the last read; master weights replace values."""
         for chunk in self.chunks:
-            is_stepped = chunk.value_offset is not None and MASTER not in chunk.offsets
-            if is_stepped and chunk.value_write is not chunk.piece.span.last_write:
-                chunk.value_write = chunk.piece.span.last_write
-                self.transfers.append(chunk.piece.span.read(chunk.values()))
+            is_stepped = chunk.value_offset is not None and not chunk.has_master
+            if is_stepped and chunk.value_write is not chunk.stored.span.last_write:
+                chunk.value_write = chunk.stored.span.last_write
+                self.transfers.append(chunk.stored.span.read(chunk.buffer_values()))
 
     def wait(self) -> None:
         """Wait for all transfers of the buffer."""

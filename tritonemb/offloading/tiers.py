@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from tritonemb.comm.group import RankGroup
 from tritonemb.memory import empty_pinned
 from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, Memory, PageFile, io_context
 from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors
@@ -357,8 +357,7 @@ def make_tier(name: TierName, device: torch.device, folders: list[Path]) -> Tier
     """Create the tier "host" or "disk"."""
     if name == "host":
         return HostTier(device)
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    tiers: list[DiskTier] = []
+    group, tiers = RankGroup.world(), list[DiskTier]()
     with on_error(lambda: StripedTier(tiers).close()):
-        tiers.extend(DiskTier(folder, *ranks) for folder in folders)
+        tiers.extend(DiskTier(folder, group.rank, group.size) for folder in folders)
     return tiers[0] if len(tiers) == 1 else StripedTier(tiers)

@@ -1,0 +1,247 @@
+"""Offloaded parameters as PyTorch sees them: operators, saved tensors and module calls get the copies in the arena.
+
+An offloaded parameter is an `OffloadedTensor`: shape, dtype and gradient, without values. Operators of a forward or
+backward pass get its copy in the arena; `torch.compile`d modules hold the copies during a call. Autograd saves a
+reference in place of the copy, so the arena may evict it until the backward needs it.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
+from torch._compile import _disable_dynamo
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+from tritonemb.offloading.activations import SavedView
+from tritonemb.offloading.parameters import OffloadedParam, ParameterCache, in_backward
+from tritonemb.offloading.shards import to_local
+from tritonemb.offloading.tiers import Tier
+
+_tensor: Any = torch.Tensor
+_METADATA = {  # attributes and methods that need no values
+    attribute if callable(attribute := getattr(_tensor, name)) else attribute.__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "grad", "is_leaf",
+        "grad_fn", "output_nr", "retains_grad", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_nested",
+        "is_quantized", "is_mkldnn", "is_mps", "is_xpu", "is_xla", "_version", "_backward_hooks",
+        "_post_accumulate_grad_hooks", "size", "numel", "nelement", "dim", "ndimension", "stride", "storage_offset",
+        "is_contiguous", "dim_order", "element_size", "is_floating_point", "is_complex", "is_pinned", "get_device",
+        "type", "is_same_size", "requires_grad_", "detach", "__hash__", "__len__",
+        "register_post_accumulate_grad_hook",
+    )
+} | {
+    _tensor.requires_grad.__set__, _tensor.grad.__set__, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch._has_compatible_shallow_copy_type,
+}  # fmt: skip
+_MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
+_UNSUPPORTED = {_tensor.data.__get__, _tensor.data.__set__, _tensor.register_hook}
+
+
+class OffloadedTensor(torch.Tensor):
+    """Tensor without values: `source` has them, and `calls` its copies in the arena."""
+
+    source: OffloadedParam
+    calls: "ModuleCalls"
+    __slots__ = ("calls", "source")
+
+    @staticmethod
+    def __new__(
+        cls, source: OffloadedParam, calls: "ModuleCalls", device: torch.device | str = "cpu"
+    ) -> "OffloadedTensor":
+        make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+        layout = {"dtype": source.dtype, "device": device}
+        tensor: OffloadedTensor = make_wrapper(cls, source.shape, source.leaf_strides, **layout)
+        tensor.source, tensor.calls = source, calls
+        return tensor
+
+    def view(self, *size: Any) -> Any:
+        # FSDP2 keeps a flat view of a shard, and only passes it to the extensions below.
+        return self if self.source.sharded and size == (-1,) else super().view(*size)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """Return this rank's shard, as input of the all-gather (extension of FSDP2)."""
+        param = self.source
+        with self.calls.cache.use([param]):
+            return (param.leaf.detach().to(mp_policy.param_dtype or param.dtype),), (outer_size, outer_stride)
+
+    def fsdp_post_all_gather(
+        self, all_gather_outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *,
+        out: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        """Return the parameter from the output of the all-gather (extension of FSDP2)."""
+        if out is not None:
+            return None
+        size, stride = metadata
+        return torch.as_strided(all_gather_outputs[0], size, stride, 0), all_gather_outputs
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    @_disable_dynamo  # graph break where a parameter is fetched
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Operators that need no values, and copies to the tier.
+        if func in _METADATA:
+            with DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        is_copy = func in (_tensor.copy_, torch.ops.aten.copy_.default)
+        if is_copy and isinstance(args[0], OffloadedTensor):  # load_state_dict
+            args[0].source.write(args[1])
+            return args[0]
+        if func == _tensor.data.__set__ and args[0] is args[1]:  # module.to
+            return None
+        if func in _MOVES and args[0]._is_no_move(func, *args[1:], **kwargs):
+            return args[0]
+        # Operators on values: with the copies in the arena, in a forward or backward pass only.
+        offloaded: list[OffloadedTensor] = []
+        tree_map_only(OffloadedTensor, offloaded.append, (args, kwargs))
+        source, calls = offloaded[0].source, offloaded[0].calls
+        if func in _UNSUPPORTED or not calls.computing or source.sharded:
+            raise RuntimeError(
+                f"parameter {source.name!r} is offloaded, so {getattr(func, '__name__', '')!r} cannot use it outside "
+                "of the model's forward and backward, nor change it; do so within `with "
+                "te.gather_parameters(module, modify=True):`"
+            )
+        with calls.cache.use([tensor.source for tensor in offloaded]):
+            args, kwargs = tree_map_only(OffloadedTensor, lambda tensor: tensor.source.leaf, (args, kwargs))
+            return func(*args, **kwargs)
+
+    def _is_no_move(self, move: Any, *args: Any, **kwargs: Any) -> bool:
+        """Return whether `to`, `cpu` or `cuda` is a no-op: frameworks move a model to its compute device."""
+        if self.calls.computing:
+            return False
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs) if move is _tensor.to else (None, None)
+        if move is _tensor.cuda:
+            device = torch.device("cuda" if not args or args[0] is None else args[0])
+        target = self.calls.device
+        is_kept = device is None or device.type == "cpu"
+        is_target = device is not None and device.type == target.type and device.index in (None, target.index)
+        return (is_kept or is_target) and dtype in (None, self.source.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return OffloadedTensor(args[0].source, args[0].calls, args[0].device)
+        # Reached without `__torch_function__`, from an autograd function for example.
+        return cls.__torch_function__(func, types, args, kwargs)
+
+
+def _unpack(packed: Tensor | SavedView) -> Tensor:
+    return packed.tensor() if isinstance(packed, SavedView) else packed
+
+
+def is_offloaded(parameter: Any) -> bool:
+    """Return whether a parameter is offloaded; False for None, an absent parameter of a module."""
+    return isinstance(to_local(parameter), OffloadedTensor)
+
+
+def source_of(parameter: Any) -> OffloadedParam:
+    """Return the `OffloadedParam` of a parameter."""
+    shard: Any = to_local(parameter)
+    return shard.source
+
+
+class ModuleCalls:
+    """Calls of an offloaded model's modules: operators inside may use parameters, and autograd saves references.
+
+    `pack` offloads other tensors that autograd saves.
+    """
+
+    def __init__(self, cache: ParameterCache, device: torch.device) -> None:
+        self.cache, self.device = cache, device
+        self.pack: Callable[[Tensor], Tensor | SavedView] = lambda tensor: tensor
+        self._depth = 0  # of nested calls
+        self._hooks: saved_tensors_hooks | None = None
+
+    @property
+    def computing(self) -> bool:
+        """True during a forward or backward pass."""
+        return self._depth > 0 or in_backward()
+
+    def offload(self, name: str, parameter: Any, tier: Tier, piece_elements: int) -> OffloadedParam:
+        """Create the offloaded counterpart of a parameter."""
+        param = OffloadedParam(name, parameter, tier, self.device, piece_elements)
+        if not param.sharded:
+            param.parameter = nn.Parameter(OffloadedTensor(param, self), requires_grad=parameter.requires_grad)
+        return param
+
+    def replace_shard(self, param: OffloadedParam) -> None:
+        """Free the shard's memory, and let FSDP2 read an `OffloadedTensor`."""
+        shard = param.parameter._local_tensor
+        shard.untyped_storage().resize_(0)
+        param.parameter._local_tensor = OffloadedTensor(param, self, shard.device)
+
+    @_disable_dynamo
+    def enter_module(self, *_: Any) -> None:
+        """Enter a module call; the outermost installs the hooks of saved tensors."""
+        # While activation checkpointing recomputes, its hooks must stay the innermost.
+        if self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks.__enter__()
+        self._depth += 1
+
+    @_disable_dynamo
+    def leave_module(self, *_: Any) -> None:
+        """Leave a module call."""
+        self._depth -= 1
+        if self._depth == 0 and self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
+        if isinstance(tensor, OffloadedTensor):
+            return tensor
+        param = self.cache.owner(tensor)
+        if param is None:
+            return self.pack(tensor)
+        return SavedView.of(tensor, partial(self._fetch_saved, param, param.version))
+
+    def _fetch_saved(self, param: OffloadedParam, version: int) -> Tensor:
+        if param.version != version:
+            raise RuntimeError(
+                f"parameter {param.name!r} was changed between this forward and its backward; step the optimizer after "
+                "the backward"
+            )
+        with self.cache.use([param]):
+            return param.memory()
+
+    def register_hooks(self, model: nn.Module, params: Mapping[Tensor, OffloadedParam]) -> None:
+        """Hook the calls of the model's modules; compiled modules get the copies of their parameters during a call."""
+        compiled_modules: set[nn.Module] = set()
+        for module in model.modules():
+            if module in compiled_modules:
+                continue
+            compiled = hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+            if compiled:
+                compiled_modules.update(module.modules())
+                self._wrap_compiled(module, params)
+            else:
+                module.register_forward_pre_hook(self.enter_module, prepend=True)
+                module.register_forward_hook(self.leave_module, always_call=True)
+
+    def _wrap_compiled(self, module: Any, params: Mapping[Tensor, OffloadedParam]) -> None:
+        locations = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p in params]
+        used_params = [params[owner._parameters[name]] for owner, name in locations]
+        attribute = "forward" if hasattr(module, "_orig_mod") else "_compiled_call_impl"
+        call = getattr(module, attribute)
+
+        def call_with_copies(*args: Any, **kwargs: Any) -> Any:
+            self.enter_module()
+            try:
+                with self.cache.use(used_params):
+                    for (owner, name), param in zip(locations, used_params, strict=True):
+                        owner._parameters[name] = param.leaf
+                    return call(*args, **kwargs)
+            finally:
+                for (owner, name), param in zip(locations, used_params, strict=True):
+                    owner._parameters[name] = param.parameter
+                self.leave_module()
+
+        setattr(module, attribute, call_with_copies)

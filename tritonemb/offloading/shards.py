@@ -1,0 +1,144 @@
+"""Shards of DTensors, and tensors whose elements are stored in the order of memory, in pieces."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def to_local(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor, or the tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def as_dtensor(shard: Tensor, template: Any) -> Tensor:
+    """Wrap this rank's shard like `template` if that is a DTensor."""
+    if not isinstance(template, DTensor):
+        return shard
+    layout: Any = {"shape": template.shape, "stride": template.stride()}
+    return DTensor.from_local(shard, template.device_mesh, template.placements, run_check=False, **layout)
+
+
+def shard_bounds(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
+    """Return the shape of this rank's shard of a DTensor, and its offset; of a tensor its shape, and zeros."""
+    if not isinstance(tensor, DTensor):
+        return torch.Size(tensor.shape), (0,) * tensor.dim()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return torch.Size(shape), offset
+
+
+def local_shape(tensor: Any) -> torch.Size:
+    """Return the shape of this rank's shard of a DTensor, or of a tensor."""
+    return shard_bounds(tensor)[0]
+
+
+def slices_of(shape: torch.Size, offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """Return the index of a block of a tensor."""
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+def padded_shape(tensor: Any) -> torch.Size:
+    """Return the shape of a shard in FSDP2's all-gather: that of the largest shard."""
+    shape = list(tensor.shape)
+    for dim, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // tensor.device_mesh.size(dim))
+    return torch.Size(shape)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements fill memory without gaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(dim for dim in zip(tensor.stride(), tensor.shape, strict=True) if dim[1] != 1):
+        if stride != expected and tensor.numel():
+            return False
+        expected *= size
+    return True
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """Return a view `[numel]` of the elements in the order of memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def flat_like(tensor: Tensor, template: Tensor) -> Tensor:
+    """Return the elements in the order of `template`'s memory; a view if the strides are the same."""
+    if tensor.stride() != template.stride():
+        tensor = torch.empty_strided(template.shape, template.stride(), dtype=tensor.dtype).copy_(tensor)
+    return flat_view(tensor)
+
+
+def replace_range(tensor: Tensor, begin: int, values: Tensor) -> Tensor:
+    """Replace elements from `begin` on, in row-major order; return the tensor."""
+    elements = tensor.reshape(-1)
+    elements[begin : begin + values.numel()] = values
+    return tensor if elements.data_ptr() == tensor.data_ptr() else tensor.copy_(elements.view(tensor.shape))
+
+
+class Piece:
+    """Elements `begin` to `end` of a tensor, in the order of memory."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end, self.numel = begin, end, end - begin
+
+
+P = TypeVar("P", bound=Piece)
+
+
+def overlaps(pieces: Iterable[P], begin: int, end: int) -> Iterator[tuple[P, slice, slice]]:
+    """Yield each piece of a tensor that has elements `begin` to `end`, its slice, and the slice of the range."""
+    for piece in pieces:
+        first, last = max(begin, piece.begin), min(end, piece.end)
+        if first < last:
+            yield piece, slice(first - piece.begin, last - piece.begin), slice(first - begin, last - begin)
+
+
+class StoredElements:
+    """Tensor whose elements are stored in the order of memory; read and written by ranges in row-major order.
+
+    Attributes:
+        shard_shape: shape of this rank's shard.
+        strides: order of the elements in memory; None for row-major order.
+    """
+
+    shard_shape: torch.Size
+    strides: tuple[int, ...] | None = None
+
+    def load_elements(self, begin: int, end: int) -> Tensor:
+        """Return a copy of elements `begin` to `end`, in the order of memory, on the CPU."""
+        raise NotImplementedError
+
+    def store_elements(self, begin: int, values: Tensor) -> None:
+        """Replace elements from `begin` on, in the order of memory."""
+        raise NotImplementedError
+
+    def read(self) -> Tensor:
+        """Return a copy of the tensor on the CPU."""
+        values, shape = self.load_elements(0, self.shard_shape.numel()), self.shard_shape
+        return values.view(shape) if self.strides is None else values.as_strided(shape, self.strides)
+
+    def read_range(self, begin: int, end: int) -> Tensor:
+        """Return a copy of elements `begin` to `end` on the CPU."""
+        return self.load_elements(begin, end) if self.strides is None else self.read().reshape(-1)[begin:end]
+
+    def write_range(self, begin: int, values: Tensor) -> None:
+        """Replace elements from `begin` on."""
+        if self.strides is not None:
+            begin, values = 0, flat_view(replace_range(self.read(), begin, values))
+        self.store_elements(begin, values)
+
+
+class DeviceElements(StoredElements):
+    """Tensor in memory."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self.shard_shape = values, values.shape
+
+    def load_elements(self, begin: int, end: int) -> Tensor:
+        return self._values.reshape(-1)[begin:end].cpu()
+
+    def store_elements(self, begin: int, values: Tensor) -> None:
+        replace_range(self._values, begin, values.to(self._values.device))
