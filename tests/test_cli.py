@@ -298,7 +298,7 @@ def test_scores_that_are_no_numbers_are_refused(trained, log, tmp_path, capsys, 
     monkeypatch.setattr("tritonemb.training.metrics.logits_of", lambda _, batch, *__: nan.expand(len(batch)))
     assert run("predict", "--checkpoint", trained[0], "--data", log, "--out", tmp_path / "scores.csv") == 2
     assert re.search(
-        r"step-\d+: [\d,]+ scores are NaN, as training had diverged; use another checkpoint", capsys.readouterr().err
+        r"step-\d+: [\d,]+ scores are NaN, because training diverged; use another checkpoint", capsys.readouterr().err
     )
     assert not (tmp_path / "scores.csv").exists()
 

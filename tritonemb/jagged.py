@@ -202,7 +202,7 @@ class KeyedJaggedTensor:
         return self._map(lambda t: t.pin_memory())
 
     def __getitem__(self, key: str) -> "KeyedJaggedTensor":
-        """Select one key; KeyError if it is unknown."""
+        """Select one key; raise KeyError if it is unknown."""
         if key not in self._keys:
             raise KeyError(f"no key {key!r} among {self.keys()}")
         index = self._keys.index(key)
@@ -409,7 +409,7 @@ class Features(Protocol):
 
 
 def unpack_features(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    """Return keys, values, offsets and weights; TypeError or ValueError for an unsupported batch."""
+    """Return keys, values, offsets and weights; raise TypeError or ValueError for an unsupported batch."""
     for method in ("keys", "values", "offsets", "weights_or_none"):
         if not callable(getattr(features, method, None)):
             raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")

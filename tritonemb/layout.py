@@ -301,7 +301,7 @@ class Layout(NamedTuple):
 def make_layout(tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: Device = None) -> Layout:
     """Lay out `tables` over a batch with these `keys`; output columns are in the order of tables and their features.
 
-    ValueError for a shard of a 16-bit table whose first column is not a multiple of the columns rounded together.
+    Raise ValueError for a shard of a 16-bit table whose first column is not a multiple of the columns rounded together.
     """
     lookups: dict[str, list[tuple[int, int, int, int]]] = {key: [] for key in keys}
     rows, column = [], 0

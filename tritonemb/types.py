@@ -48,7 +48,8 @@ CODECS = {
 
 
 def checked_size(title: str, value: Any, least: int = 1) -> int:
-    """Return an integer of any type, NumPy's included, as an `int`; TypeError or ValueError unless it is ≥ `least`."""
+    """Return an integer of any type, NumPy's included, as an `int`; raise TypeError or ValueError unless it is ≥
+    `least`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{title} must be an int, got {value!r}")
     if value.__index__() < least:
@@ -57,7 +58,7 @@ def checked_size(title: str, value: Any, least: int = 1) -> int:
 
 
 def checked_number(title: str, value: Any) -> float:
-    """Return `value` if it is an int or float; TypeError otherwise, and for a bool."""
+    """Return `value` if it is an int or float; raise TypeError otherwise, and for a bool."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{title} must be a number, got {value!r}")
     return value

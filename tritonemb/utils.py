@@ -170,7 +170,7 @@ def kernel_folder() -> Path:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces `path` at the end, or is removed after an error.
 
-    FileNotFoundError if the folder does not exist.
+    Raise FileNotFoundError if the folder does not exist.
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
@@ -201,7 +201,7 @@ def seal(text: str) -> str:
 
 
 def read_sealed(path: Path) -> bytes:
-    """Read a file of `seal`ed text, or of one without a digest; ValueError if the digest does not match."""
+    """Read a file of `seal`ed text, or of one without a digest; raise ValueError if the digest does not match."""
     content = path.read_bytes()
     size = len(_SEAL % ("0" * 64))
     digest, end = hashlib.sha256(content[:-size]).hexdigest(), content[-size:]
@@ -231,7 +231,7 @@ class JsonFile:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the text of an object; ValueError or TypeError if it is invalid."""
+        """Parse the text of an object; raise ValueError or TypeError if it is invalid."""
         return cls(**cls._members(text))
 
     def save(self, path: str | Path) -> None:

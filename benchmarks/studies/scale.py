@@ -1,4 +1,4 @@
-"""Scale on paper: plans of published models, and a simulation of their steps: `python -m benchmarks.studies.scale`.
+"""Simulated scale: plans of published models, and a simulation of their steps: `python -m benchmarks.studies.scale`.
 
 A plan's cost model says how long each stage of a step takes on each rank; the simulation lets stages of several batches
 run as soon as what they need is there. Nothing here was measured on the machines that it is about.

@@ -43,7 +43,7 @@ from benchmarks.measuring import result_files
 from benchmarks.measuring.chart import draw_if_possible
 from benchmarks.measuring.environment import OtherLoad, environment
 from tritonemb.data import Column, Dataset, Feature, Rows, load_adult, load_movielens_100k
-from tritonemb.data.datasets import NUMBERS
+from tritonemb.data.datasets import NUMERIC_FIELDS
 from tritonemb.data.protocol import Split, Stream
 from tritonemb.server import AtMost, Servers
 from tritonemb.server.node import EmbeddingServer
@@ -258,7 +258,7 @@ def measured(data: Dataset) -> Measured:
 def adult(folder: str | Path) -> Study:
     """Persia's example, without "fnlwgt", which it leaves out."""
     data = load_adult(folder)
-    columns = [place for place, name in enumerate(NUMBERS) if name != "fnlwgt"]
+    columns = [place for place, name in enumerate(NUMERIC_FIELDS) if name != "fnlwgt"]
     train, test = (Rows(rows.dense[:, columns], rows.columns, rows.labels) for rows in (data.train, data.test))
     config = dataclasses.replace(
         preset("adult"), embedding_dim=8, embedding_optimizer="adagrad", embedding_lr=0.01, dense_lr=0.1,

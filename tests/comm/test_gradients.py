@@ -225,6 +225,6 @@ def refused(rank: int) -> tuple[str, list[int]]:
 
 def test_a_rank_that_refuses_its_batch_is_named_to_the_others(ranks):
     (told, first), (own, second) = ranks(2).run(refused)
-    assert told == "rank 1 has refused its batch; its own error says why"
+    assert told == "rank 1 rejected its batch; see the error on that rank"
     assert own == "as wanted"
     assert first == second == [0, 1]

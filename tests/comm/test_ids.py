@@ -122,7 +122,7 @@ def test_an_id_out_of_range_is_told_by_the_rank_that_has_it(ranks, once):
     for rank in (0, 1, 3):
         kind, message = found[rank][0]
         assert kind == "RuntimeError"
-        assert "rank 2 has refused its batch" in message
+        assert "rank 2 rejected its batch" in message
     assert found[0][1]["0"][:2] == ([[], [0, 4]] if not once else [[0, 4], [0, 4]])  # and the next batch is exchanged
 
 
@@ -138,7 +138,7 @@ def some_weighted(rank, ids):
 
 
 @pytest.mark.parametrize(
-    ("ids", "message"), [([0], "ids have weights on some ranks only; those without are [0]"), ([], None)]
+    ("ids", "message"), [([0], "ids have weights on some ranks only; ranks without weights: [0]"), ([], None)]
 )
 def test_weights_on_some_ranks_only(ranks, ids, message):
     assert ranks(2).run(some_weighted, ids) == [message] * 2

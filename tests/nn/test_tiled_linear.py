@@ -90,5 +90,5 @@ def test_a_linear_layer_of_tiles_is_as_frozen_and_in_the_same_mode(bias):
     }
     assert tiled.train().to_linear().training
     tiled.tiles[1][0].weight.requires_grad_(True)
-    with pytest.raises(ValueError, match="the weight of only some tiles is frozen"):
+    with pytest.raises(ValueError, match="only some tiles have a frozen weight"):
         tiled.to_linear()

@@ -320,4 +320,4 @@ def test_ids_out_of_range_stop_all_ranks(ranks, pooled):
                 assert all(piece in message for piece in part), message
         else:
             for message in (cut, replicated):
-                assert message.startswith("RuntimeError: rank 2 has refused its batch"), message
+                assert message.startswith("RuntimeError: rank 2 rejected its batch"), message

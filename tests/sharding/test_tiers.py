@@ -409,7 +409,7 @@ def test_ids_out_of_range_are_told_to_ranks_that_have_the_table_too(ranks):
     case = placed(gathered("data-parallel", "row_wise_adagrad"), "host")
     (remote_kind, remote_error), (local_kind, local_error) = ranks(2).run(bad_ids, case)
     assert (remote_kind, local_kind) == ("RuntimeError", "ValueError")
-    assert "rank 1 has refused its batch" in remote_error
+    assert "rank 1 rejected its batch" in remote_error
     assert "out of range" in local_error
 
 

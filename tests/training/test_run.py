@@ -171,7 +171,7 @@ def test_what_cannot_be_encoded_is_named(trained, change, message):
     assert loaded_run.predict(row | {"age": "3", "price": "1e0"}) == loaded_run.predict(row)  # as CSV has them
     assert loaded_run.predict(row | {"age": ""}) == loaded_run.predict(row | {"age": None})
     for wrong in (3, None, np.zeros(2), [row, None]):
-        with pytest.raises(TypeError, match=r"expected the path of a log or a data frame, or .* a dictionary"):
+        with pytest.raises(TypeError, match=r"expected the path of a log, or a data frame .* a dictionary"):
             loaded_run.predict(wrong)
     with pytest.raises(FileNotFoundError, match="no such folder; expected the folder of a run"):
         te.load_run(trained[0] / "none")
@@ -189,7 +189,7 @@ def test_raw_values_lead_to_rows_of_tables(trained):
     run = te.load_run(trained[0] / "run")
     ids = run.ids("user", ["ü3", None, "ü4"])
     assert run.tables["user"].lookup(ids).shape == (3, 8)
-    encoded = run._encode([{"price": 1, "age": 1, "user": "ü4", "item": 1, "tags": []}])
+    encoded = run._encoder([{"price": 1, "age": 1, "user": "ü4", "item": 1, "tags": []}])
     assert ids[2] == encoded.sparse["user"].values()[0]
     with pytest.raises(ValueError, match=r"unknown feature 'usr'; .*did you mean 'user'\?"):
         run.ids("usr", ["a"])

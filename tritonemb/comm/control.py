@@ -42,8 +42,8 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 
     torchrun restarts a job's processes (`--max-restarts`) with the same store, which still has the addresses of the
     previous processes: connecting to them fails (pytorch/pytorch#135712). So the ranks first agree on a new prefix of
-    the store's keys. `timeout`: of the job's collectives. ValueError if the environment has no address of the store,
-    RuntimeError if a rank did not arrive in time.
+    the store's keys. `timeout`: of the job's collectives. Raise ValueError if the environment has no address of the
+    store, RuntimeError if a rank did not arrive in time.
     """
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not (text := os.environ.get(name, "0")).isdecimal() or int(text) >= 1 << 16:

@@ -96,7 +96,7 @@ def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None =
         raise problem
     if _REFUSED in counts:
         rank = group.ranks[counts.index(_REFUSED)]
-        raise RuntimeError(f"rank {rank} has refused its batch; its own error says why")
+        raise RuntimeError(f"rank {rank} rejected its batch; see the error on that rank")
     if not any(counts):
         return rows
     gathered = _all_gather_padded(group, [rows], max(counts), "rows")

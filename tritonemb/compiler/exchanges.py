@@ -1,7 +1,7 @@
-"""Inductor pass that overlaps exchanges with computation: start them as early as possible, finish them late.
+"""Inductor pass that overlaps exchanges with computation: start them as early, and finish them as late, as possible.
 
-Inductor runs nodes in the order of the graph, which starts and finishes an exchange before the layers that follow; in
-the backward, layers that were called last come first.
+Inductor runs nodes in the order of the graph: an exchange would start and finish before the layers that follow it. In
+the backward, the layers that were called last come first.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ import tritonemb.comm.output_exchange  # noqa: F401  declares the ops
 
 
 class HideExchanges(CustomGraphPass):
-    """Value of Inductor's `post_grad_custom_post_pass`; set `reorder_for_peak_memory=False`, too, or it sorts again."""
+    """Value of Inductor's `post_grad_custom_post_pass`; set `reorder_for_peak_memory=False`, lest Inductor re-sort."""
 
     def uuid(self) -> object:
         return get_hash_for_files((__file__,))
@@ -56,22 +56,22 @@ def _sorted(nodes: list[Node], priorities: dict[Node, int]) -> list[Node]:
 
 
 def _predecessors(nodes: list[Node]) -> dict[Node, set[Node]]:
-    """Nodes that must precede each node: its inputs, and earlier reads and writes that conflict with its own."""
+    """Nodes that must precede each node: its inputs, and earlier reads and writes that conflict with it."""
     predecessors = dict[Node, set[Node]]()
-    # By node: the buffers (nodes that allocate) of its result; by buffer: its last writer, and the readers since.
-    buffers, writer, readers = dict[Node, set[Node]](), dict[Node, Node](), defaultdict[Node, list[Node]](list)
+    # Buffers (nodes that allocate memory) of each node's result; last writer of each buffer, and its readers since.
+    buffers, last_writer, readers = dict[Node, set[Node]](), dict[Node, Node](), defaultdict[Node, list[Node]](list)
     for node in nodes:
         target = node.args[1] if node.target is with_effects else node.target
         schema, inputs = getattr(target, "_schema", None), node.all_input_nodes
         accessed = set[Node]().union(*(buffers.get(value, {value}) for value in inputs))
-        required = {*inputs, *(writer[buffer] for buffer in accessed if buffer in writer)}
+        required = {*inputs, *(last_writer[buffer] for buffer in accessed if buffer in last_writer)}
         if isinstance(target, HigherOrderOperator) or (schema is not None and schema.is_mutable):
             for buffer in accessed:
                 required |= {*readers.pop(buffer, [])}
-                writer[buffer] = node
+                last_writer[buffer] = node
         for buffer in accessed:
             readers[buffer].append(node)
         is_view = schema is None or any(value.alias_info is not None for value in schema.returns)
         buffers[node] = accessed if is_view else {node}
-        predecessors[node] = {other for other in required if other in predecessors}
+        predecessors[node] = {required_node for required_node in required if required_node in predecessors}
     return predecessors

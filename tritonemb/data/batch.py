@@ -61,7 +61,8 @@ class Batch:
         return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
-        """Return the batch in one buffer, itself if it is. ValueError if ids have weights, or for other dtypes."""
+        """Return the batch in one buffer, itself if it is. Raise ValueError if ids have weights, or for other
+        dtypes."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:
@@ -160,7 +161,7 @@ class Column:
 @dataclass(frozen=True)
 class Rows:
     """Rows of a data set: `dense` `[N, num_dense]` float32, one column per feature, `labels` `[N]` float32 in {0, 1}.
-    ValueError if the numbers of rows differ."""
+    Raise ValueError if the numbers of rows differ."""
 
     dense: Tensor
     columns: tuple[Column, ...]

@@ -32,7 +32,7 @@ class ClickLog(protocol.TablesMixin):
     """Click log in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
     Memory holds `2 * parser_threads + 5` chunks of `chunk_bytes` or their parsed rows, about
-    `8 * parser_threads * chunk_bytes` while they are parsed, and twice `shuffle_rows` rows. FileNotFoundError or
+    `8 * parser_threads * chunk_bytes` while they are parsed, and twice `shuffle_rows` rows. Raise FileNotFoundError or
     ValueError, before training starts, if a file is missing, empty, unreadable or of the wrong kind, its first line is
     bad, a column is missing, or the split leaves no train rows.
 
@@ -222,7 +222,7 @@ class ClickLog(protocol.TablesMixin):
         self, split: Split, job: Callable[[Any], Any], start: LogPosition | None = None
     ) -> Generator[Chunk, None, None]:
         """Map `job` over a split's good rows, a `pyarrow.RecordBatch` per chunk, in the parser threads; yield chunks in
-        order. Close it to stop the threads. ValueError for a bad row unless bad rows are skipped."""
+        order. Close it to stop the threads. Raise ValueError for a bad row unless bad rows are skipped."""
         parts = self._split_parts(split)
         first = start or LogPosition(offset=parts[0].start if parts else 0)
 

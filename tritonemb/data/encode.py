@@ -217,7 +217,8 @@ class Numbering:
 
     def ids(self, array: Any, kind: str = "") -> Array:
         """Map a `pyarrow` array of strings or integers to int32 `[N]`, 0 for missing values; to int64 and `MISSING` if
-        dynamic. Strings are parsed if `kind` is "integers"; ValueError for a value that does not have the `kind`."""
+        dynamic. Strings are parsed if `kind` is "integers"; raise ValueError for a value that does not have the
+        `kind`."""
         if array.null_count == len(array) or str(value_type(array.type)) == "null":
             return np.full(len(array), self._missing, dtype=self._dtype)
         if kind and is_text(array.type) != (kind == "strings"):
@@ -267,7 +268,7 @@ def _take_strings(values: Any, positions: Array) -> Any:
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
-    """Load the numberings in a file of `build_vocabulary`; FileNotFoundError, or ValueError for other files."""
+    """Load the numberings in a file of `build_vocabulary`; raise FileNotFoundError, or ValueError for other files."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such vocabulary; build it with `tritonemb vocab`")
@@ -289,7 +290,8 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
 
 
 def make_numberings(schema: Schema) -> dict[str, Numbering]:
-    """Return the numbering of each sparse column. FileNotFoundError, or ValueError if the vocabulary lacks one."""
+    """Return the numbering of each sparse column. Raise FileNotFoundError, or ValueError if the vocabulary lacks
+    one."""
     sizes = schema.sizes_by_name()
     if schema.vocabulary is None:
         num_ids = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}

@@ -71,12 +71,12 @@ class LogFile:
         return f"{self.size:,} bytes, CRC-32 {zlib.crc32(edges):08x} of its first and last 64 KiB"
 
     def open(self) -> Any:
-        """Open the stored bytes as a `pyarrow.NativeFile`; ValueError if the size has changed."""
+        """Open the stored bytes as a `pyarrow.NativeFile`; raise ValueError if the size has changed."""
         system, path = self.check_size()
         return system.open_input_file(path)
 
     def check_size(self) -> tuple[Any, str]:
-        """Return the file system and the path in it; ValueError if the size has changed."""
+        """Return the file system and the path in it; raise ValueError if the size has changed."""
         assert self.stored is not None
         system, path = self.stored
         if (size := system.get_file_info(path).size) != self.size:
@@ -240,7 +240,7 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
     """Open a `pyarrow.parquet.ParquetFile`, with a function that verifies the checksums of a row group, or of some of
     its columns, before its rows are used. Files without them, and remote files, have page checksums verified, if any.
-    ValueError if the file is damaged or has changed."""
+    Raise ValueError if the file is damaged or has changed."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)

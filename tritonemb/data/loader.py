@@ -54,8 +54,8 @@ def open_shards(
 ) -> Batches:  # fmt: skip
     """Open the batches of the shards rank, rank + world, ... of a split.
 
-    Every shard of a rank has the threads and the memory of a stream. ValueError for an unknown rank or split, or a
-    position of other shards.
+    Every shard of a rank has the threads and the memory of a stream. Raise ValueError for an unknown rank or split, or
+    a position of other shards.
 
     Args:
         shards: number of shards in the epoch; by default that of `positions`, else `world`.
@@ -154,7 +154,8 @@ def read_shards(data: Data, shards: Sequence[ShardState], options: Mapping[str, 
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
-    """Merge the positions of all ranks' streams into one of the epoch; ValueError unless they have every shard once."""
+    """Merge the positions of all ranks' streams into one of the epoch; raise ValueError unless they have every shard
+    once."""
     merged: dict[str, Any] = {}
     counts = set()
     for count, entries in map(_parse_position, positions):
@@ -171,7 +172,7 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
-    """Return one rank's shards of an epoch's position, which any number of ranks made; ValueError if invalid."""
+    """Return one rank's shards of an epoch's position, which any number of ranks made; raise ValueError if invalid."""
     # Restore the progress of this rank's shards.
     count, entries = _parse_position(position)
     local_entries = {str(index): entries[str(index)] for index in range(rank, count, world) if str(index) in entries}

@@ -65,8 +65,8 @@ def from_dataframe(
     """Open a data frame as a log, without a copy: pandas, Polars, a `pyarrow.Table`, any with `__arrow_c_stream__`.
 
     Column types are as in Parquet files. pandas stores a column of integers with missing values as floating point; use
-    `convert_dtypes` to make it a sparse column. ValueError if `frame` is not a data frame, or a column is missing or
-    has the wrong type.
+    `convert_dtypes` to make it a sparse column. Raise ValueError if `frame` is not a data frame, or a column is missing
+    or has the wrong type.
 
     Args:
         options: how the log is read; without held-out frames its split rule holds out rows, by default the last sixth.

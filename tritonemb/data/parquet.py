@@ -33,7 +33,7 @@ def _row_group_sizes(source: Any) -> list[int]:
 
 def file_of_frame(frame: Any, name: str) -> LogFile:
     """Wrap a data frame, any object with Arrow's C stream interface, as the file of a log, without a copy.
-    ValueError if it lacks the interface, or Arrow cannot represent its columns."""
+    Raise ValueError if it lacks the interface, or Arrow cannot represent its columns."""
     if not hasattr(frame, "__arrow_c_stream__"):
         raise ValueError(
             f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
@@ -67,7 +67,8 @@ def _plain(kind: Any) -> Any:
 
 class ArrowSource:
     """Parquet files or tables with the same columns; `extra_columns`, with the time column, are read besides the
-    schema's. ValueError if none has rows, or one is damaged, or a column is missing, duplicate or of the wrong type.
+    schema's. Raise ValueError if none has rows, or one is damaged, or a column is missing, duplicate or of the wrong
+    type.
 
     Attributes: `schema` with all columns filled in; `multi_hot`, the sparse columns that are lists; `kinds` of the
     sparse columns, see `Feature`.
@@ -202,7 +203,7 @@ class ArrowSource:
 
 
 def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:
-    """Return the kind of a column's values, empty if all are missing; ValueError if it has the wrong type."""
+    """Return the kind of a column's values, empty if all are missing; raise ValueError if it has the wrong type."""
     types, sparse = pa.types, name in schema.sparse
     inner = value_type(kind.value_type if sparse and is_list(kind) else kind)
     if types.is_null(inner):

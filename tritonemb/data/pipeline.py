@@ -68,8 +68,8 @@ def shuffle_buffers(
     """Collect the rows of blocks, from `start` on, in buffers of `num_rows` (the last may be smaller); yield each
     buffer's number, counted from `number`, its rows, its start and its end.
 
-    `order(num_rows, number)` returns the permutation of a buffer, or None to keep the order. ValueError if the blocks
-    have fewer than `start.skip` rows."""
+    `order(num_rows, number)` returns the permutation of a buffer, or None to keep the order. Raise ValueError if the
+    blocks have fewer than `start.skip` rows."""
     slices: list[Rows] = []
     num_gathered, num_to_skip, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:

@@ -199,7 +199,7 @@ class Data(Protocol):
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
         """Open the batches of a split, or of a shard of it; the last batch may be smaller. `kwargs`: see `OpenOptions`.
-        ValueError for an unknown split or shard, a batch size below 1, or a position of another stream."""
+        Raise ValueError for an unknown split or shard, a batch size below 1, or a position of another stream."""
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
@@ -233,7 +233,7 @@ def fingerprint(*parts: object) -> int:
 
 
 def check_position(position: Position, fields: tuple[str, ...], stream_id: int, name: str) -> None:
-    """ValueError unless a position has these fields, none negative, and its stream had the same settings."""
+    """Raise ValueError unless a position has these fields, none negative, and its stream had the same settings."""
     if not isinstance(position, dict) or set(position) != {"of", *fields}:
         raise ValueError(
             f"data set {name!r}: {position!r} is not a position of this data set, whose fields are {('of', *fields)}; "

@@ -24,8 +24,8 @@ from tritonemb.utils import Closeable
 class ReaderHost(Closeable):
     """Server of the batches of `data` for clients with the token.
 
-    Every stream has the threads and memory of `data.open`, and pauses while its client takes no batches. ValueError or
-    OSError if it cannot listen at this address.
+    Every stream has the threads and memory of `data.open`, and pauses while its client takes no batches. Raise
+    ValueError or OSError if it cannot listen at this address.
 
     Args:
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port.
@@ -75,8 +75,9 @@ def _handle_request(data: Data, closed: threading.Event, request: dict[str, Any]
 
 
 class RemoteData(TablesMixin):
-    """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. ConnectionError if a host does not
-    answer, PermissionError for a wrong token, ValueError for an invalid address, or if the hosts have different data.
+    """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. Raise ConnectionError if a host
+    does not answer, PermissionError for a wrong token, ValueError for an invalid address, or if the hosts have
+    different data.
 
     Args:
         addresses: of hosts with the same data; host i modulo their number reads shard i.

@@ -110,8 +110,8 @@ class Schema:
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
     def of(self, columns: Sequence[str], location: str, labelled: bool = True, extra_columns: Names = ()) -> Self:
-        """Return the schema with Criteo's columns filled in if it names none. ValueError unless the data at `where` has
-        every column of it (the label only if `labelled`) and of `extra_columns` exactly once."""
+        """Return the schema with Criteo's columns filled in if it names none. Raise ValueError unless the data at
+        `where` has every column of it (the label only if `labelled`) and of `extra_columns` exactly once."""
         schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
@@ -231,7 +231,7 @@ class LogOptions(Options):
 
 
 def check_columns(columns: Sequence[str], names: Iterable[str], location: str, role: str = "column") -> None:
-    """ValueError unless every name is that of exactly one column; `role` describes them."""
+    """Raise ValueError unless every name is that of exactly one column; `role` describes them."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
             raise ValueError(

@@ -28,8 +28,8 @@ _COUNTING = threading.Lock()  # threads that count the same lines wait for one a
 
 
 class TextSource:
-    """Text files in Criteo's format, or CSV files with the same header; has the methods of `ArrowSource`. ValueError if
-    a column of the schema is missing, or a file's first line is bad, unless bad rows are skipped."""
+    """Text files in Criteo's format, or CSV files with the same header; has the methods of `ArrowSource`. Raise
+    ValueError if a column of the schema is missing, or a file's first line is bad, unless bad rows are skipped."""
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         # Format and columns.
@@ -76,7 +76,8 @@ class TextSource:
         return max(size, 0) * max(first_lines.count(b"\n"), 1) / len(first_lines)
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        """Yield chunks of lines that begin in one stripe of the file. ValueError if it is damaged or has changed."""
+        """Yield chunks of lines that begin in one stripe of the file. Raise ValueError if it is damaged or has
+        changed."""
         header_bytes, file, quoted = self._header_bytes[part.file], self._files[part.file], self.parser.quoted
         if offset == part.start == 0 and header_bytes:
             offset, line = header_bytes, 1
@@ -161,7 +162,7 @@ class TextSource:
 
 
 def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
-    """Read the header of a CSV file: the columns, and its number of bytes; ValueError if it is not a header."""
+    """Read the header of a CSV file: the columns, and its number of bytes; raise ValueError if it is not a header."""
     line, end, _ = first_bytes(file).partition(b"\n")
     if b"\r" in line.removesuffix(b"\r"):
         raise ValueError(f"{file.path}: its lines end with carriage returns only; convert it to line feeds: mac2unix")
@@ -176,7 +177,8 @@ def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
 
 @contextmanager
 def open_text(file: LogFile) -> Iterator[Any]:
-    """Open the decompressed bytes of a file, an `io.BufferedReader`; ValueError if it is damaged or has changed."""
+    """Open the decompressed bytes of a file, an `io.BufferedReader`; raise ValueError if it is damaged or has
+    changed."""
     with file.open() as raw:
         if file.codec is None:
             yield io.BufferedReader(raw, _BUFFER_BYTES)

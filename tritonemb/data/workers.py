@@ -61,8 +61,8 @@ class DataLoaderWorkers(Closeable):
 
     def open(self, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool) -> None:
         """Open and attach the stream of each shard; see `tritonemb.data.loader.open_shards`. RuntimeError, here or in
-        `next`, if a worker could not start or has ended; TypeError if the data set cannot be pickled. Exceptions in the
-        worker are raised as their nearest built-in type."""
+        `next`, if a worker could not start or has ended; raise TypeError if the data set cannot be pickled. Exceptions
+        in the worker are raised as their nearest built-in type."""
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
         with ExitStack() as failed:
             streams = [_WorkerStream(self, part, options, pin_memory) for part in parts]

@@ -119,7 +119,7 @@ class TableCollection(FusedModule):
         return self.table_set.cache
 
     def __getitem__(self, table: str) -> Table:
-        """Return a table by name, for example for its `weight`; KeyError if it is unknown."""
+        """Return a table by name, for example for its `weight`; raise KeyError if it is unknown."""
         if table not in self._modules:
             raise KeyError(f"unknown table {table!r}; expected one of {', '.join(self._modules)}")
         return self.table_set.by_name[table]

@@ -64,7 +64,7 @@ def become_dynamic(
     device: Device, dtype: torch.dtype | None, optimizer: Optimizer | None, dynamic: Mapping[str, Any],
     unsupported: Mapping[str, Any], attributes: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Construct `module` as the subclass `kind`; TypeError or ValueError for unsupported arguments."""
+    """Construct `module` as the subclass `kind`; raise TypeError or ValueError for unsupported arguments."""
     name = type(module).__name__
     dtype = dtype or torch.get_default_dtype()
     config = TableConfig(name, num_embeddings, embedding_dim, pooling=pooling, dtype=dtype, **dynamic)

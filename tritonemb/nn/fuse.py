@@ -222,7 +222,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters, and the tables unless the backward did; return the closure's result.
 
-        Warns as `FusedOptimizer.step` does. ValueError from a `GradScaler`.
+        Warns as `FusedOptimizer.step` does. Raise ValueError from a `GradScaler`.
         """
         scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in scaled):
@@ -264,7 +264,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`; ValueError if groups, sizes or states differ, before any change."""
+        """Load a `state_dict`; raise ValueError if groups, sizes or states differ, before any change."""
         *dense_groups, tables_group = state_dict["param_groups"]
         expected = [len(group["params"]) for group in self.param_groups]
         loaded = [len(group["params"]) for group in state_dict["param_groups"]]

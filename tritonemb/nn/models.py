@@ -33,7 +33,8 @@ class DotInteraction(nn.Module):
         self.num_pairs = num_features * (num_features + 1) // 2  # products in the result
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Return dense vector and products; ValueError unless `sparse` has `num_features` vectors of its width."""
+        """Return dense vector and products; raise ValueError unless `sparse` has `num_features` vectors of its
+        width."""
         batch_size, dim = dense.shape
         if sparse.numel() != batch_size * self.num_features * dim:
             raise ValueError(

@@ -61,8 +61,8 @@ class TiledLinear(nn.Module):
         self._columns, rows = split_evenly(in_features, in_splits), split_evenly(out_features, out_splits)
         self.tiles: Any = nn.ModuleList(
             nn.ModuleList(
-                TileLayer(columns, num_rows, bias and column == 0, in_features, device=device, dtype=dtype)
-                for column, columns in enumerate(self._columns)
+                TileLayer(num_columns, num_rows, bias and column == 0, in_features, device=device, dtype=dtype)
+                for column, num_columns in enumerate(self._columns)
             )
             for num_rows in rows
         )
@@ -96,7 +96,7 @@ class TiledLinear(nn.Module):
         return tiled.train(linear.training)
 
     def to_linear(self) -> nn.Linear:
-        """Create a `torch.nn.Linear` with these values and mode; ValueError if only some tiles are frozen."""
+        """Create a `torch.nn.Linear` with these values and mode; raise ValueError if only some tiles are frozen."""
         state = self.state_dict()
         weight = state["weight"]
         linear = nn.Linear(self.in_features, self.out_features, "bias" in state, weight.device, weight.dtype)
@@ -104,7 +104,7 @@ class TiledLinear(nn.Module):
         for name, parameter in linear.named_parameters():
             requires_grad = {tile.requires_grad for path, tile in self.tiles.named_parameters() if path.endswith(name)}
             if len(requires_grad) > 1:
-                raise ValueError(f"the {name} of only some tiles is frozen; freeze or train all tiles")
+                raise ValueError(f"only some tiles have a frozen {name}; freeze or train all tiles")
             parameter.requires_grad_(requires_grad.pop())
         return linear.train(self.training)
 

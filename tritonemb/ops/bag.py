@@ -104,7 +104,8 @@ def check_ascending(offsets: Tensor, num_values: int) -> None:
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    """Replace `padding_idx` in `values` `[N]` by -1; offsets as in `Bags`. RuntimeError for an id out of range."""
+    """Replace `padding_idx` in `values` `[N]` by -1; offsets as in `Bags`. Raise RuntimeError for an id out of
+    range."""
     if plain_eager(values, offsets) and not values.is_meta:
         return _drop_padding(values, offsets, padding_idx, num_rows)
     return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)

@@ -41,9 +41,9 @@ def embedding_bag(
 ) -> Tensor:  # fmt: skip
     """Look up `values` `[N]` in `weights` `[T]`; returns `[B, width]`, or `[N, width]` if the layout is not pooled.
 
-    `trained_ids` `[N]`: ids of the rows that get gradients, if different from `values`; -1 for none. TypeError for ids
-    other than int32 or int64; ValueError for tables on another device than the batch and, on the CPU, for an id out of
-    range or offsets that do not ascend.
+    `trained_ids` `[N]`: ids of the rows that get gradients, if different from `values`; -1 for none. Raise TypeError
+    for ids other than int32 or int64; raise ValueError for tables on another device than the batch and, on the CPU, for
+    an id out of range or offsets that do not ascend.
     """
     check_ids(values)
     check_devices(weights, values, layout)
@@ -246,7 +246,7 @@ class _Inputs(NamedTuple):
             groups = self.groups
         elif [self.groups.version] != _versions(self.values):
             raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
-        elif self.shared or self.groups.point is not None:
+        elif self.shared or self.groups.fork_point is not None:
             groups = self.groups.group(self.values, self.offsets, self.layout)
         if needs_sample_weight_grad:
             derive = torch.ops.tritonemb.sample_weight_gradient

@@ -22,7 +22,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     One kernel forward and one backward if `is_fused`. Not twice differentiable: RuntimeError.
 
     Shapes: `dense [B, D]`, `sparse [B, F * D]`, of one dtype, float32, float16, bfloat16 or float64; returns
-    `[B, D + F * (F + 1) / 2]` of that dtype, products in row-major order. Sums are float32 (float64). TypeError,
+    `[B, D + F * (F + 1) / 2]` of that dtype, products in row-major order. Sums are float32 (float64). Raise TypeError,
     ValueError for other dtypes, shapes, or two devices.
     """
     eager = not torch.is_grad_enabled() and plain_eager(dense, sparse) and not dense.is_meta
@@ -59,7 +59,7 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
     One kernel forward and one backward if `is_cross_fused`. Not twice differentiable: RuntimeError.
 
     Shapes: `[B, W]`, except `bias [W]`, each float32, float16, bfloat16 or float64; returns `[B, W]` of the widest
-    dtype. TypeError, ValueError for other dtypes, shapes, or several devices.
+    dtype. Raise TypeError or ValueError for other dtypes, shapes, or several devices.
     """
     operands = inputs, product, bias, crossed
     eager = not torch.is_grad_enabled() and plain_eager(*operands) and not inputs.is_meta

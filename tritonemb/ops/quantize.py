@@ -22,8 +22,8 @@ def quantize_pack(
 ) -> Tensor:
     """Encode a matrix as the message that `packing` describes: permuted, multiplied by `scale`, and quantized.
 
-    Not differentiable: the backward of an exchange is another exchange. TypeError, ValueError for other dtypes, shapes
-    and devices.
+    Not differentiable: the backward of an exchange is another exchange. Raise TypeError or ValueError for other dtypes,
+    shapes and devices.
 
     Args:
         matrix: `[R, packing.width]` float32, float16 or bfloat16.
@@ -58,8 +58,8 @@ def quantize_unpack(
         scale: float32 `[]`; the result is multiplied by its reciprocal.
         rows: int32 or int64 `[R]`: the row of the message for each row of the result; zeros for one out of range.
 
-    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 if a row has no columns. TypeError, ValueError for other
-    dtypes, shapes and devices, and for missing or duplicate columns.
+    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 if a row has no columns. Raise TypeError or ValueError
+    for other dtypes, shapes and devices, and for missing or duplicate columns.
     """
     _check(message, "message", (torch.uint8,), packing, saturated, scale, rows)
     if dtype not in MATRIX_DTYPES:

@@ -10,7 +10,7 @@ from tritonemb.layout import Layout, TensorList
 from tritonemb.ops.registry import LAYOUT, define, kernel
 
 ID_DTYPES = (torch.int32, torch.int64)
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -36,14 +36,14 @@ class RowGroups(NamedTuple):
 
 
 def ungrouped(ids: Tensor) -> RowGroups:
-    """Wrap ids `[N]` that the update groups: `rows` are the ids, all other fields None."""
+    """Wrap ids `[N]` that the update will group: `rows` are the ids, the other fields are None."""
     return RowGroups(ids, *[None] * 3)  # type: ignore[arg-type]
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     """Group a batch's ids `[N]` by row. Ids out of range are omitted; the lookup reports them.
 
-    TypeError, ValueError for ids of another dtype than int32 or int64, or of another shape.
+    Raise TypeError or ValueError for ids of another dtype than int32 or int64, or of another shape.
     """
     check_ids(values, layout.multiplicity)
     if plain_eager(values, offsets):
@@ -52,7 +52,7 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
 
 
 def row_groups_async(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups | None:
-    """Group the ids for an update in the backward, on a GPU on a side stream, concurrently with the forward.
+    """Group the ids for the backward's update. On a GPU, a side stream does so concurrently with the forward.
 
     The update must call `wait_for_groups` before it reads the groups. Values and offsets must not change until then.
     Returns None during the capture of a CUDA graph: see `UngroupedIds`.
@@ -68,7 +68,7 @@ def row_groups_async(values: Tensor, offsets: Tensor, layout: Layout) -> RowGrou
 
 
 def _group_on_side_stream(values: Tensor, offsets: Tensor, layout: Layout, start: torch.cuda.Event) -> RowGroups:
-    """Group on the side stream, after `start`, for the current stream."""
+    """Group on the side stream after the event `start`; the current stream will use the result."""
     if values.device not in _streams:
         _streams[values.device] = torch.cuda.Stream(values.device)
     _streams[values.device].wait_event(start)
@@ -80,37 +80,37 @@ def _group_on_side_stream(values: Tensor, offsets: Tensor, layout: Layout, start
 
 
 class UngroupedIds(NamedTuple):
-    """State of ids that the backward groups: their version, and the event of the lookup in a CUDA graph capture.
+    """Ids that the backward will group: their version and, in a CUDA graph capture, the event of the lookup.
 
-    A capture must not end while a side stream is forked, and the capture of a forward alone never reaches the update.
-    So the backward forks and joins, but the fork waits for the lookup's event only: a graph runs nodes concurrently by
-    their dependencies, not by the order of capture.
+    A capture must not end while a side stream is forked, and a forward may be captured without its backward. So the
+    backward forks and joins the side stream. The fork waits only for the lookup's event: a graph schedules nodes by
+    their dependencies, not in the order of capture.
     """
 
     version: int
-    point: tuple[torch.cuda.Event, int] | None  # event, and the id of the capture
+    fork_point: tuple[torch.cuda.Event, int] | None  # event, and the id of the capture
 
     @classmethod
     def record(cls, values: Tensor) -> Self:
         """Record the state at the lookup."""
-        point, version = None, 0 if values.is_inference() else values._version
+        fork_point, version = None, 0 if values.is_inference() else values._version
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(values.device)
             capture = capture_id(stream)
-            point = None if capture is None else (stream.record_event(), capture)
-        return cls(version, point)
+            fork_point = None if capture is None else (stream.record_event(), capture)
+        return cls(version, fork_point)
 
     def group(self, values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
-        """Group concurrently with nodes captured since the lookup; without or in another capture, on this stream."""
-        if self.point is None or capture_id(torch.cuda.current_stream(values.device)) != self.point[1]:
+        """Group concurrently with nodes captured since the lookup; outside of that capture, on the current stream."""
+        if self.fork_point is None or capture_id(torch.cuda.current_stream(values.device)) != self.fork_point[1]:
             return row_groups(values, offsets, layout)
-        groups = _group_on_side_stream(values, offsets, layout, self.point[0])
+        groups = _group_on_side_stream(values, offsets, layout, self.fork_point[0])
         torch.cuda.current_stream(values.device).wait_stream(_streams[values.device])
         return groups
 
 
 def capture_id(stream: torch.cuda.Stream) -> int | None:
-    """Return the driver's id of the capture of `stream`; None without one, or without the driver's bindings."""
+    """Return the driver's id of the capture of `stream`; None if there is no capture, or no driver bindings."""
     try:
         from cuda.bindings import driver  # PyTorch for CUDA requires them, PyTorch for ROCm lacks them
     except ImportError:
@@ -121,15 +121,15 @@ def capture_id(stream: torch.cuda.Stream) -> int | None:
 
 def wait_for_groups(device: torch.device) -> None:
     """Make the current stream wait for the groups of `row_groups_async`."""
-    if device in _streams and not torch.cuda.is_current_stream_capturing():  # a capture starts on an idle device
+    if device in _streams and not torch.cuda.is_current_stream_capturing():  # the device is idle when a capture starts
         torch.cuda.current_stream(device).wait_stream(_streams[device])
 
 
 def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
-    """Return whether a kernel can be called without the dispatcher: no tracing or transform, and plain tensors.
+    """Return whether a kernel can be called without the dispatcher: no trace, no transform, no tensor subclass.
 
-    The dispatcher takes up to half a millisecond per call of a custom op with lists of tables. A `TensorList` has plain
-    tensors.
+    The dispatcher takes up to half a millisecond per call of a custom op with lists of tables. The tensors of a
+    `TensorList` are known to be plain.
     """
     if (
         torch.compiler.is_compiling()
@@ -137,7 +137,7 @@ def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
         or torch._C._functorch.maybe_current_level()
     ):
         return False
-    return _PLAIN.issuperset(map(type, tensors if isinstance(tables, TensorList) else (*tensors, *tables)))
+    return _PLAIN_TYPES.issuperset(map(type, tensors if isinstance(tables, TensorList) else (*tensors, *tables)))
 
 
 def check_ids(values: Tensor, multiplicity: int = 1) -> None:

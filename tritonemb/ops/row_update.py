@@ -71,7 +71,7 @@ def row_update_(
 ) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once per row.
 
-    ValueError for a gradient that is not finite with `on_nonfinite="raise"`, before any table is changed.
+    Raise ValueError for a gradient that is not finite with `on_nonfinite="raise"`, before any table is changed.
 
     Args:
         grad: gradient of the output, `[B, width]` or `[N, width]`; in plain eager mode also a list of those of each
@@ -236,7 +236,8 @@ class Accumulator:
     def open(
         self, apply: Callable[[list[Any]], None], learning_rates: Iterable[Tensor] = ()
     ) -> AbstractContextManager[None]:
-        """Accumulate gradients in the block, then apply them; an exception discards them. RuntimeError if open already.
+        """Accumulate gradients in the block, then apply them; an exception discards them. Raise RuntimeError if open
+        already.
 
         `learning_rates`: those of tables that compiled graphs must not update in the block; `check_not_accumulating`.
         """
@@ -264,7 +265,8 @@ class Accumulator:
 def _accumulate(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
-    """Append a micro-batch's gradient to the accumulator `handle`; count it in `pending`. RuntimeError if closed."""
+    """Append a micro-batch's gradient to the accumulator `handle`; count it in `pending`. Raise RuntimeError if
+    closed."""
     accumulator = Accumulator._instances.get(handle)
     if accumulator is None or not accumulator.is_open:
         raise RuntimeError(

@@ -207,7 +207,7 @@ class AioTransfer:
 
 
 class AioQueue:
-    """A kernel queue for asynchronous I/O, used by one thread at a time. OSError if the system has none (left).
+    """A kernel queue for asynchronous I/O, used by one thread at a time. Raise OSError if the system has none (left).
 
     The system has about 100 queues, so garbage collection destroys this one.
     """

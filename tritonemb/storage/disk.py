@@ -134,8 +134,8 @@ class DiskRows(Closeable):
     def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> Self:
         """Create the file of a new table without written rows, in milliseconds and without disk space at any size.
 
-        The folder must exist, the file must not. For other arguments see `open`. ValueError if the table's name is too
-        long; StorageError if the file cannot be created, or the memory cannot be allocated.
+        The folder must exist, the file must not. For other arguments see `open`. Raise ValueError if the table's name
+        is too long; raise StorageError if the file cannot be created, or the memory cannot be allocated.
         """
         path, subject = Path(path), f"table {identity.table!r}: file {path}"
         page = identity.header()
@@ -198,8 +198,8 @@ class DiskRows(Closeable):
         incremental; `restore` applies it to that. A table opened from a file that `snapshot` or `restore` has written
         has that file as its last snapshot until it is written to.
 
-        ValueError if `path` is the table's file; StorageError, from the future, if the file cannot be written, or if an
-        incremental snapshot has no predecessor.
+        Raise ValueError if `path` is the table's file; raise StorageError, from the future, if the file cannot be
+        written, or if an incremental snapshot has no predecessor.
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):
@@ -233,8 +233,8 @@ class DiskRows(Closeable):
         return self._cache.counts
 
     def close(self) -> None:
-        """Wait for pending operations, flush and close the file. StorageError if that fails, or for a failed write that
-        no caller has seen. A second call only waits for an interrupted first one."""
+        """Wait for pending operations, flush and close the file. Raise StorageError if that fails, or for a failed
+        write that no caller has seen. A second call only waits for an interrupted first one."""
         if os.getpid() != self._process:
             return
         with self._lock:

@@ -26,7 +26,7 @@ _CHECKSUM_BYTES = 8
 def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
     """Create a file atomically: it is written under a temporary name, flushed, then renamed; removed after an error.
 
-    FileExistsError if the file exists and `replace` is false.
+    Raise FileExistsError if the file exists and `replace` is false.
     """
     temporary = path.with_name(f".writing-{path.name}")
     with on_error(lambda: temporary.unlink(missing_ok=True)), closing(create_file(temporary)) as file:
@@ -92,7 +92,7 @@ class TableIdentity:
 
 
 def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
-    """Return a header page, as `open_file` reads it; ValueError if the table's name is too long to fit."""
+    """Return a header page, as `open_file` reads it; raise ValueError if the table's name is too long to fit."""
     if _HEAD.size + len(text := json.dumps(header).encode()) + _CHECKSUM_BYTES > PAGE_BYTES:
         raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
     body = (_HEAD.pack(kind, FORMAT, len(text)) + text).ljust(PAGE_BYTES - _CHECKSUM_BYTES, b"\0")
@@ -102,7 +102,7 @@ def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
 def open_file(subject: str, path: Path, *kinds: bytes, writable: bool = False) -> tuple[PageFile, dict[str, Any]]:
     """Open a file of one of these kinds, called `subject` in messages; return the file and its header.
 
-    StorageError if it cannot be opened or read, or has another header, format or size.
+    Raise StorageError if it cannot be opened or read, or has another header, format or size.
     """
     with storage_errors(f"{subject} cannot be opened", "check that the file exists and that you may access it"):
         file = PageFile(path, writable)

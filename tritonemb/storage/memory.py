@@ -20,7 +20,7 @@ CHUNK_BYTES = 1 << 26  # bytes of records per write-back; bounds their temporary
 class HostRows:
     """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`, filled with initial values.
 
-    With a `gpu`, whose kernels read and write it, the memory is pinned. StorageError if it cannot be allocated.
+    With a `gpu`, whose kernels read and write it, the memory is pinned. Raise StorageError if it cannot be allocated.
     """
 
     def __init__(

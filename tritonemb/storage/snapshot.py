@@ -32,7 +32,7 @@ _FILE_KEYS = ("snapshot", "after", "changed", "places")  # keys of a header besi
 def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, parent: str | None) -> str:
     """Write a snapshot and flush it; return its name. With `parent`, only the changes since the snapshot of that name.
 
-    StorageError if it cannot be written; the file is removed then.
+    Raise StorageError if it cannot be written; the file is removed then.
     """
     name, count = uuid.uuid4().hex, blocks.page_table.count
     subject = f"table {identity.table!r}: snapshot {path}{'' if parent is None else ' of changes'}"
@@ -70,8 +70,9 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
 def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path] = ()) -> None:
     """Create a table's file from a whole snapshot and the incremental snapshots that follow it, in their order.
 
-    The last of these becomes the table's last snapshot. The file is created atomically. StorageError if a snapshot is
-    missing, damaged or of another table, if one does not follow its predecessor, or if the file cannot be written.
+    The last of these becomes the table's last snapshot. The file is created atomically. Raise StorageError if a
+    snapshot is missing, damaged or of another table, if one does not follow its predecessor, or if the file cannot be
+    written.
 
     Args:
         path: new file; a reflink copy where the file system supports that.
@@ -144,14 +145,15 @@ def _group_offset(layout: FileLayout, first: int) -> int:
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
-    """Return the header of a snapshot: `TableIdentity.as_json`, its name, and its parent's. StorageError if invalid."""
+    """Return the header of a snapshot: `TableIdentity.as_json`, its name, and its parent's. Raise StorageError if
+    invalid."""
     file, header = open_file(f"snapshot {path}", Path(path), ROWS, CHANGES)
     file.close()
     return header
 
 
 class SnapshotReader(Closeable):
-    """Reads the rows of a whole snapshot, shared with other readers. StorageError if it is missing or damaged."""
+    """Reads the rows of a whole snapshot, shared with other readers. Raise StorageError if it is missing or damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -172,7 +174,7 @@ class SnapshotReader(Closeable):
     def read(self, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
         """Fill `records` with the records of the rows, and wait; for arguments see `DiskRows.read`.
 
-        Rows that were never written get values from `initializer`. StorageError if the file is damaged.
+        Rows that were never written get values from `initializer`. Raise StorageError if the file is damaged.
         """
         store.check_request(self.header["table"], self.num_rows, self.record, rows, records)
 

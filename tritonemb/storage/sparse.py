@@ -120,7 +120,7 @@ def digest(path: Path) -> int:
     """Return a 64-bit digest of a file of whole pages: of the CRC-32 of each nonzero piece, and its number.
 
     Holes are not read, and equal zeros, so it does not depend on how a file system stores zeros, nor on the file's
-    size. StorageError if the file cannot be read.
+    size. Raise StorageError if the file cannot be read.
     """
     with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
         return shielded(lambda: _digest(path))

@@ -235,7 +235,8 @@ class Record:
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Return views of each field of records, uint8 `[n, num_bytes]`, contiguous, by name.
 
-        A view has the field's dtype and is `[n, size]`, or `[n]` for one value per row. ValueError for other records.
+        A view has the field's dtype and is `[n, size]`, or `[n]` for one value per row. Raise ValueError for other
+        records.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
             raise ValueError(f"records must be uint8 [n, {self.num_bytes}], got {records.dtype} {list(records.shape)}")

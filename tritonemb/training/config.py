@@ -436,8 +436,8 @@ def to_toml(config: Any) -> str:
 
 
 def read_toml(path: str | Path, base: Config) -> Config:
-    """Replace values of `base` by those of a TOML file. FileNotFoundError; ValueError for invalid TOML, an unknown key,
-    or a value of a wrong type or range."""
+    """Replace values of `base` by those of a TOML file. Raise FileNotFoundError; ValueError for invalid TOML, an
+    unknown key, or a value of a wrong type or range."""
     return from_plain(load_toml(path), base, str(path))
 
 

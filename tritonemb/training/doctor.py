@@ -75,7 +75,7 @@ def examine_servers(addresses: Sequence[str]) -> tuple[str, bool]:
 
 
 def clear_kernels() -> str:
-    """Remove the compiled CPU kernels of all versions; return a message. OSError if they cannot be removed."""
+    """Remove the compiled CPU kernels of all versions; return a message. Raise OSError if they cannot be removed."""
     for version in kernel_folder().iterdir():
         shutil.rmtree(version)
     return f"{kernel_folder()} is empty now; kernels are compiled again on first use"
@@ -105,7 +105,7 @@ def check_step(device: torch.device) -> float:
 
 
 def check_device(name: str) -> torch.device:
-    """Return the device `name`; ValueError if it does not exist or torch cannot use it."""
+    """Return the device `name`; raise ValueError if it does not exist or torch cannot use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)

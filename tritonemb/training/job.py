@@ -108,7 +108,7 @@ def train(
 @contextmanager
 def rendezvous(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.device]]:
     """Join the ranks of torchrun, or a group of this process alone without it; yield the group and this rank's device.
-    ValueError if torchrun's environment variables are incomplete."""
+    Raise ValueError if torchrun's environment variables are incomplete."""
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(name)
         return

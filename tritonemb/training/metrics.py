@@ -50,8 +50,8 @@ class Metrics:
 
 
 def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
-    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}. ValueError if the shapes differ, a logit
-    is NaN, or all labels are the same, for which AUC is undefined."""
+    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}. Raise ValueError if the shapes differ, a
+    logit is NaN, or all labels are the same, for which AUC is undefined."""
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
     logits, labels = logits.detach().double(), labels.double()

@@ -63,8 +63,8 @@ class PlanOptions(Options):
 
 
 def make_plan(options: PlanOptions) -> str:
-    """Plan, write the requested files, and return the text to print. ValueError or OSError if a file cannot be read or
-    has invalid tables; PlanError if the tables do not fit."""
+    """Plan, write the requested files, and return the text to print. Raise ValueError or OSError if a file cannot be
+    read or has invalid tables; raise PlanError if the tables do not fit."""
     if (options.tables is None) == (options.from_run is None):
         raise ValueError("expected either --tables, a TOML file, or --from-run, the folder of a run")
     if options.optimizer not in OPTIMIZERS:

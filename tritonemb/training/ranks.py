@@ -99,7 +99,8 @@ class Ranks:
 
 
 def group_of(model: nn.Module) -> RankGroup:
-    """Return the group of ranks that train a model; ValueError for a model of one process in a job of several ranks."""
+    """Return the group of ranks that train a model; raise ValueError for a model of one process in a job of several
+    ranks."""
     if isinstance(model, HybridParallel):
         return model.group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

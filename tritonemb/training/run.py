@@ -32,7 +32,7 @@ from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, 
 from tritonemb.types import TableConfig
 from tritonemb.utils import join_names
 
-TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")  # prefixes of tensors that are not loaded
+SKIPPED_PREFIXES = ("optimizer.", "rng.", "trainer.")  # of tensors that only training needs
 READING_KEYS = "features", "num_dense", "read", "precision"  # of the config in checkpoints of old versions
 DATASETS = "movielens-100k", "synthetic", "adult"  # data sets without raw rows: they are encoded in one piece
 # Keys of the config that do not determine the model.
@@ -49,8 +49,8 @@ def load_run(
         path: folder of a run of `tritonemb train` or `te.Trainer`, or a checkpoint.
         model: model as built for training, or a function that builds it; required for a run of `te.Trainer`.
         device: device of the model.
-        servers: embedding servers of the run, see `te.server.connect`; current rows are read there. By default, rows
-            that were on servers are read from the checkpoint into memory.
+        servers: embedding servers of the run, see `te.server.connect`; current rows are read from them. By default,
+            rows that were on servers are read from the checkpoint into memory.
 
     Raises:
         FileNotFoundError, ValueError: the checkpoint is missing, damaged, or does not fit the model.
@@ -71,7 +71,7 @@ def load_run(
         values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
         options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
     kinds = manifest["run"].get("kinds", {})
-    features = tuple(Feature(**f | {"kind": kinds.get(f["name"], "")}) for f in reading.get("features", ()))
+    features = tuple(Feature(**entry | {"kind": kinds.get(entry["name"], "")}) for entry in reading.get("features", ()))
 
     # Build the model, and load its tensors.
     if model is None:
@@ -89,7 +89,7 @@ def load_run(
         local_server = start(1)  # a thread of this process, which serves the checkpoint's rows while `run` exists
         weakref.finalize(run, local_server.close)
         attach(model, local_server, None)
-    load_model(path, model, {}, stored_tensors(path), TRAINING_ONLY, servers=servers is None)
+    load_model(path, model, {}, stored_tensors(path), SKIPPED_PREFIXES, servers=servers is None)
     if servers is None:
         flush(model)
     return run
@@ -128,9 +128,9 @@ class Run:
         self._precision = reading.get("precision", "fp32")
         self._encoding, self._kinds = manifest["run"].get("encoding", ""), manifest["run"].get("kinds", {})
         is_log = reading.get("read") and (options is None or options.data not in DATASETS)
-        self._read = from_plain(reading["read"], LogOptions(), str(path)) if is_log else None
+        self._log_options = from_plain(reading["read"], LogOptions(), str(path)) if is_log else None
         self._from_text, self._num_dense = reading.get("from_text", False), reading.get("num_dense", 0)
-        schema = None if self._read is None else self._read.schema
+        schema = None if self._log_options is None else self._log_options.schema
         self.schema = schema if schema is None or schema.label else schema.of(FIELDS, str(path))
 
     def predict(self, rows: Any, *, batch_size: int = 8192) -> Any:
@@ -151,7 +151,7 @@ class Run:
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
             min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
             batches = (
-                self._encode(rows[start : start + batch_size], start) for start in range(0, len(rows), batch_size)
+                self._encoder(rows[start : start + batch_size], start) for start in range(0, len(rows), batch_size)
             )
             return self._scores(pad_batch(batch, min_size) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
@@ -163,7 +163,7 @@ class Run:
             for block in blocks:
                 if block.report.rows:
                     columns, rows = block.rows
-                    yield columns, self._scores(map(pad_batch, self._cut(rows, batch_size)))
+                    yield columns, self._scores(map(pad_batch, self._batches(rows, batch_size)))
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
         """Compute the metrics on rows with labels: a log or a data frame, by default the run's test rows."""
@@ -179,19 +179,22 @@ class Run:
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
         """Encode raw values of a feature as ids int64 `[N]`, for `tables[...].lookup`; unknown values as in training.
-        ValueError if the feature is unknown, or a value cannot be encoded."""
-        return self._encode.ids(feature, values)
+        Raise ValueError if the feature is unknown, or a value cannot be encoded."""
+        return self._encoder.ids(feature, values)
 
     def open_log(self, data: Any, names: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
         """Open a log or a data frame, encoded as in training, with all rows as test rows; also read the columns
-        `names`, and with `labelled` the label. TypeError for other data; ValueError if the encoding would differ."""
+        `names`, and with `labelled` the label. Raise TypeError for other data; raise ValueError if the encoding would
+        differ."""
         if not (isinstance(data, str | Path) or hasattr(data, "__arrow_c_stream__")) or hasattr(data, "to_frame"):
             raise TypeError(
-                f"expected the path of a log or a data frame, or to predict a dictionary or a list of them, got a "
-                f"{type(data).__name__}"
+                "expected the path of a log, or a data frame (predict also takes a dictionary or a list of them), got "
+                f"a {type(data).__name__}"
             )
         # Raise on bad rows: skipping one would shift the scores of all later rows.
-        log = open_for_scoring(data, replace(self._reading, on_bad_row="raise"), self.features, names, labelled)
+        log = open_for_scoring(
+            data, replace(self._required_log_options, on_bad_row="raise"), self.features, names, labelled
+        )
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
         return log
@@ -203,13 +206,13 @@ class Run:
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 
     @property
-    def _reading(self) -> LogOptions:
-        if self._read is None:
+    def _required_log_options(self) -> LogOptions:
+        if self._log_options is None:
             raise ValueError(
                 f"{self.path} was trained on encoded rows, so raw rows cannot be scored; call "
                 "run.model(dense, sparse), or evaluate() its test rows"
             )
-        return self._read
+        return self._log_options
 
     def _check_encoding(self, encoding: str, name: str) -> None:
         if encoding != self._encoding:
@@ -222,8 +225,8 @@ class Run:
         return f"Run({str(self.path)!r}, {type(self.model).__name__}, tables: {join_names(self.tables)})"
 
     @cached_property
-    def _encode(self) -> RequestEncoder:
-        schema = self.schema or self._reading.schema
+    def _encoder(self) -> RequestEncoder:
+        schema = self.schema or self._required_log_options.schema
         vocabulary = vocabulary_digest(schema)
         if schema.log_transform is None and encoding_digest(schema, self.features, vocabulary) != self._encoding:
             schema = replace(schema, log_transform=True, clamp_negative=True)  # defaults of old versions
@@ -232,25 +235,29 @@ class Run:
 
     @cached_property
     def _request_size(self) -> int:
-        """Smallest batch size with bitwise the logits of large batches, measured; smaller batches are padded to it."""
+        """Smallest batch size with logits bitwise identical to those of large batches; others are padded to it."""
         size, generator, columns = LARGE_BATCH, torch.Generator().manual_seed(0), list[Column]()
         for feature in self.features:
             ids = torch.randint(feature.num_embeddings, (size,), generator=generator)
             columns.append(Column(ids, torch.arange(size + 1) if feature.multi_hot else None))
         rows = Rows(torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size))
-        expected = self._logits(self._cut(rows, size))
+        expected = self._logits(self._batches(rows, size))
         sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
-        return next((n for n in sizes if torch.equal(self._logits(self._cut(rows.slice(0, n), n)), expected[:n])), size)
+        return next(
+            (n for n in sizes if torch.equal(self._logits(self._batches(rows.slice(0, n), n)), expected[:n])), size
+        )
 
-    def _cut(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
+    def _batches(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys = tuple(feature.name for feature in self.features)
         slices = (slice(i, min(i + batch_size, len(rows))) for i in range(0, len(rows), batch_size))
         return (gather_batch(rows, keys, rows_slice) for rows_slice in slices)
 
     def _scores(self, batches: Iterable[Batch]) -> Tensor:
         logits = self._logits(batches)
-        if wrong := int(logits.isnan().sum()):
-            raise ValueError(f"{self.path}: {wrong:,} scores are NaN, as training had diverged; use another checkpoint")
+        if num_nan := int(logits.isnan().sum()):
+            raise ValueError(
+                f"{self.path}: {num_nan:,} scores are NaN, because training diverged; use another checkpoint"
+            )
         return probabilities(logits)
 
     def _logits(self, batches: Iterable[Batch]) -> Tensor:

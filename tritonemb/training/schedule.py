@@ -43,8 +43,8 @@ class Schedule(Options):
         return self.warmup_steps == 0 and self.decay == "constant"
 
     def within(self, total_steps: int | None) -> Self:
-        """Return the schedule with `decay_steps` set for a run of `total_steps`; ValueError if it needs them and they
-        are unknown."""
+        """Return the schedule with `decay_steps` set for a run of `total_steps`; raise ValueError if it needs them and
+        they are unknown."""
         if self.decay == "constant" or self.decay_steps is not None:
             return self
         if total_steps is None:

@@ -43,8 +43,8 @@ class PredictOptions(Options):
 
 
 def predict(options: PredictOptions) -> str:
-    """Score a log and write the file atomically; return a message. ValueError or FileNotFoundError if the checkpoint or
-    the log cannot be used, or the file cannot be written."""
+    """Score a log and write the file atomically; return a message. Raise ValueError or FileNotFoundError if the
+    checkpoint or the log cannot be used, or the file cannot be written."""
     if options.out.suffix not in SUFFIXES:
         raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
     if len({*options.keep, "score"}) <= len(options.keep):
@@ -68,7 +68,7 @@ def predict(options: PredictOptions) -> str:
 
 
 def open_run(path: Path, model: str | None, device: str) -> Run:
-    """Load a run, with the model of a function MODULE:FUNCTION if given; ValueError if it cannot be imported."""
+    """Load a run, with the model of a function MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
     try:
         factory = None if model is None else resolve_name(model)
     except (ImportError, AttributeError, ValueError) as error:
@@ -101,7 +101,8 @@ class EvaluateOptions(Options):
 
 
 def evaluate(options: EvaluateOptions) -> str:
-    """Evaluate a run; return the text. ValueError or FileNotFoundError if the checkpoint or the log cannot be used."""
+    """Evaluate a run; return the text. Raise ValueError or FileNotFoundError if the checkpoint or the log cannot be
+    used."""
     run = open_run(options.checkpoint, options.model, options.device)
     metrics = run.evaluate(options.data, batch_size=options.batch_size)
     return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"

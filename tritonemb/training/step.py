@@ -404,7 +404,8 @@ class _GradientOverflow(Exception):
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
-    """Compute the logits `[B]` of `forward(dense, sparse)`, cast from 16 bits to fp32; ValueError for another shape."""
+    """Compute the logits `[B]` of `forward(dense, sparse)`, cast from 16 bits to fp32; raise ValueError for another
+    shape."""
     # Autocast: matrix products in 16 bits; tables and weights are unchanged.
     with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)

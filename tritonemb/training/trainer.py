@@ -184,12 +184,12 @@ class Trainer(TrainerOptions):
         return total
 
     def evaluate(self, split: Split = "test") -> Metrics:
-        """Evaluate the test rows or another split; ValueError if the split is missing, or a logit is NaN."""
+        """Evaluate the test rows or another split; raise ValueError if the split is missing, or a logit is NaN."""
         return evaluate(self.state, split)
 
     def predict(self, split: Split = "test") -> Tensor:
         """Predict click probabilities float32 `[N]` of a split in row order; on several ranks gathered on rank zero.
-        ValueError if the split is missing, or a logit is NaN."""
+        Raise ValueError if the split is missing, or a logit is NaN."""
         with self.state.ranks.monitor_failures():
             logits = score(self.state, split)[0]
         if wrong := int(logits.isnan().sum()):
@@ -207,8 +207,8 @@ class Trainer(TrainerOptions):
     def resume(self, checkpoint: str | Path = "auto") -> Path | None:
         """Resume from a checkpoint: model, optimizers, schedules, position in the data, generators. Return its path.
 
-        ValueError or FileNotFoundError if it is missing or damaged, or of another model, optimizer, data set or batch
-        size; the message lists all differences, and nothing was changed.
+        Raise ValueError or FileNotFoundError if it is missing or damaged, or of another model, optimizer, data set or
+        batch size; the message lists all differences, and nothing was changed.
 
         Args:
             checkpoint: folder of a checkpoint, or "auto" for the newest one in the trainer's folder (returns None if

@@ -33,12 +33,12 @@ _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 class RunLog(Callback):
     """Writes a run log line by line: a killed process loses at most the line that it was writing.
 
-    On resume, events after the resumed step and the `end` of the earlier process are removed first; ValueError if the
-    file is damaged.
+    On resume, events after the resumed step and the `end` of the earlier process are removed first; raise ValueError if
+    the file is damaged.
 
     Args:
         path: file to write; its folder is created.
-        resume: whether a run that starts at step 0 may replace an existing log; FileExistsError if not.
+        resume: whether a run that starts at step 0 may replace an existing log; raise FileExistsError if not.
     """
 
     essential = False
@@ -109,7 +109,7 @@ def add_evaluation(path: Path | str, evaluation: Evaluation) -> None:
 
 def read_run_log(path: Path | str) -> list[dict[str, Any]]:
     """Read the events of a log, oldest first; a partial last line, of a killed process, is skipped.
-    FileNotFoundError if the file does not exist; ValueError names a damaged line."""
+    Raise FileNotFoundError if the file does not exist; ValueError names a damaged line."""
     # "nan" is a number in events without strings of the user.
     numeric = ("log", "evaluation", "end")
     return [_numbers(event) if event["event"] in numeric else event for event in _events(Path(path))]

@@ -248,8 +248,8 @@ class RunFolder:
         self.trace, self.tensorboard = self.path / "trace.json", self.path / "tensorboard"
 
     def lock(self) -> AbstractContextManager[object]:
-        """Create the folder, and lock it until the process ends or the lock is released. ValueError if another process
-        holds the lock, or the folder is not writable."""
+        """Create the folder, and lock it until the process ends or the lock is released. Raise ValueError if another
+        process holds the lock, or the folder is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return FileLock(self.path / ".lock").acquire(timeout=0)

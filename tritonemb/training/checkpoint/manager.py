@@ -257,19 +257,19 @@ class CheckpointManager:
         return save(step, self._finite_tensors(), self.manifest(), self._control, best, services_of(self._state.model))
 
     def start(self, best: bool) -> CheckpointSaved | None:
-        """Write a checkpoint, in a thread if asynchronous; return the latest completed one. CheckpointError if this or
-        the previous checkpoint could not be written."""
+        """Write a checkpoint, in a thread if asynchronous; return the latest completed one. Raise CheckpointError if
+        this or the previous checkpoint could not be written."""
         if self._async is None:
             return self.save(best)
         services, step = services_of(self._state.model), self._state.progress.step
         return self._async.start(step, self._finite_tensors(), self.manifest(), best, services)
 
     def finish(self) -> CheckpointSaved | None:
-        """Wait for an asynchronous checkpoint, and return it; CheckpointError if it could not be written."""
+        """Wait for an asynchronous checkpoint, and return it; raise CheckpointError if it could not be written."""
         return None if self._async is None else self._async.wait()
 
     def _finite_tensors(self) -> dict[str, Tensor]:
-        """Return `tensors()`; ValueError if training has diverged. Collective."""
+        """Return `tensors()`; raise ValueError if training has diverged. Collective."""
         state = self._state
         state.check_finite()
         tensors = self.tensors()

@@ -222,7 +222,7 @@ def _copy_columns(target: Tensor, target_column: int, values: Tensor, column: in
 
 
 def _shards_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Shards of a table in its manifest entry; ValueError unless they cover the table."""
+    """Shards of a table in its manifest entry; raise ValueError unless they cover the table."""
     try:
         rectangles = [Rectangle(*shard["rows"], *shard["columns"]) for shard in entry["parts"]]
         check_coverage(torch.Size(entry["fields"]["weight"][1]), rectangles)

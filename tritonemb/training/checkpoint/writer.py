@@ -115,7 +115,8 @@ class CheckpointWriter(FileSystemWriter):
         metadata.storage_data = outcomes  # torch sends it to all ranks; the file has been written
 
     def result(self, metadata: Metadata) -> CheckpointSaved:
-        """Return the saved checkpoint from the metadata that torch returns on every rank; OSError if a rank failed."""
+        """Return the saved checkpoint from the metadata that torch returns on every rank; raise OSError if a rank
+        failed."""
         raise_failures(metadata.storage_data, self._error, OSError)
         return CheckpointSaved(self.step, self._folder.with_name(f"step-{self.step}"), *metadata.storage_data)
 
@@ -233,8 +234,8 @@ class TableSnapshots:
             self._snapshots.append(_Snapshot(prefixes, shard.row_config, linked_files, previous, path, future))
 
     def finish(self, files: Files) -> RankFiles:
-        """Wait for the snapshots; return all files that this rank has written, including `files`. OSError if a snapshot
-        could not be written, or does not follow the previous one."""
+        """Wait for the snapshots; return all files that this rank has written, including `files`. Raise OSError if a
+        snapshot could not be written, or does not follow the previous one."""
         tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self.tables.items()}
         num_bytes = sum(size for size, _ in files.values())
         for prefixes, config, linked_files, previous, path, future in self._snapshots:
