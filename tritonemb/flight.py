@@ -248,7 +248,7 @@ class Client:
             reader.cancel()
 
     def exchange(self) -> MessageStream:
-        """Open a bidirectional stream; return it once the server has accepted it. Raises as `stream` does."""
+        """Open a bidirectional stream; return it once the server has accepted it. Raise the errors of `stream`."""
         with _readable_errors(self.address):
             descriptor = pa_flight.FlightDescriptor.for_command(b"")
             writer, reader = self._client.do_exchange(descriptor, self._options)

@@ -51,7 +51,7 @@ def from_torchrec(
         name: TorchRec's name of the table; that of `table` by default.
         states: as in `from_vocabulary`, for all rows of TorchRec's table.
 
-    Raises as `from_vocabulary`, and ValueError for missing keys.
+    Raise the errors of `from_vocabulary`, and ValueError for missing keys.
     """
     name, start = name or _checked(table).config.name, f"{prefix}." if prefix else ""
     kinds = "hash_zch_identities", "mch_sorted_raw_ids", "mch_remapped_ids_mapping"
@@ -79,7 +79,7 @@ def from_dynamicemb(
             paths of these files.
         name: name of the table in the dump; by default its only one, or that of `table`.
 
-    Raises as `from_vocabulary`, and ValueError for missing or surplus files, or wrong sizes.
+    Raise the errors of `from_vocabulary`, and ValueError for missing or surplus files, or wrong sizes.
     """
     dim, dumps = _checked(table).config.embedding_dim, dict[str, dict[tuple[str, int, int], Path]]()
     # Group the files by table, then by kind, rank and world size.
@@ -90,8 +90,10 @@ def from_dynamicemb(
     if name not in dumps:
         raise ValueError(f"no file {name}_emb_keys.rank_*, only those of tables {sorted(dumps)}; check source and name")
     files, world = dumps[name], max(size for _, _, size in dumps[name])
-    if wrong := files.keys() ^ {(kind, rank, world) for kind in ("keys", "values") for rank in range(world)}:
-        paths = ", ".join(f"{name}_emb_{kind}.rank_{rank}.world_size_{size}" for kind, rank, size in sorted(wrong))
+    if mismatched_files := files.keys() ^ {(kind, rank, world) for kind in ("keys", "values") for rank in range(world)}:
+        paths = ", ".join(
+            f"{name}_emb_{kind}.rank_{rank}.world_size_{size}" for kind, rank, size in sorted(mismatched_files)
+        )
         raise ValueError(f"missing or surplus files of a dump of {world} ranks: {paths}")
     # Read and concatenate the ids and rows of all ranks.
     arrays = []

@@ -39,7 +39,7 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
 def empty_pinned(num_bytes: int, gpu: torch.device) -> Tensor:
     """Allocate uint8 `[num_bytes]`, pinned for GPUs; freed after its last reference and the work queued on `gpu`.
 
-    PyTorch's own allocator rounds a size up to a power of two. Raises OSError or RuntimeError if allocation fails.
+    PyTorch's own allocator rounds a size up to a power of two. Raise OSError or RuntimeError if allocation fails.
     """
     block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # page-aligned
     block.madvise(mmap.MADV_DONTFORK)  # a forked child would copy pinned pages

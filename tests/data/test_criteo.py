@@ -270,13 +270,13 @@ def test_open_dataset_takes_a_path_or_a_name(tmp_path):
         open_dataset("criteo")
     with pytest.raises(ValueError, match="'criteo-terabyte' needs a path: the folder to read"):
         open_dataset("criteo-terabyte")
-    with pytest.raises(ValueError, match="'synthetic' takes no path"):
+    with pytest.raises(ValueError, match="'synthetic' does not take a path"):
         open_dataset("synthetic", path)
     with pytest.raises(
         FileNotFoundError, match=r"'movielens' is neither a file or folder nor one of .*'movielens-100k'"
     ):
         open_dataset("movielens")
-    with pytest.raises(ValueError, match=r"not one of .* but a path; a second path"):
+    with pytest.raises(ValueError, match=r"not one of .* but a path; remove the second path"):
         open_dataset(str(path), path)
     assert {kind_of(name) for name in NAMES} == set(NAMES)
     assert kind_of("criteo") == kind_of(str(path)) == "criteo-kaggle"

@@ -28,7 +28,7 @@ OPS = ("row_groups", "embedding_bag", "sample_weight_gradient", "row_update_")
 @pytest.fixture(autouse=True)
 def _free_choice(monkeypatch):
     monkeypatch.setattr(registry, "_forced", None)
-    registry.chosen.cache_clear()
+    registry.choose_cached.cache_clear()
     registry.kernel.cache_clear()
 
 

@@ -35,7 +35,7 @@ class AsyncTensor(Tensor):
         return tensor
 
     def wait(self) -> Tensor:
-        """Return the values as an ordinary tensor without gradients. Raises the error of the exchange."""
+        """Return the values as an ordinary tensor without gradients. Raise the error of the exchange."""
         if self._receive is not None:
             with torch.no_grad():
                 self._arrived, self._receive = self._receive(), None

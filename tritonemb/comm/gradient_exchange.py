@@ -55,9 +55,9 @@ class SumsExchange:
         longest = max(sum(self._sizes(counts, device)) for counts, _ in by_rank)
         longest = -(-longest // 8) * 8  # align the rows of each rank
         gathered = _all_gather_padded(self.group, parts, longest, "row gradients")
-        of_ranks = [self._parse(part, *sizes) for part, sizes in zip(gathered, by_rank, strict=True)]
-        by_table = ([torch.cat(table) for table in zip(*tables, strict=True)] for tables in zip(*of_ranks, strict=True))
-        return RowSums(*by_table)
+        rank_sums = [self._parse(part, *sizes) for part, sizes in zip(gathered, by_rank, strict=True)]
+        fields = ([torch.cat(table) for table in zip(*lists, strict=True)] for lists in zip(*rank_sums, strict=True))
+        return RowSums(*fields)
 
     def _sizes(self, counts: Sequence[int], device: torch.device) -> list[int]:
         """Return the bytes of a message's rows, and of the codes of each dim."""
@@ -70,30 +70,30 @@ class SumsExchange:
         rows, *codes = message[: sum(sizes)].split(sizes)
         sums = [torch.empty(0)] * len(counts)
         for part, (dim, tables) in zip(codes, self._tables.items(), strict=True):
-            numbers = [counts[table] for table in tables]
-            matrix = self._codecs[dim].unpack(part, sum(numbers), torch.float32, scale)
-            for table, of_table in zip(tables, matrix.split(numbers), strict=True):
-                sums[table] = of_table
+            table_counts = [counts[table] for table in tables]
+            matrix = self._codecs[dim].unpack(part, sum(table_counts), torch.float32, scale)
+            for table, table_sums in zip(tables, matrix.split(table_counts), strict=True):
+                sums[table] = table_sums
         return RowSums([*rows.view(self._number).long().split(list(counts))], sums)
 
 
 def _exponent(sums: Sequence[Tensor]) -> Tensor:
-    """Return the least e, int64 `[1]`, so that all finite sums are below 2^e."""
-    flat = torch.cat([of_table.flatten() for of_table in sums]).nan_to_num(0.0, 0.0, 0.0).abs()
-    largest = torch.cat([flat, flat.new_zeros(1)]).amax(0, keepdim=True)
+    """Return the least e, int64 `[1]`, such that all finite sums are below 2^e."""
+    magnitudes = torch.cat([table_sums.flatten() for table_sums in sums]).nan_to_num(0.0, 0.0, 0.0).abs()
+    largest = torch.cat([magnitudes, magnitudes.new_zeros(1)]).amax(0, keepdim=True)
     return torch.frexp(largest).exponent.long()
 
 
-def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None = None) -> Tensor:
+def all_gather_rows(group: RankGroup, rows: Tensor, error: ValueError | None = None) -> Tensor:
     """Return the union of all ranks' distinct rows, int64 `[U]` on the CPU, sorted.
 
-    Bytes to every other rank: 8 per rank, and per row of the rank with the most. Raises `problem`, the error of this
-    rank's batch; the other ranks raise a RuntimeError that names this rank.
+    Bytes to every other rank: 8 per rank, and 8 per row of the rank with the most rows. Raise `error`, the error of
+    this rank's batch; the other ranks raise RuntimeError, which names this rank.
     """
-    local_count = rows.numel() if problem is None else _REFUSED
+    local_count = rows.numel() if error is None else _REFUSED
     counts = group.all_gather(torch.tensor([local_count], device=rows.device), "sizes").flatten().tolist()
-    if problem is not None:
-        raise problem
+    if error is not None:
+        raise error
     if _REFUSED in counts:
         rank = group.ranks[counts.index(_REFUSED)]
         raise RuntimeError(f"rank {rank} rejected its batch; see the error on that rank")
@@ -126,21 +126,22 @@ def exchange_columns(
     `blocks` are those of all tables and ranks, the same on every rank; the ranks of a table have the same rows. This
     rank passes its `local_blocks`, in any order, and for each the `columns`, float32 `[U, num_columns]`.
     """
-    ordered = sorted(zip(local_blocks, columns, strict=True), key=lambda pair: blocks.index(pair[0]))
-    num_rows = {block.table: values.shape[0] for block, values in ordered}
+    ordered_blocks = sorted(zip(local_blocks, columns, strict=True), key=lambda pair: blocks.index(pair[0]))
+    num_rows = {block.table: values.shape[0] for block, values in ordered_blocks}
     ranks_of_table = {block.table: {b.rank for b in blocks if b.table == block.table} for block in blocks}
     peers = range(group.size)
-    sent = [[values.flatten() for block, values in ordered if peer in ranks_of_table[block.table]] for peer in peers]
-    received = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in peers]
-    flat = [piece for pieces in sent for piece in pieces]
+    by_peer = [[v.flatten() for block, v in ordered_blocks if peer in ranks_of_table[block.table]] for peer in peers]
+    received_by_rank = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in peers]
+    sent_pieces = [piece for pieces in by_peer for piece in pieces]
+    values = torch.cat(sent_pieces) if sent_pieces else torch.empty(0)
     message = group.all_to_all(
-        torch.cat(flat) if flat else torch.empty(0), [sum(piece.numel() for piece in pieces) for pieces in sent],
-        [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], kind,
+        values, [sum(piece.numel() for piece in pieces) for pieces in by_peer],
+        [sum(num_rows[b.table] * b.num_columns for b in part) for part in received_by_rank], kind,
     )  # fmt: skip
     dims = {table: sum(b.num_columns for b in blocks if b.table == table) for table in num_rows}
     whole_rows = {table: message.new_empty(count, dims[table]) for table, count in num_rows.items()}
-    in_order = [block for part in received for block in part]
-    pieces = message.split([num_rows[b.table] * b.num_columns for b in in_order])
-    for (table, _, first, width), piece in zip(in_order, pieces, strict=True):
+    received_blocks = [block for part in received_by_rank for block in part]
+    pieces = message.split([num_rows[b.table] * b.num_columns for b in received_blocks])
+    for (table, _, first, width), piece in zip(received_blocks, pieces, strict=True):
         whole_rows[table][:, first : first + width] = piece.view(-1, width)
     return whole_rows

@@ -67,10 +67,10 @@ class RankGroup:
     With one rank, or without `torch.distributed`, collectives return their input without communication.
 
     Args:
-        process_group: of `torch.distributed`; None for one process.
+        process_group: process group of `torch.distributed`; None for one process.
         local_world_size: ranks of the job per node, by default torchrun's `LOCAL_WORLD_SIZE`, or else all ranks.
         traffic: counter of bytes; groups may share one.
-        timeout: of collectives of subgroups; torch's default by default.
+        timeout: timeout of collectives of subgroups; by default PyTorch's.
 
     Attributes:
         rank, size: rank of this process in the group, number of ranks.
@@ -206,7 +206,7 @@ class Consensus:
     """Consensus of the ranks on the next step, before any rank runs it.
 
     A round is one small all-gather on the CPU, over separate connections, so that a thread can run it. Creating the
-    object is a collective of `group`. `timeout`: of a round; torch's default by default.
+    object is a collective of `group`. `timeout` is that of a round, by default PyTorch's.
     """
 
     def __init__(self, group: RankGroup, timeout: timedelta | None = None) -> None:
@@ -226,7 +226,7 @@ class Consensus:
 
         Raises:
             RankFailed: a rank has failed; on all ranks, with the reasons.
-            RuntimeError: a rank did not answer in time, or is gone.
+            RuntimeError: a rank did not answer in time, or has exited.
         """
         words = torch.tensor([rows, batches, failure is not None, signal, clock], dtype=torch.int64)
         all_rows, all_batches, has_failed, signals, clocks = self._group.all_gather(words, "consensus").T.tolist()

@@ -149,23 +149,23 @@ def live_nodes(gm: GraphModule, trainable: bool = False) -> set[Node]:
 def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     """Direct predecessors of each node of a region, within the region: by data, memory, or random numbers."""
     predecessors: dict[Node, set[Node]] = {}
-    memory, changed = dict[Node, set[Any]](), dict[Node, set[Any]]()
+    accessed_memory, changed_memory = dict[Node, set[Any]](), dict[Node, set[Any]]()
     for node in nodes:
         predecessors[node] = {earlier for earlier in node.all_input_nodes if earlier in predecessors}
         states = _changed_memory(node) | ({"random numbers"} if is_random(node) else set())
-        memory[node] = states.union(_memory(node), *map(_memory, node.all_input_nodes))
-        predecessors[node] |= {earlier for earlier, tensors in changed.items() if tensors & memory[node]}
+        accessed_memory[node] = states.union(_memory(node), *map(_memory, node.all_input_nodes))
+        predecessors[node] |= {earlier for earlier, states in changed_memory.items() if states & accessed_memory[node]}
         if states:
-            predecessors[node] |= {earlier for earlier, tensors in memory.items() if tensors & states} - {node}
-            changed[node] = states
+            predecessors[node] |= {earlier for earlier, tensors in accessed_memory.items() if tensors & states} - {node}
+            changed_memory[node] = states
     return predecessors
 
 
 def _memory(node: Any) -> set[Any]:
     """Storages of a node's tensors; None for a tensor that is not strided or is a subclass."""
     tensors = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
-    plain = [tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) for tensor in tensors]
-    return {t.untyped_storage()._cdata if known else None for t, known in zip(tensors, plain, strict=True)}
+    is_plain = [tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor) for tensor in tensors]
+    return {t.untyped_storage()._cdata if is_known else None for t, is_known in zip(tensors, is_plain, strict=True)}
 
 
 def _changed_memory(node: Node) -> set[Any]:
@@ -175,10 +175,10 @@ def _changed_memory(node: Node) -> set[Any]:
     """
     if not node.args or "out" in node.kwargs or not {name_of(node), name_of(node).strip("_")} & _CHANGING:
         return set()
-    changed, inputs = _memory(node.args[0]), [value for value in node.graph.nodes if not _runs(value)]
+    storages, inputs = _memory(node.args[0]), [value for value in node.graph.nodes if not _runs(value)]
     is_known = not any(None in _memory(value) for value in node.graph.nodes)
-    is_local = is_known and changed.isdisjoint(set().union(*map(_memory, inputs)))
-    return changed | _memory(node) if changed and is_local else set()
+    is_local = is_known and storages.isdisjoint(set().union(*map(_memory, inputs)))
+    return storages | _memory(node) if storages and is_local else set()
 
 
 def reachable(nodes: Iterable[Node], predecessors: Callable[[Node], Iterable[Node]]) -> set[Node]:

@@ -84,8 +84,8 @@ def _fuse(gm: GraphModule, product: Node, vectors: Node) -> str:
     require(is_fused(example, example), f"no kernel of ours serves {dtype} on {example.device}")
     write = Writer(gm, product)
     dense, *sparse = (_matrix(part, dtype, write) for part in vector_nodes)
-    joined = sparse[0] if len(sparse) == 1 else write(torch.cat, sparse, 1)
-    out = write(torch.ops.tritonemb.interaction.default, dense, joined)
+    sparse_vectors = sparse[0] if len(sparse) == 1 else write(torch.cat, sparse, 1)
+    out = write(torch.ops.tritonemb.interaction.default, dense, sparse_vectors)
     # `cat([x, P], 1)` is the result of the op, if dtypes agree; else slice or permute its columns.
     joins_dense = _is_joined_with(vector_nodes[0], pairs_node, dtype, gm)
     begin = 0 if joins_dense else dim
@@ -105,13 +105,17 @@ def _vectors(vectors: Node) -> list[Node]:
     batch, _, dim = value_of(vectors).shape
     require(isinstance(dim, int), "the vectors' dim differs from call to call")
     reshaped = vectors.target in _RESHAPES
-    joined: Any = vectors.args[0] if reshaped else vectors
-    is_stacked = is_concatenation(joined) or (not reshaped and joined.target is torch.stack and concat_dim(joined) == 1)
+    sparse_vectors: Any = vectors.args[0] if reshaped else vectors
+    is_stacked = is_concatenation(sparse_vectors) or (
+        not reshaped and sparse_vectors.target is torch.stack and concat_dim(sparse_vectors) == 1
+    )
     if reshaped and is_stacked:
-        is_stacked = value_of(joined).dim() == 2 and expression(value_of(joined).shape[0]) == expression(batch)
+        is_stacked = value_of(sparse_vectors).dim() == 2 and expression(
+            value_of(sparse_vectors).shape[0]
+        ) == expression(batch)
     require(is_stacked, "its vectors are not put together by torch.cat or torch.stack")
-    vector_nodes: list[Any] = [part for part in concat_operands(joined) if isinstance(part, Node)]
-    if joined.target in CONCATENATIONS and not reshaped:  # `x` instead of `x.unsqueeze(1)`
+    vector_nodes: list[Any] = [part for part in concat_operands(sparse_vectors) if isinstance(part, Node)]
+    if sparse_vectors.target in CONCATENATIONS and not reshaped:  # `x` instead of `x.unsqueeze(1)`
         unsqueezed = ("unsqueeze", torch.unsqueeze)
         is_unsqueezed = (node.target in unsqueezed and node.args[1] in (1, -2) for node in vector_nodes)
         vector_nodes = [n.args[0] if drop else n for n, drop in zip(vector_nodes, is_unsqueezed, strict=True)]
@@ -130,13 +134,13 @@ def _pairs(product: Node) -> tuple[Node, list[tuple[int, int]]]:
     n = value_of(product).shape[1]
     require(isinstance(n, int), "the number of vectors differs from call to call")
     pick_node = _only_user(product)
-    flat = pick_node.target in _FLATTENS and [*map(expression, value_of(pick_node).shape[1:])] == [n * n]
-    pick_node = _only_user(pick_node) if flat else pick_node
+    is_flattened = pick_node.target in _FLATTENS and [*map(expression, value_of(pick_node).shape[1:])] == [n * n]
+    pick_node = _only_user(pick_node) if is_flattened else pick_node
     index: Any = pick_node.args[1] if pick_node.target is operator.getitem else None
-    by_lists = isinstance(index, tuple) and len(index) == (2 if flat else 3) and index[0] == slice(None)
+    by_lists = isinstance(index, tuple) and len(index) == (2 if is_flattened else 3) and index[0] == slice(None)
     require(by_lists, "its pairs are not picked by indices")
     index_tensors = [_constant(part) for part in index[1:]]
-    left, right = (index_tensors[0] // n, index_tensors[0] % n) if flat else index_tensors
+    left, right = (index_tensors[0] // n, index_tensors[0] % n) if is_flattened else index_tensors
     require(left.dim() == 1 and left.shape == right.shape, "its pairs are not picked by lists of one length")
     pairs = [(max(pair), min(pair)) for pair in zip((left % n).tolist(), (right % n).tolist(), strict=True)]
     require(all(i != j for i, j in pairs), "it takes products of vectors with themselves")

@@ -1,4 +1,4 @@
-"""Batches, the input of a model per step, and rows in memory as columns, from which batches are gathered."""
+"""Batches (the inputs of a step), and columnar rows in memory, from which batches are gathered."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +14,8 @@ from tritonemb.jagged import KeyedJaggedTensor, _unflatten
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector load requires
-# Matrix products round every row alike if they have at least LARGE_BATCH rows and a multiple of BATCH_MULTIPLE;
-# others may not (measured with MKL and oneDNN, layers up to 1,200 wide).
+# Matrix products round every row identically if they have at least LARGE_BATCH rows and a multiple of BATCH_MULTIPLE;
+# other batch sizes may not (measured with MKL and oneDNN, layers up to 1,200 wide).
 LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 
 
@@ -61,8 +61,8 @@ class Batch:
         return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
-        """Return the batch in one buffer, itself if it is. Raise ValueError if ids have weights, or for other
-        dtypes."""
+        """Return a copy in one buffer, or the batch itself if it has a buffer. Raise ValueError if ids have weights, or
+        for unsupported dtypes."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:
@@ -142,7 +142,7 @@ class Column:
 
     Args:
         values: int32 or int64; `[num_rows]` with one id per row, else the concatenated ids of all rows.
-        offsets: `[num_rows + 1]` int64, where each row's ids start; None with one id per row.
+        offsets: int64 `[num_rows + 1]`, the start of each row's ids; None with one id per row.
     """
 
     values: Tensor
@@ -207,8 +207,8 @@ def concat_rows(blocks: Sequence[Rows], order: Array | None = None) -> Rows:
 
 
 def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_memory: bool = False) -> Batch:
-    """Gather a batch of rows by `indices` (int64 `[B]`, or a slice) into one buffer. The copies are NumPy's: torch
-    would start a team of OpenMP threads for each thread that calls this."""
+    """Gather a batch of rows by `indices` (int64 `[B]`, or a slice) into one buffer. NumPy copies the rows: torch
+    would start a team of OpenMP threads per calling thread."""
     # Size the buffer: multi-hot columns have (positions or slice of the values, lengths) per bag.
     size = indices.stop - indices.start if isinstance(indices, slice) else len(indices)
     bags = [None if column.offsets is None else _segments(column.offsets.numpy(), indices) for column in rows.columns]
@@ -233,8 +233,8 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
 
 
 def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
-    """Pad a batch on the CPU with copies of its first sample, labels NaN, to a multiple of `BATCH_MULTIPLE` samples and
-    at least `min_size`."""
+    """Pad a batch on the CPU with copies of its first sample, with NaN labels, to a multiple of `BATCH_MULTIPLE`
+    samples and at least `min_size`."""
     size, keys = len(batch), batch.sparse.keys()
     if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
@@ -259,8 +259,8 @@ def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:
 def _segments(offsets: Array, indices: Array | slice) -> tuple[Array | slice, Array]:
     if not isinstance(indices, slice):
         return _segment_positions(offsets, indices)
-    ends = offsets[indices.start : indices.stop + 1]
-    return slice(int(ends[0]), int(ends[-1])), np.diff(ends)
+    bounds = offsets[indices.start : indices.stop + 1]
+    return slice(int(bounds[0]), int(bounds[-1])), np.diff(bounds)
 
 
 def _segment_positions(offsets: Array, indices: Array) -> tuple[Array, Array]:
@@ -279,5 +279,5 @@ def lengths_to_offsets(lengths: Array) -> Array:
 
 def _concat_arrays(tensors: Sequence[Tensor], order: Array | None) -> Array:
     arrays = [tensor.numpy() for tensor in tensors]
-    joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return joined if order is None else np.take(joined, order, axis=0)
+    array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return array if order is None else np.take(array, order, axis=0)

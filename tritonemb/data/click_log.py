@@ -70,9 +70,9 @@ class ClickLog(protocol.TablesMixin):
                     f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
                 )
         else:
-            listed = find_files(source)
-            self.name, self._kind = name or _log_name(source, listed), rule.kind([file.stem for file in listed])
-            by_split = split_files(rule, listed) if self._kind == "files" else {"train": listed}
+            log_files = find_files(source)
+            self.name, self._kind = name or _log_name(source, log_files), rule.kind([file.stem for file in log_files])
+            by_split = split_files(rule, log_files) if self._kind == "files" else {"train": log_files}
         splits, files = zip(*((split, file) for split in SPLITS for file in by_split.get(split, ())), strict=True)
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)

@@ -38,7 +38,7 @@ def convert(
     label as int8, numbers as float64, categories as string or int64, times as string or int64; in Criteo's format int_1
     to int_13 as int64 and cat_1 to cat_26 as uint32. An empty field is null. A `ClickLog` of either has the same rows,
     and the same splits except by "end".
-    Raises as `ClickLog`, and ValueError if the target exists, or the source is Parquet already.
+    Raise the errors of `ClickLog`, and ValueError if the target exists, or the source is Parquet already.
 
     Args:
         target: must not exist; in an existing folder, none of the files may.
@@ -81,7 +81,7 @@ def cached_as_parquet(
     that writes them.
 
     Args:
-        folder: of the cache, created if missing. Logs, and options that change their rows, have separate files.
+        folder: folder of the cache, created if missing. Logs, and options that change their rows, have separate files.
         progress: called with the number of rows written and the estimated total.
     """
     if log.text_schema() is None:
@@ -193,8 +193,8 @@ def build_vocabulary(
 
 
 def _merge_counts(table: Any, capacity: int) -> tuple[Any, int]:
-    merged = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
-    table = merged.rename_columns({"count_sum": "count"})
+    sums = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
+    table = sums.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
         return table, 0
     counts = table["count"].to_numpy()
@@ -258,7 +258,7 @@ class ConvertOptions:
 
 
 def make_vocabulary(options: VocabOptions) -> str:
-    """Run `tritonemb vocab` and return its summary. Raises as `ClickLog` and `build_vocabulary`."""
+    """Run `tritonemb vocab` and return its summary. Raise the errors of `ClickLog` and `build_vocabulary`."""
     log = ClickLog(options.data, options.read)
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress_printer("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
@@ -271,7 +271,7 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 
 def convert_log(options: ConvertOptions) -> str:
-    """Run `tritonemb convert` and return its summary. Raises as `convert`."""
+    """Run `tritonemb convert` and return its summary. Raise the errors of `convert`."""
     report = convert(
         options.data, options.out, options.read, row_group_rows=options.row_group_rows,
         compression=options.compression, progress=_progress_printer("written"),

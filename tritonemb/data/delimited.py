@@ -21,8 +21,8 @@ import numpy as np
 
 from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import find_wrong_values, integer_values, string_buffers, to_integers, valid_row_mask
-from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, wrong_value_message
+from tritonemb.data.encode import find_invalid_values, integer_values, string_buffers, to_integers, valid_row_mask
+from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, invalid_value_message
 from tritonemb.utils import join_names
 
 Text = bytes | bytearray
@@ -125,7 +125,7 @@ class CsvFormat:
             return f"not {count} fields", f"expected {count} {delimiter}-separated fields, found {len(fields)}{hint}"
         for number, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
             if expected := self._expected(line, number, value):
-                message = wrong_value_message(number, name, value, expected, hint)
+                message = invalid_value_message(number, name, value, expected, hint)
                 return f"field {number} ({name}) is not {expected}", message
         return "quote", "a quote is not closed in this line"
 
@@ -140,8 +140,8 @@ class CsvFormat:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
             is_label = self.labelled and name == self.schema.label
             return "0 or 1" if is_label else _EXPECTED[str(kind)]
-        wrong = find_wrong_values(parsed, self.schema, self.labelled)
-        return wrong[0][1] if wrong else None
+        invalid_values = find_invalid_values(parsed, self.schema, self.labelled)
+        return invalid_values[0][1] if invalid_values else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
         if not lines:
@@ -258,8 +258,8 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
 
 def check_criteo(schema: Schema, location: str) -> None:
     """Raise ValueError if a schema does not fit Criteo's format: another label, or categories as numbers."""
-    if wrong := [name for name in schema.dense if name in CATEGORIES]:
-        raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV cannot be dense: it is a category")
+    if invalid_values := [name for name in schema.dense if name in CATEGORIES]:
+        raise ValueError(f"schema: {invalid_values[0]!r} of Criteo's TSV cannot be dense: it is a category")
     if schema.label not in ("", LABEL):
         raise ValueError(
             f"{location}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
@@ -288,7 +288,7 @@ def parse(parser: CsvFormat, data: Text) -> ParsedChunk:
         is_plain &= b"\r" not in data
     batch: Any = parser.read(data) if is_plain else None
     is_whole = batch is not None and (not parser.quote or batch.num_rows == count_lines(data))
-    if is_whole and not find_wrong_values(batch, parser.schema, parser.labelled):
+    if is_whole and not find_invalid_values(batch, parser.schema, parser.labelled):
         rows = np.arange(batch.num_rows)
         return ParsedChunk(batch, rows, rows[:0], rows, lambda number: ("", ""))
     # Find the bad lines, and parse the others.
@@ -298,7 +298,7 @@ def parse(parser: CsvFormat, data: Text) -> ParsedChunk:
         accepted = parser.accepts(lines)
         rows = np.flatnonzero(accepted)
         batch = parser.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
-    valid = valid_row_mask(batch, find_wrong_values(batch, parser.schema, parser.labelled))
+    valid = valid_row_mask(batch, find_invalid_values(batch, parser.schema, parser.labelled))
     batch, rows = batch.filter(pa.array(valid)), rows[valid]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
     return ParsedChunk(batch, rows, bad_rows, line_numbers, lambda number: parser.problem(lines[bad_rows[number]]))

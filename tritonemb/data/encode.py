@@ -157,7 +157,7 @@ def to_integers(strings: Any) -> Any:
         return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
 
 
-def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
+def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
     """Check the values of a `pyarrow.RecordBatch` with some of a schema's columns. Return for each failed check the
     column's name, the expectation, and a mask (bool `[N]`) of the bad rows."""
     problems: list[tuple[str, str, Array]] = []
@@ -180,10 +180,11 @@ def find_wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list
     return [entry for entry in problems if entry[2].any()]
 
 
-def valid_row_mask(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
-    """Return a mask (bool `[N]`) of the rows without wrong values."""
-    bad: Array = np.sum([bad for _, _, bad in wrong], axis=0, dtype=bool) if wrong else np.zeros(batch.num_rows, bool)
-    return ~bad
+def valid_row_mask(batch: Any, invalid_values: list[tuple[str, str, Array]]) -> Array:
+    """Return a mask (bool `[N]`) of the rows without invalid values."""
+    masks = [mask for _, _, mask in invalid_values]
+    invalid_rows: Array = np.sum(masks, axis=0, dtype=bool) if masks else np.zeros(batch.num_rows, bool)
+    return ~invalid_rows
 
 
 def string_buffers(strings: Any) -> tuple[Array, Array]:
@@ -224,9 +225,9 @@ class Numbering:
         if kind and is_text(array.type) != (kind == "strings"):
             values = array.cast(value_type(array.type))
             array = to_integers(values) if kind == "integers" else pa.nulls(len(values), pa.int64())
-            if len(wrong := values.filter(array.is_null()).drop_null()):
-                wrong_value = f"{values.type} {quote_value(wrong[0])}"
-                raise ValueError(f"feature {self.name!r} was trained with {kind}, has {wrong_value}")
+            if len(invalid_values := values.filter(array.is_null()).drop_null()):
+                invalid_value = f"{values.type} {quote_value(invalid_values[0])}"
+                raise ValueError(f"feature {self.name!r} was trained with {kind}, has {invalid_value}")
         # Map distinct values only, where that saves work.
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()

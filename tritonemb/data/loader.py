@@ -59,7 +59,7 @@ def open_shards(
 
     Args:
         shards: number of shards in the epoch; by default that of `positions`, else `world`.
-        positions: of a stream of this rank, or of all ranks by `merge_positions`; resume there.
+        positions: positions to resume from: of a stream of this rank, or of all ranks, merged by `merge_positions`.
         pin_memory: allocate batches in page-locked memory.
         workers: `DataLoaderWorkers` that read instead of this process, or None. They change no batch.
         kwargs: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.

@@ -21,7 +21,8 @@ ALIASES = {"criteo": "criteo-kaggle"}
 
 
 def kind_of(name_or_path: str) -> str:
-    """Return the name in `NAMES`, aliases resolved; "criteo-kaggle" for a path, as its preset suits any log."""
+    """Return the name in `NAMES`, with aliases resolved; "criteo-kaggle" for a path, because its preset suits any
+    log."""
     name = ALIASES.get(name_or_path, name_or_path)
     return name if name in NAMES else "criteo-kaggle"
 
@@ -29,21 +30,21 @@ def kind_of(name_or_path: str) -> str:
 def open_dataset(
     name_or_path: str, path: str | Path | None = None, *, log: LogOptions | None = None, seed: int = 0
 ) -> Dataset | ClickLog | RemoteData:
-    """Open a data set by name, a click log by its path, or the data of reader hosts by their addresses. Raises
+    """Open a data set by name, a click log by its path, or the data of reader hosts by their addresses. Raise
     ValueError, FileNotFoundError, ConnectionError or PermissionError.
 
     Args:
         name_or_path: one of `NAMES` or `ALIASES`; the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
             or the addresses of reader hosts, "grpc://HOST:PORT" or "grpc+tls://HOST:PORT", with commas between them.
-        path: file or folder of "criteo-kaggle", "criteo-terabyte" and "adult"; the others take none.
-        log: how a log is read.
-        seed: of synthetic data.
+        path: file or folder of "criteo-kaggle", "criteo-terabyte" and "adult"; the others do not take a path.
+        log: options for reading a log.
+        seed: seed of synthetic data.
     """
     if name_or_path.startswith(SCHEMES):
         return RemoteData(name_or_path.split(","))
     if (kind := ALIASES.get(name_or_path, name_or_path)) not in NAMES:
         if path is not None:
-            raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second path is not allowed: {str(path)!r}")
+            raise ValueError(f"{kind!r} is not one of {NAMES} but a path; remove the second path {str(path)!r}")
         if not exists(kind):
             raise FileNotFoundError(
                 f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{did_you_mean(kind, NAMES)}"
@@ -51,11 +52,11 @@ def open_dataset(
         return ClickLog(kind, log)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
-            raise ValueError(f"data set {kind!r} takes no path, got {str(path)!r}")
+            raise ValueError(f"data set {kind!r} does not take a path, got {str(path)!r}")
         return load_movielens_100k() if kind == "movielens-100k" else make_synthetic(seed=seed)
     if path is None:
-        needed = "file" if kind == "criteo-kaggle" else "folder"
-        raise ValueError(f"data set {name_or_path!r} needs a path: the {needed} to read")
+        path_kind = "file" if kind == "criteo-kaggle" else "folder"
+        raise ValueError(f"data set {name_or_path!r} needs a path: the {path_kind} to read")
     return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind)
 
 
@@ -69,7 +70,8 @@ def from_dataframe(
     or has the wrong type.
 
     Args:
-        options: how the log is read; without held-out frames its split rule holds out rows, by default the last sixth.
+        options: options for reading; without held-out frames their split rule holds out rows, by default the last
+            sixth.
         validation, test: frames of held-out rows with the same columns.
         name: for messages.
     """
@@ -88,8 +90,8 @@ def open_for_scoring(
     Args:
         data: path or URI of a log, or a data frame as for `from_dataframe`.
         log: options as in training; the split rule is ignored.
-        features: of the model; categories are read as their kinds.
-        extra_columns: columns to read besides, for `ClickLog.scan`.
+        features: features of the model; categories are read as their kinds.
+        extra_columns: additional columns to read, for `ClickLog.scan`.
         labelled: whether to read the label; if not, it may be missing, as in Criteo's test.txt.
 
     Raises:
@@ -99,18 +101,20 @@ def open_for_scoring(
     name = "data frame" if is_frame else str(data)
     if not (is_frame or exists(data)):
         raise FileNotFoundError(f"{name!r}: no such file or folder to score")
-    kinds = dict.fromkeys(log.schema.integers, "integers") | {f.name: f.kind for f in features if f.kind}
+    kinds = dict.fromkeys(log.schema.integers, "integers") | {
+        feature.name: feature.kind for feature in features if feature.kind
+    }
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
-    opened = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns)
-    opened = opened.read_as({f.name: f.kind for f in features})
-    if len(opened.features) != len(features):
-        raise ValueError(f"{name}: the log has {len(opened.features)} features, the model {len(features)}")
-    for feature, expected in zip(opened.features, features, strict=True):
+    click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns)
+    click_log = click_log.read_as({feature.name: feature.kind for feature in features})
+    if len(click_log.features) != len(features):
+        raise ValueError(f"{name}: the log has {len(click_log.features)} features, the model {len(features)}")
+    for feature, expected in zip(click_log.features, features, strict=True):
         if feature != expected:
             raise ValueError(f"{name}: the log has {feature}, the model was trained with {expected}")
-    return opened.all_rows_as("test")
+    return click_log.all_rows_as("test")
 
 
 @dataclass(frozen=True)
@@ -127,8 +131,8 @@ class ReaderOptions:
         address: grpc://HOST:PORT for this machine only, or grpc+tls://HOST:PORT with a certificate.
         certificate: PEM file for TLS.
         key: PEM file of the certificate's key.
-        seed: of synthetic data.
-        read: how a log is read.
+        seed: seed of synthetic data.
+        read: options for reading a log.
     """
 
     data: str
@@ -141,7 +145,7 @@ class ReaderOptions:
 
 
 def run_reader(options: ReaderOptions) -> None:
-    """Run a reader host until SIGINT or SIGTERM. Raises as `open_dataset` and `ReaderHost`."""
+    """Run a reader host until SIGINT or SIGTERM. Raise the errors of `open_dataset` and `ReaderHost`."""
     data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)

@@ -10,10 +10,10 @@ import numpy as np
 from tritonemb.data import files as cuts
 from tritonemb.data.arrow import compute, dataset, pa
 from tritonemb.data.delimited import ParsedChunk
-from tritonemb.data.encode import find_wrong_values, is_list, is_text, valid_row_mask, value_type
+from tritonemb.data.encode import find_invalid_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import LogOptions, Names, Schema, SplitRule, quote_value, wrong_value_message
+from tritonemb.data.schema import LogOptions, Names, Schema, SplitRule, invalid_value_message, quote_value
 
 SLICE_ROWS = 65_536  # most rows per chunk: large row groups are read in slices
 ROW_BYTES = 256  # assumed bytes per row, so that slices are about as large as chunks of text
@@ -149,20 +149,20 @@ class ArrowSource:
 
     def parse(self, chunk: Chunk) -> ParsedChunk:
         batch = chunk.rows
-        wrong = find_wrong_values(batch, self.schema, self._labelled)
-        good = valid_row_mask(batch, wrong)
-        rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)
+        invalid_values = find_invalid_values(batch, self.schema, self._labelled)
+        valid_mask = valid_row_mask(batch, invalid_values)
+        rows, bad_rows = np.flatnonzero(valid_mask), np.flatnonzero(~valid_mask)
 
         def describe(number: int) -> tuple[str, str]:
             row = int(bad_rows[number])
-            name, expected, _ = next(entry for entry in wrong if entry[2][row])
+            name, expected, _ = next(entry for entry in invalid_values if entry[2][row])
             value = batch.column(name)[row].as_py()
             field_number = batch.schema.get_field_index(name) + 1
-            message = wrong_value_message(field_number, name, "missing" if value is None else value, expected)
+            message = invalid_value_message(field_number, name, "missing" if value is None else value, expected)
             return f"column {name} is not {expected}", message
 
-        good_batch = batch.filter(pa.array(good)) if len(bad_rows) else batch
-        return ParsedChunk(good_batch, rows, bad_rows, np.arange(len(good)), describe)
+        good_batch = batch.filter(pa.array(valid_mask)) if len(bad_rows) else batch
+        return ParsedChunk(good_batch, rows, bad_rows, np.arange(len(valid_mask)), describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts: whole row groups if there are enough; else shards may divide a row group."""

@@ -26,7 +26,7 @@ class Prefetcher(Closeable, Iterator[T]):
     Args:
         source: iterated in the thread, and closed there if it is a generator.
         depth: items produced beyond those taken; at least 1.
-        name: of the thread.
+        name: name of the thread.
         on_stop: called in any thread when no more items are needed; must not block; a source cancels its waits.
         collective: whether producing an item runs collectives. Then all permitted items are produced before the thread
             ends, unless there was a failure; with a `permit`, too.

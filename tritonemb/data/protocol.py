@@ -99,15 +99,15 @@ class Stream(Batches):
 
     Args:
         batches: source, closed with the stream; an item without a batch, with the report of all rows, may come last.
-        position: of the first batch.
-        report: of the rows before the first batch.
+        position: position of the first batch.
+        report: report of the rows before the first batch.
         at_end: called with the report when the batches are exhausted.
         on_stop: see `Prefetcher`.
         depth: number of prefetched batches.
 
     Attributes:
-        position: of the next batch.
-        report: of the rows returned and skipped so far; of the whole epoch once the batches are exhausted.
+        position: position of the next batch.
+        report: report of the rows returned and skipped so far; once the batches are exhausted, of the whole epoch.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class OpenOptions:
 
     Args:
         seed, epoch: determine the order if `shuffle`.
-        position: of a stream opened with the same arguments; resume exactly there.
+        position: position to resume from, of a stream opened with the same arguments.
         pin_memory: allocate batches in page-locked memory.
         shard: (index, count): one of `count` disjoint shards that cover all rows of the split; some may be empty.
     """

@@ -22,14 +22,14 @@ from tritonemb.utils import Closeable
 
 
 class ReaderHost(Closeable):
-    """Server of the batches of `data` for clients with the token.
+    """Server that sends the batches of `data` to clients with the token, over Arrow Flight.
 
-    Every stream has the threads and memory of `data.open`, and pauses while its client takes no batches. Raise
-    ValueError or OSError if it cannot listen at this address.
+    Every stream uses the threads and memory of `data.open`, and pauses while its client reads no batches. Raise
+    ValueError or OSError if the server cannot listen at `address`.
 
     Args:
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port.
-        token: required of clients; by default that in the environment (TRITONEMB_TOKEN), else a random one.
+        token: token that clients must send; by default that of the environment (TRITONEMB_TOKEN), else a random one.
         certificate, key: PEM files for TLS.
 
     Attributes `address` (with the port) and `token`: for clients.
@@ -47,8 +47,8 @@ class ReaderHost(Closeable):
 
     def wait(self) -> None:
         """Wait until `close`, SIGINT or SIGTERM; call it in the main thread."""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: self._closing.set())
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(signum, lambda *_: self._closing.set())
         self._closing.wait()
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class ReaderHost(Closeable):
         self._server.stop()
 
 
-def _handle_request(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
+def _handle_request(data: Data, stop_event: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
     if (action := request.pop("action")) == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
@@ -68,7 +68,7 @@ def _handle_request(data: Data, closed: threading.Event, request: dict[str, Any]
         index, count = request.pop("shard")
         shard = ShardState(index, count, position=request.pop("position"))
         for item in read_shards(data, [shard], request):
-            if closed.is_set():
+            if stop_event.is_set():
                 raise ConnectionError("the reader host has been closed")
             yield _to_message(item)
             del item  # free it while the next one is read
@@ -80,8 +80,8 @@ class RemoteData(TablesMixin):
     different data.
 
     Args:
-        addresses: of hosts with the same data; host i modulo their number reads shard i.
-        token: of the hosts; by default that in the environment (TRITONEMB_TOKEN).
+        addresses: addresses of hosts with the same data; host `i % len(addresses)` reads shard i.
+        token: token of the hosts; by default that of the environment (TRITONEMB_TOKEN).
         roots: PEM file of trusted certificates for TLS; by default that in TRITONEMB_TLS_ROOTS, else the system's.
     """
 
@@ -90,20 +90,20 @@ class RemoteData(TablesMixin):
     ) -> None:
         self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self._addresses:
-            raise ValueError("no address of a reader host")
+            raise ValueError("expected the address of a reader host, got none")
         self._token = token or os.environ.get(TOKEN, "")
         self._roots = roots or os.environ.get(ROOTS)
-        first, *descriptions = (self._client(index).call("describe") for index in range(len(self._addresses)))
-        for address, description in zip(self._addresses[1:], descriptions, strict=True):
-            if description != first:
+        description, *descriptions = (self._client(index).call("describe") for index in range(len(self._addresses)))
+        for address, other_description in zip(self._addresses[1:], descriptions, strict=True):
+            if other_description != description:
                 raise ValueError(f"the reader hosts {self._addresses[0]} and {address} have different data")
-        self.name: str = first["name"]
-        self.features = tuple(Feature(*feature) for feature in first["features"])
-        self.num_dense: int = first["num_dense"]
-        self.encoding: str = first["encoding"]
-        self.contents: dict[str, str] = first.get("contents", {})
-        self.best_auc: float | None = first["best_auc"]
-        self._splits: tuple[Split, ...] = tuple(first["splits"])
+        self.name: str = description["name"]
+        self.features = tuple(Feature(*feature) for feature in description["features"])
+        self.num_dense: int = description["num_dense"]
+        self.encoding: str = description["encoding"]
+        self.contents: dict[str, str] = description.get("contents", {})
+        self.best_auc: float | None = description["best_auc"]
+        self._splits: tuple[Split, ...] = tuple(description["splits"])
 
     def splits(self) -> tuple[Split, ...]:
         """Return the splits of the data set."""
@@ -119,7 +119,8 @@ class RemoteData(TablesMixin):
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
         """Open a split; see `tritonemb.data.protocol.Data.open`. Batches and positions are those of the host's data
-        set, errors too, as built-in types; ConnectionError, here or in `next`, if the host does not answer."""
+        set; its errors are raised as built-in types. Raise ConnectionError, here or in `next`, if the host does not
+        answer."""
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **kwargs))
         pin_memory = request.pop("pin_memory")
         messages, cancel = self._client(request["shard"][0]).stream(request)
@@ -142,12 +143,12 @@ def _to_message(item: PositionedBatch) -> Message:
 def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Iterator[PositionedBatch]:
     with closing(messages):
         for values, data in messages:
-            batch = None if values["layout"] is None else _batch(BatchLayout(**values["layout"]), data, pin_memory)
+            batch = None if values["layout"] is None else _to_batch(BatchLayout(**values["layout"]), data, pin_memory)
             yield PositionedBatch(batch, values["position"], ReadReport.from_json(values["report"]))
             del data, batch  # free them while the next batch is received
 
 
-def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
+def _to_batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])

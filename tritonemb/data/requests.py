@@ -34,7 +34,7 @@ class RequestEncoder:
 
     Args:
         schema: with all columns filled in.
-        features: of the model.
+        features: features of the model.
         numberings: by feature name.
         from_text: whether the model was trained on text; then an empty string is a missing value, and Criteo's
             categories are hexadecimal digits.

@@ -241,7 +241,7 @@ def check_columns(columns: Sequence[str], names: Iterable[str], location: str, r
             raise ValueError(f"{location}: there are {count} columns {name!r}; rename all but one")
 
 
-def wrong_value_message(field_number: int, name: str, value: object, expected: str, hint: str = "") -> str:
+def invalid_value_message(field_number: int, name: str, value: object, expected: str, hint: str = "") -> str:
     """Format an error: `field 3 (int_2) is 'x', expected an integer or nothing`; `field_number` counts from 1."""
     return f"field {field_number} ({name}) is {quote_value(value)}, expected {expected}{hint}"
 

@@ -11,7 +11,7 @@ from tritonemb import ops
 from tritonemb.memory import MIN_REUSED_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, as_torch_error, bag, weight_gradient
-from tritonemb.ops.registry import CPU, chosen
+from tritonemb.ops.registry import CPU, choose_cached
 from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
@@ -141,7 +141,7 @@ class SingleTable(FusedModule):
         is_small = elements < FEW_ELEMENTS and not fused
         if torch.compiler.is_compiling():
             return True if is_small and weight.device.type == "cpu" else None
-        if chosen("embedding_bag", weight.device, (torch.float32,)) != CPU:
+        if choose_cached("embedding_bag", weight.device, (torch.float32,)) != CPU:
             return None
         if is_small:
             return True
@@ -241,8 +241,8 @@ class SingleTable(FusedModule):
     def _renormalize(self, values: Tensor) -> None:
         """Scale rows of a call down to `max_norm`, if set."""
         if self.max_norm is not None:
-            untraced = self._optimized is not None and torch.compiler.is_compiling()
-            renormalize = _renormalize_untraced if untraced else torch.embedding_renorm_
+            is_untraced = self._optimized is not None and torch.compiler.is_compiling()
+            renormalize = _renormalize_untraced if is_untraced else torch.embedding_renorm_
             renormalize(self.weight.detach(), values, self.max_norm, self.norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

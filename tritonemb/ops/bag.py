@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.errors import offsets_do_not_ascend
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
 from tritonemb.memory import empty_result
-from tritonemb.ops.registry import CPU, chosen, define, kernel
+from tritonemb.ops.registry import CPU, choose_cached, define, kernel
 from tritonemb.ops.row_groups import ID_DTYPES, RowGroups, check_ids, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
@@ -55,7 +55,7 @@ def bag(
 
     Returns `[B, dim]`, or `[N, dim]` if not pooled. Sums are float32, or float64 for a float64 table.
 
-    Raises RuntimeError for an id out of range or invalid offsets, and IndexError if not pooled; on a GPU a ValueError
+    Raise RuntimeError for an id out of range or invalid offsets, and IndexError if not pooled; on a GPU a ValueError
     at the next lookup, or in `te.check_errors`.
     """
     trained_ids = None if trained_ids is values else trained_ids
@@ -263,7 +263,7 @@ def look_up(
 ) -> Tensor:  # fmt: skip
     """Run `bag` by the kernel of the tensors' device, without autograd and dispatcher."""
     layout = layout_of((BagTable.from_weight(weight, mean),), pooled, values.device)
-    name = chosen("embedding_bag", values.device, (weight.dtype,))
+    name = choose_cached("embedding_bag", values.device, (weight.dtype,))
     try:
         if name == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
             out = empty_result((values.shape[0], weight.shape[1]), dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import dtypes_of
-from tritonemb.ops.registry import CPU, TRITON, choose, chosen, define, kernel
+from tritonemb.ops.registry import CPU, TRITON, choose, choose_cached, define, kernel
 from tritonemb.ops.row_groups import plain_eager
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -19,11 +19,11 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """Concatenate the dense vectors and the dot products of all pairs of a sample's vectors, the lower triangle.
 
-    One kernel forward and one backward if `is_fused`. Not twice differentiable: RuntimeError.
+    One kernel forward and one backward if `is_fused`. A second derivative raises RuntimeError.
 
     Shapes: `dense [B, D]`, `sparse [B, F * D]`, of one dtype, float32, float16, bfloat16 or float64; returns
-    `[B, D + F * (F + 1) / 2]` of that dtype, products in row-major order. Sums are float32 (float64). Raise TypeError,
-    ValueError for other dtypes, shapes, or two devices.
+    `[B, D + F * (F + 1) / 2]` of that dtype, products in row-major order. Sums are float32 (float64). Raise TypeError
+    or ValueError for unsupported dtypes or shapes, or two devices.
     """
     eager = not torch.is_grad_enabled() and plain_eager(dense, sparse) and not dense.is_meta
     return _interact(dense, sparse) if eager else torch.ops.tritonemb.interaction(dense, sparse)
@@ -31,7 +31,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
 
 def is_fused(dense: Tensor, sparse: Tensor) -> bool:
     """Return whether `interaction` of these tensors is a single kernel, not PyTorch's operators."""
-    find = choose if torch.compiler.is_compiling() else chosen
+    find = choose if torch.compiler.is_compiling() else choose_cached
     return dense.dtype == sparse.dtype and find("interaction", dense.device, (dense.dtype,)) in (CPU, TRITON)
 
 
@@ -56,10 +56,10 @@ def check_vectors(dense: Tensor, sparse: Tensor) -> None:
 def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
     """Compute `inputs ⊙ (product + bias) + crossed`, where these are x_0, U V x_l, b_l and x_l.
 
-    One kernel forward and one backward if `is_cross_fused`. Not twice differentiable: RuntimeError.
+    One kernel forward and one backward if `is_cross_fused`. A second derivative raises RuntimeError.
 
     Shapes: `[B, W]`, except `bias [W]`, each float32, float16, bfloat16 or float64; returns `[B, W]` of the widest
-    dtype. Raise TypeError or ValueError for other dtypes, shapes, or several devices.
+    dtype. Raise TypeError or ValueError for unsupported dtypes or shapes, or several devices.
     """
     operands = inputs, product, bias, crossed
     eager = not torch.is_grad_enabled() and plain_eager(*operands) and not inputs.is_meta
@@ -68,7 +68,7 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
 
 def is_cross_fused(*tensors: Tensor) -> bool:
     """Return whether `cross` of these tensors is a Triton kernel."""
-    find = choose if torch.compiler.is_compiling() else chosen
+    find = choose if torch.compiler.is_compiling() else choose_cached
     return find("cross", tensors[0].device, tuple(tensor.dtype for tensor in tensors)) == TRITON
 
 

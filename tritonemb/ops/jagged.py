@@ -13,7 +13,8 @@ def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Select the keys `order` of a batch, in that order. Raise TypeError or ValueError for other dtypes and shapes.
+    """Select the keys `order` of a batch, in that order. Raise TypeError or ValueError for unsupported dtypes or
+    shapes.
 
     Args:
         values: `[N]` ids, int32 or int64.
@@ -39,7 +40,7 @@ def block_bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Sort the ids of a batch by owner, rank `id // block_sizes[key]`, and make them local, `id % block_sizes[key]`.
 
-    Raise TypeError or ValueError for other dtypes and shapes, or no owners.
+    Raise TypeError or ValueError for unsupported dtypes or shapes, or no owners.
 
     Args:
         values: `[N]` ids, int32 or int64.

@@ -22,8 +22,8 @@ def quantize_pack(
 ) -> Tensor:
     """Encode a matrix as the message that `packing` describes: permuted, multiplied by `scale`, and quantized.
 
-    Not differentiable: the backward of an exchange is another exchange. Raise TypeError or ValueError for other dtypes,
-    shapes and devices.
+    Not differentiable: the backward of an exchange is another exchange. Raise TypeError or ValueError for unsupported
+    dtypes or shapes, or several devices.
 
     Args:
         matrix: `[R, packing.width]` float32, float16 or bfloat16.
@@ -59,7 +59,7 @@ def quantize_unpack(
         rows: int32 or int64 `[R]`: the row of the message for each row of the result; zeros for one out of range.
 
     Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 if a row has no columns. Raise TypeError or ValueError
-    for other dtypes, shapes and devices, and for missing or duplicate columns.
+    for unsupported dtypes or shapes, several devices, and missing or duplicate columns.
     """
     _check(message, "message", (torch.uint8,), packing, saturated, scale, rows)
     if dtype not in MATRIX_DTYPES:
@@ -68,8 +68,8 @@ def quantize_unpack(
         raise ValueError(f"message must be 1-D, of rows of {packing.row_bytes} bytes, got {tuple(message.shape)}")
     if not packing.complete:
         raise ValueError("unpacking needs a packing with every column exactly once; this one omits or repeats columns")
-    eagerly = plain_eager(message, saturated, scale, rows)
-    call = eager["quantize_unpack"] if eagerly else torch.ops.tritonemb.quantize_unpack
+    is_eager = plain_eager(message, saturated, scale, rows)
+    call = eager["quantize_unpack"] if is_eager else torch.ops.tritonemb.quantize_unpack
     return call(message, dtype, saturated, scale, rows, *packing)
 
 
@@ -84,15 +84,17 @@ def _check(
         ("scale", scale, (torch.float32,), 0),
         ("rows", rows, ID_DTYPES, 1),
     ]
-    for title, tensor, allowed, num_dims in arguments:
+    for argument, tensor, allowed, num_dims in arguments:
         if tensor is None:
             continue
         if tensor.dtype not in allowed:
-            raise TypeError(f"{title} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
+            raise TypeError(f"{argument} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
         if num_dims is not None and tensor.dim() != num_dims:
-            raise ValueError(f"{title} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
+            raise ValueError(f"{argument} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
         if tensor.device != source.device:
-            raise ValueError(f"{title} is on {tensor.device}, {name} on {source.device}; move one of them with .to()")
+            raise ValueError(
+                f"{argument} is on {tensor.device}, {name} on {source.device}; move one of them with .to()"
+            )
 
 
 def _unpack_fake(

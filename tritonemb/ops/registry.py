@@ -1,10 +1,10 @@
 """Definition of ops, and the choice of the kernel that implements an op for a device and dtype.
 
-Kernel NAME is in `kernels/FILE.py` (Triton) and in `kernels/cpu/FILE.py` (CPU), both called NAME. Triton's run on GPUs,
-and on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Dtypes that neither supports fall back to
+Kernel NAME is in `kernels/FILE.py` (Triton) and in `kernels/cpu/FILE.py` (CPU), both called NAME. Triton kernels run on
+GPUs, and on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Dtypes that neither supports fall back to
 `kernels/by_torch.py`: float64, and float8 tables on the CPU. The slow reference in `kernels/FILE.py`, called NAME with
-`_reference` before a last underscore, is the oracle of tests; `use_kernels` selects it. Kernels are imported at their
-first use, so that importing tritonemb does not load a compiler.
+`_reference` before a trailing underscore, is the oracle of tests; `use_kernels` selects it. Kernels are imported at
+their first use, so that importing tritonemb does not load a compiler.
 """
 
 import functools
@@ -50,9 +50,9 @@ _forced: str | None = None  # name of the kernels that `use_kernels` selects
 
 
 def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) -> str | None:
-    """Choose the kernel of `op` on `device` for tables of `dtypes`: "triton", "cpu", "torch", or None without one.
+    """Choose the kernel of `op` on `device` for tables of `dtypes`: "triton", "cpu", "torch", or None if there is none.
 
-    "reference" only if `use_kernels` selects it.
+    Return "reference" only if `use_kernels` selects it.
     """
     if _forced is not None:
         return _forced if _forced in kernels_of(op) else REFERENCE
@@ -66,7 +66,7 @@ def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) 
 
 
 def explain_choice(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
-    """Return the name of the kernel of `op` on `device` for tables of `dtype`, and the reason of that choice."""
+    """Return the name of the kernel of `op` on `device` for tables of `dtype`, and the reason for it."""
     name = choose(op, device, [dtype])
     if name is None:
         return "none", "Triton is not installed" if device.type == "cuda" and not _HAS_TRITON else "not implemented"
@@ -89,12 +89,13 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return (REFERENCE, CPU, TRITON, TORCH) if _FILES[op] in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 
-chosen = functools.cache(choose)  # cached; under Dynamo, which traces through caches and warns, call `choose`
+choose_cached = functools.cache(choose)  # under Dynamo, which traces through caches and warns, call `choose`
 
 
 @functools.cache
 def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[..., Any]:
-    """Return the kernel of `op` on `device` for tables of `dtypes`, a tuple or frozenset; TypeError without one."""
+    """Return the kernel of `op` on `device` for tables of `dtypes`, a tuple or frozenset. Raise TypeError if
+    there is none."""
     name = choose(op, device, dtypes)  # type: ignore[arg-type]
     if name is None:
         raise TypeError(
@@ -106,7 +107,8 @@ def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[...
 
 @contextmanager
 def use_kernels(name: str) -> Iterator[None]:
-    """Use the kernels called `name` for all ops, or the reference of an op without one: for tests and bisection."""
+    """Use the kernels called `name` for all ops, or an op's reference if it has no such kernel; for tests and
+    bisection."""
     if name not in (REFERENCE, CPU, TRITON, TORCH):
         raise ValueError(f"unknown kernels {name!r}; expected one of {[CPU, REFERENCE, TORCH, TRITON]}")
     previous = _forced
@@ -120,7 +122,7 @@ def use_kernels(name: str) -> Iterator[None]:
 def _force(name: str | None) -> None:
     global _forced
     _forced = name
-    chosen.cache_clear()
+    choose_cached.cache_clear()
     kernel.cache_clear()
 
 
@@ -146,7 +148,7 @@ BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 assert [argument.split()[-1] for argument in LAYOUT.split(", ")] == list(Layout._fields)
 
 
-# Ops with work on the host, which a replay of a CUDA graph would skip.
+# Ops that do work on the host, which a replay of a CUDA graph would skip.
 _EXCHANGES = "start_exchange", "finish_exchange", "broadcast_buffers"
 _HOST_OPS = "pinned_lookup", "pinned_update", "shared_update", "accumulate_", *_EXCHANGES
 _library = torch.library.Library("tritonemb", "FRAGMENT")
@@ -160,14 +162,14 @@ def define(
     """Define `tritonemb::name`, with less overhead than `torch.library.custom_op`: 140 µs per call of a long schema.
 
     Args:
-        schema: arguments and results; its aliases mark the arguments that the op mutates.
+        schema: arguments and results; alias annotations mark the arguments that the op mutates.
         run: implementation for all devices.
-        fake: shapes of the results, for tracing.
+        fake: function that returns results without values, for tracing.
         backward, save: autograd formula `backward(ctx, *grads)`, after `save(ctx, inputs, output)`; without them the op
             is not differentiable.
     """
-    unsafe = (torch.Tag.cudagraph_unsafe,) * (name in _HOST_OPS)
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *unsafe))
+    host_tags = (torch.Tag.cudagraph_unsafe,) * (name in _HOST_OPS)
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *host_tags))
     op = getattr(torch.ops.tritonemb, name).default
     is_mutated = [argument.alias_info is not None for argument in op._schema.arguments]
 
@@ -178,22 +180,22 @@ def define(
         torch.autograd.graph.increment_version([tensor for tensor in mutated if not tensor.is_inference()])
         return result
 
-    def traced(*args: Any) -> Any:
+    def run_fake(*args: Any) -> Any:
         if torch.__version__ < "2.13":
-            _let_backwards_update()
-        if unsafe:
+            _allow_update_in_backward()
+        if host_tags:
             _partition_at(op.name())
         return fake(*args)
 
-    def no_derivative(ctx: Any, *grads: Tensor) -> None:
+    def raise_no_derivative(ctx: Any, *grads: Tensor) -> None:
         raise RuntimeError(f"{op} has no autograd formula")
 
     eager[name] = run_and_bump_versions if any(is_mutated) else run
-    untraced: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
-    _library.impl(name, untraced, "CompositeExplicitAutograd")
-    torch.library.register_fake(op, traced, lib=_library)
+    run_undispatched: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
+    _library.impl(name, run_undispatched, "CompositeExplicitAutograd")
+    torch.library.register_fake(op, run_fake, lib=_library)
     if not any(is_mutated):
-        torch.library.register_autograd(op, backward or no_derivative, setup_context=save, lib=_library)
+        torch.library.register_autograd(op, backward or raise_no_derivative, setup_context=save, lib=_library)
     return op
 
 
@@ -213,8 +215,8 @@ def _partition_at(op_name: str) -> None:
 
 
 @functools.cache
-def _let_backwards_update() -> None:
-    """Allow the update of a parameter in a backward, which PyTorch 2.11 rejects (pytorch/pytorch#177213)."""
+def _allow_update_in_backward() -> None:
+    """Allow a backward to update a parameter, which PyTorch 2.11 rejects (pytorch/pytorch#177213)."""
     from torch._functorch._aot_autograd import graph_capture_wrappers
 
     tag = graph_capture_wrappers.set_partitioner_tag_must_be_in_backward
@@ -241,8 +243,8 @@ def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:
 def check_errors(device: torch.device | str | None = None) -> None:
     """Synchronize with `device` (default: the current CUDA device), and raise the errors that its kernels recorded.
 
-    Without a call, lookups and updates on a GPU raise them at the next lookup or update. On the CPU errors are raised
-    immediately, and the call does nothing.
+    Otherwise the next lookup or update on a GPU raises them. On the CPU errors are raised immediately, and the call
+    does nothing.
 
     Raises:
         ValueError: naming table, feature, sample, position and value of an id out of range; the table and row of a

@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
-from tritonemb.ops.registry import BATCH, CPU, TRITON, chosen, define, kernel, unflatten
+from tritonemb.ops.registry import BATCH, CPU, TRITON, choose_cached, define, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, ungrouped, wait_for_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite, customs
 
@@ -98,7 +98,7 @@ def update_rows(
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = weights.without_stale_facts(), states.without_stale_facts()
     dtypes = cached_fact(weights, dtypes_of)
-    name, update = chosen("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
+    name, update = choose_cached("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     by_cpu = name == CPU and optimizer not in customs  # that kernel groups ids and reads counters per table
     # Stack the counters of tables to one tensor for other kernels, and group the ids.
     stacks_counters = not by_cpu and len(steps) > 1
@@ -167,7 +167,7 @@ def row_gradients_(
     Each element of `grad` is clamped to ±`max_gradient` first. Other arguments as in `row_update_`.
     """
     choice = "row_gradients_", offsets.device, dtypes_of(sums)
-    grad = grad if chosen(*choice) == CPU else _concat_gradients(grad, layout)
+    grad = grad if choose_cached(*choice) == CPU else _concat_gradients(grad, layout)
     kernel(*choice)(sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
 
 

@@ -250,8 +250,8 @@ class AioQueue:
         tags, results = self._events["tag"][:count].astype(np.int64), self._events["result"][:count]
         numbers, extents = tags >> 32, tags & 0xFFFFFFFF
         for number, transfer in self._running.items():
-            finished = numbers == number
-            transfer.finish(extents[finished], results[finished])
+            is_finished = numbers == number
+            transfer.finish(extents[is_finished], results[is_finished])
         self._running = {number: transfer for number, transfer in self._running.items() if transfer.num_pending}
 
     def _submit(self, transfer: AioTransfer, first_extent: int, addresses: np.ndarray) -> int:

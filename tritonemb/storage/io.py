@@ -151,8 +151,8 @@ def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Pat
     actual, expected = _describe(header), _describe(identity.as_json())
     pairs = ((name, actual.get(name, "none"), expected.get(name, "none")) for name in actual | expected)
     if problems := [f"{name}: {old} in the file, expected {new}" for name, old, new in pairs if old != new]:
-        listed = "\n  ".join(problems)
-        raise StorageError(f"table {identity.table!r}: file {path} belongs to another table or optimizer:\n  {listed}")
+        lines = "\n  ".join(problems)
+        raise StorageError(f"table {identity.table!r}: file {path} belongs to another table or optimizer:\n  {lines}")
 
 
 def _describe(header: Mapping[str, Any]) -> dict[str, str]:

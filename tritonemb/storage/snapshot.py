@@ -42,19 +42,19 @@ def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, parent
             file.resize(blocks.layout.offset(count))
             write_page(file, identity.header(name, count))
         else:
-            changed = _write_changes(file, blocks)
-            snapshot_fields = {"after": parent, "snapshot": name, "changed": changed, "places": count}
+            changed_blocks = _write_changes(file, blocks)
+            snapshot_fields = {"after": parent, "snapshot": name, "changed": changed_blocks, "places": count}
             write_page(file, encode_header(CHANGES, identity.as_json() | snapshot_fields))
     return name
 
 
 def _write_changes(file: PageFile, blocks: BlockFile) -> int:
-    layout, changed = blocks.layout, blocks.changed.blocks()
+    layout, changed_blocks = blocks.layout, blocks.changed.blocks()
     size = _group_size(layout)
-    file.resize(_group_offset(layout, changed.size))
+    file.resize(_group_offset(layout, changed_blocks.size))
     with io_context() as context:
-        for group, first in enumerate(range(0, changed.size, size)):
-            numbers = changed[first : first + size]
+        for group, first in enumerate(range(0, changed_blocks.size, size)):
+            numbers = changed_blocks[first : first + size]
             end = PAGE_BYTES + numbers.size * layout.block_bytes
             buffer = context.reserve(end)
             blocks.load(context, numbers, PAGE_BYTES)
@@ -64,7 +64,7 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
             index[1 : 1 + numbers.size] = numbers
             cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
             file.write(buffer.view[:end], _group_offset(layout, first))
-    return int(changed.size)
+    return int(changed_blocks.size)
 
 
 def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path] = ()) -> None:
@@ -113,13 +113,13 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
             raise StorageError(f"{subject} belong to another table or optimizer than their base")
         if header["after"] != base_header["snapshot"]:
             raise StorageError(f"{subject} do not follow the snapshot before them; pass all of them, in their order")
-        changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
-        if file.size() != (expected := _group_offset(layout, changed)):
+        changed_blocks, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
+        if file.size() != (expected := _group_offset(layout, changed_blocks)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes, expected {expected:,}; use another one")
         # Read and check each group, and write its blocks.
         with io_context() as context:
-            for group, first in enumerate(range(0, changed, size)):
-                count = min(size, changed - first)
+            for group, first in enumerate(range(0, changed_blocks, size)):
+                count = min(size, changed_blocks - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
                 with storage_errors(f"{subject} cannot be read", "use other files"):

@@ -47,13 +47,13 @@ def compare(options: CompareOptions) -> str:
     names, tables = list(map(str, options.runs)), tables_of(logs)
     page = render_template("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables)
     atomic_write(options.out, page)
-    changed, metrics = tables.values()
-    cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (changed | metrics).items()}
+    differing_options, metrics = tables.values()
+    cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (differing_options | metrics).items()}
     rows = [["", *names], *([key, *texts] for key, texts in cells.items())]
     lines = [escape_unprintable(line, "utf-8") for line in align_columns(rows)]
     if len({*metrics["test rows"]} - {"-"}) > 1:
         lines.append("note: the runs have different test rows, so their test metrics are not comparable")
-    return "\n".join([*lines, "" if changed else "all options are the same", f"curves: {options.out}"])
+    return "\n".join([*lines, "" if differing_options else "all options are the same", f"curves: {options.out}"])
 
 
 def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
@@ -61,9 +61,12 @@ def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]
     configs = [dict(flat(last_event(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_OPTIONS)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
-    changed = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
+    differing_options = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
     metrics = [dict(_metrics(log)) for log in logs]
-    return {"Options": changed, "Metrics": {name: [values[name] for values in metrics] for name in metrics[0]}}
+    return {
+        "Options": differing_options,
+        "Metrics": {name: [values[name] for values in metrics] for name in metrics[0]},
+    }
 
 
 def _metrics(log: Sequence[Event]) -> Iterator[tuple[str, str]]:

@@ -468,7 +468,7 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
         values = {"clamp_negative": bool(values["log_transform"])} | values
     if isinstance(base, LogOptions):  # renamed; checkpoints and config files have the old key
         values = {{"workers": "parser_threads"}.get(key, key): value for key, value in values.items()}
-    hints, changed = get_type_hints(type(base)), {}
+    hints, changes = get_type_hints(type(base)), {}
     known = sorted(option.name for option in fields(base))  # type: ignore[arg-type]
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
@@ -477,13 +477,13 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
             hint = "; move it above the sections" if section and hasattr(TrainConfig, key) else hint
             raise ValueError(f"{where}: unknown key {name!r}{hint}")
         if is_dataclass(hints[key]) and isinstance(value, dict):
-            changed[key] = from_plain(value, getattr(base, key), where, name)
+            changes[key] = from_plain(value, getattr(base, key), where, name)
         elif (converted := _convert(value, hints[key])) is _MISMATCH:
             raise ValueError(f"{where}: {name} is {value!r}, expected {_describe_type(hints[key])}")
         else:
-            changed[key] = converted
+            changes[key] = converted
     try:
-        return replace(base, **changed)  # type: ignore[type-var]
+        return replace(base, **changes)  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}{f', [{section}]' if section else ''}: {error}") from error
 

@@ -26,7 +26,8 @@ PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchm
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
-    """Check a device, by default the CPU and every GPU; return a report, and whether all is well. Raises ValueError."""
+    """Check a device, by default the CPU and every GPU; return a report, and whether all is well. Raise ValueError for
+    an unknown device."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
     lines = ["versions", *align_columns(("", *item) for item in versions().items())]

@@ -110,8 +110,8 @@ def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
         batches = (batch for step_batches in steps for batch in take(step_batches))
         logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
         skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
-    if (wrong := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
-        raise ValueError(f"{wrong:.0f} logits of the {split} rows are NaN: {cause}")
+    if (num_nan := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
+        raise ValueError(f"{num_nan:.0f} logits of the {split} rows are NaN: {cause}")
     return ranks.gather_to_first(logits), ranks.gather_to_first(labels), skipped
 
 

@@ -183,14 +183,15 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
 
 
 def on_each_rank(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
-    """Call `function()` on every rank; return this rank's result, which is not sent. Raises as `on_all_ranks`."""
+    """Call `function()` on every rank; return this rank's result, which is not sent. Raise the errors of
+    `on_all_ranks`."""
     results: list[T] = []
     on_all_ranks(group, lambda: results.append(function()), error)
     return results[0]
 
 
 def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
-    """Call `function()` on rank 0; return its result on every rank. Raises as `on_all_ranks`."""
+    """Call `function()` on rank 0; return its result on every rank. Raise the errors of `on_all_ranks`."""
     is_zero = group is None or group.rank == 0
     return on_all_ranks(group, lambda: function() if is_zero else None, error)[0]  # type: ignore[return-value]
 

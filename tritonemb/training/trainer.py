@@ -192,8 +192,8 @@ class Trainer(TrainerOptions):
         Raise ValueError if the split is missing, or a logit is NaN."""
         with self.state.ranks.monitor_failures():
             logits = score(self.state, split)[0]
-        if wrong := int(logits.isnan().sum()):
-            raise ValueError(f"{wrong:,} logits of the {split} rows are NaN: training has diverged")
+        if num_nan := int(logits.isnan().sum()):
+            raise ValueError(f"{num_nan:,} logits of the {split} rows are NaN: training has diverged")
         return probabilities(logits)
 
     def save(self) -> CheckpointSaved:

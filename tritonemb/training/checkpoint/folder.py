@@ -139,13 +139,13 @@ class CheckpointFolder:
             raise self._failure(writer.step, writer.needed, error, writer.group) from error
 
     def mark_best(self, step: int, group: RankGroup | None = None) -> None:
-        """Keep the checkpoint of a step as the best one, by hard links or copies. Raises as `save`."""
+        """Keep the checkpoint of a step as the best one, by hard links or copies. Raise the errors of `save`."""
         try:
             on_rank_zero(group, lambda: self._mark_best(step), OSError)
         except OSError as error:
             source = self.folder / f"step-{step}"
-            needed = sum(allocated(entry) for entry in source.iterdir()) if source.is_dir() else 0
-            raise self._failure(step, needed, error, group) from error
+            num_bytes = sum(allocated(entry) for entry in source.iterdir()) if source.is_dir() else 0
+            raise self._failure(step, num_bytes, error, group) from error
 
     def _mark_best(self, step: int) -> None:
         source, temporary = self.folder / f"step-{step}", self.folder / f"{WRITING}best-{step}"
@@ -218,7 +218,7 @@ class CheckpointFolder:
             if not (final := self.folder / replaced.name.removeprefix(REPLACED)).exists():
                 os.rename(replaced, final)
 
-    def _failure(self, step: int, needed: int, error: BaseException, group: RankGroup | None) -> CheckpointError:
+    def _failure(self, step: int, num_bytes: int, error: BaseException, group: RankGroup | None) -> CheckpointError:
         cause = error
         if isinstance(error, CheckpointException):
             cause = next((failure[0] for failure in error.failures.values()), error)
@@ -232,8 +232,8 @@ class CheckpointFolder:
         existing = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
         newest = self.latest()
         return CheckpointError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes; "
-            f"{shutil.disk_usage(existing).free:,} are free. "
+            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs "
+            f"{num_bytes:,} bytes; {shutil.disk_usage(existing).free:,} are free. "
             f"{f'The latest complete checkpoint is {newest.name}' if newest else 'There is no earlier checkpoint'}"
         )
 

@@ -333,9 +333,9 @@ class CheckpointManager:
             data = data.read_as(run.get("kinds", {}), run.get("encoding", ""))
         current_run = self._run(data)
         run["kinds"] = current_run["kinds"] | run.get("kinds", {})  # older checkpoints have none
-        changed = {name: value for name, value in current_run.items() if run.get(name) != value}
-        if changed:
-            differences = (f"{name} was {run.get(name)!r}, is {value!r}" for name, value in changed.items())
+        differing_values = {name: value for name, value in current_run.items() if run.get(name) != value}
+        if differing_values:
+            differences = (f"{name} was {run.get(name)!r}, is {value!r}" for name, value in differing_values.items())
             raise ValueError(f"checkpoint {path} is of another run: {'; '.join(differences)}")
         changes = on_each_rank(self._control, lambda: data_changes(path, manifest, data, state.options.checkpoints))
         try:
