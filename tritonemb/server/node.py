@@ -327,7 +327,7 @@ class EmbeddingServer(Closeable):
         if (trainer := self.clients.register(query, time.monotonic())) is None:
             return {"refused": None}
         reason = (
-            f"embedding server {self.name} has received a message from {trainer} in the last "
+            f"embedding server {self.name} has received a message from another {trainer} in the last "
             f"{TRAINER_TIMEOUT:.0f} seconds; end that run first, or start other servers for this one"
         )
         return {"refused": reason}
