@@ -325,7 +325,7 @@ def test_predict_leaves_no_row_out(log, tmp_path, capsys):
     log.write_text("\n".join(lines) + "\n")
     options = ["--on-bad-row", "skip", "--max-steps", 3, *SMALL]
     assert run("train", "--data", log, "--out", tmp_path / "run", *options) == 0
-    assert "1 bad ones left out" in capsys.readouterr().out
+    assert "1 bad rows skipped" in capsys.readouterr().out
     assert run("predict", "--checkpoint", tmp_path / "run", "--data", log, "--out", tmp_path / "scores.csv") == 2
     assert "train.txt, line 4: field 1 (label)" in capsys.readouterr().err
     assert not (tmp_path / "scores.csv").exists()
@@ -571,7 +571,7 @@ def test_a_bad_line_is_named_and_can_be_skipped(log, tmp_path, capsys):
     assert "train.txt, line 701" in capsys.readouterr().err
     assert run("train", "--data", log, "--out", tmp_path / "b", "--on-bad-row", "skip", *options) == 0
     out = capsys.readouterr().out
-    assert re.search(r"^note: [\d,]+ rows were read, 1 bad ones left out$", out, flags=re.MULTILINE)
+    assert re.search(r"^note: [\d,]+ rows were read, 1 bad rows skipped$", out, flags=re.MULTILINE)
     assert "train.txt, line 701: field 1 (label) is 'x" in out
 
 

@@ -76,7 +76,7 @@ class CacheConfig:
         policy: evict the least recently ("lru") or least frequently ("lfu") used row. Rows of batches that are being
             trained or prefetched are pinned.
         folder: folder for the file of a disk-resident table while it is in use; the system's temporary folder by
-            default. The file is gone when the process has ended.
+            default. The file is removed when the process ends.
         host_rows: rows of a disk-resident table to cache in host memory as well; none by default.
         host_share: share of the table's rows, in (0, 1], if `host_rows` is not given.
 

@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_answer_is_named_with_the_step(ranks):
     (text, blamed, took), _ = ranks(2).run(silent, 1, 2.0)
     ranks(2).close()  # the group of the agreement is broken
     assert blamed == (1,)
-    assert text.startswith("rank 1 is gone, or has not answered at step 8 (")
+    assert text.startswith("rank 1 has exited, or has not answered at step 8 (")
     assert "imed out" in text
     assert took >= 2.0
 

@@ -91,7 +91,7 @@ def test_splits_without_rows_and_other_formats(tmp_path):
     cached = cached_as_parquet(log, tmp_path / "cache")
     assert rows_of(cached) == rows_of(log)
     for source in (log, cached):
-        with pytest.raises(ValueError, match=r"there are no test rows \(1 bad ones were skipped\)"):
+        with pytest.raises(ValueError, match=r"there are no test rows \(1 bad rows were skipped\)"):
             rows_of(source, "test")
     convert(write(tmp_path, random_lines(5)), tmp_path / "log.parquet")
     table = ClickLog(tmp_path / "log.parquet", options())

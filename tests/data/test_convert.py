@@ -82,6 +82,6 @@ def test_files_without_good_rows_leave_nothing(tmp_path):
     source.mkdir()
     for name in ("a", "b"):
         write(source, [line("7")], name)
-    with pytest.raises(ValueError, match="a has no good rows to convert"):
+    with pytest.raises(ValueError, match="a has no valid rows to convert"):
         convert(source, tmp_path / "converted", options=options(on_bad_row="skip"))
     assert list(tmp_path.rglob("*.parquet")) == []

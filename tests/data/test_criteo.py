@@ -173,7 +173,7 @@ def test_many_bad_rows_are_counted_and_the_first_ten_told(tmp_path):
 
 def test_a_log_of_bad_rows_alone_has_no_rows(tmp_path):
     log = ClickLog(write(tmp_path, [line("x")] * 3), options(on_bad_row="skip"))
-    with pytest.raises(ValueError, match=r"no train rows \(3 bad ones were skipped\)"):
+    with pytest.raises(ValueError, match=r"no train rows \(3 bad rows were skipped\)"):
         rows_of(log)
 
 

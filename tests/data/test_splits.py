@@ -322,7 +322,7 @@ def test_a_log_to_score_has_all_rows_in_order_as_test_rows(tmp_path):
 def test_unpacking_for_the_size_is_told(tmp_path, caplog):
     path = write(tmp_path, random_lines(9), "log.gz")
     ClickLog(path, options(SplitRule()))
-    assert caplog.messages == ["log.gz: decompressing it once for its size, to hold out its last rows"]
+    assert caplog.messages == ["log.gz: decompressing it once to find its size, because its last rows are held out"]
     ClickLog(path, options())
     ClickLog(write(tmp_path, random_lines(9)), options(SplitRule()))
     assert len(caplog.messages) == 1

@@ -319,7 +319,7 @@ def test_a_rank_that_is_stopped_is_named_in_time(ranks, kind):
     """The others have sent their part of an exchange, and compute beside it until they wait for that rank's."""
     (text, blamed), _ = ranks(2).run(stopped, 1, kind)
     ranks(2).close()  # its groups are broken
-    assert text.startswith("rank 1 is gone, or has not answered at step ")
+    assert text.startswith("rank 1 has exited, or has not answered at step ")
     assert "imed out" in text
     assert blamed == (1,)
 

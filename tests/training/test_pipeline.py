@@ -246,7 +246,7 @@ def test_a_trainer_names_the_rank_whose_data_do_not_come(ranks):
     (kind, text, blamed), _ = ranks(2).run(fit_with_bad_data, 1, "hang_after", 8.0)
     ranks(2).close()  # its groups are broken
     assert (kind, blamed) == ("RankFailed", (1,))
-    assert text.startswith("rank 1 is gone, or has not answered at step ")
+    assert text.startswith("rank 1 has exited, or has not answered at step ")
     assert "imed out" in text
 
 

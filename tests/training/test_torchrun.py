@@ -227,4 +227,4 @@ def test_a_rank_that_is_stopped_ends_the_others_in_time(start, tmp_path):
     assert workers[0].wait(240) != 0
     assert job.finish() != 0  # torchrun ends the stopped rank
     line = next(line for line in job.output.splitlines() if "error: rank" in line)
-    assert "error: rank 1 is gone, or has not answered at step " in line
+    assert "error: rank 1 has exited, or has not answered at step " in line

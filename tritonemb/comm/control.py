@@ -33,7 +33,7 @@ def describe(error: BaseException) -> str:
 
 
 def lost_contact(error: BaseException) -> bool:
-    """Return whether a collective raised the exception because a rank is gone or did not answer in time."""
+    """Return whether a collective raised the exception because a rank has exited or did not answer in time."""
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailed) and bool(_LOST.search(str(error)))
 
 
@@ -98,8 +98,8 @@ class FailureReports:
     """Reports of ranks on why a job ends early.
 
     Nothing is sent without a failure. A rank that fails, or loses contact to another rank, reports that in the job's
-    store; a rank without a report some seconds later is gone, or hangs. Creating the object is a collective of `group`,
-    all ranks of the job.
+    store; a rank without a report some seconds later has exited, or hangs. Creating the object is a collective of
+    `group`, all ranks of the job.
     """
 
     def __init__(self, group: RankGroup) -> None:
@@ -130,9 +130,11 @@ class FailureReports:
             time.sleep(_REPORT_POLL)
         first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         if not reports:
-            return RankFailed(f"a rank of the job is gone or does not answer ({first}), nor does the job's store")
+            return RankFailed(
+                f"a rank of the job has exited or does not answer ({first}), and the job's store does not answer"
+            )
         silent = [rank for rank, text in enumerate(reports) if not text]
-        blamed = failed or {rank: f"rank {rank} is gone, or has not answered at step {step}" for rank in silent}
+        blamed = failed or {rank: f"rank {rank} has exited, or has not answered at step {step}" for rank in silent}
         if not blamed:
             return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
         return RankFailed(f"{join_names(blamed.values(), 8, '; ', '; ')} ({first})", tuple(blamed))

@@ -254,7 +254,7 @@ class LookupGroup:
 
 
 def next_group(gm: GraphModule) -> LookupGroup | None:
-    """Return the first group of a graph, pooled ones first; None without any."""
+    """Return the first group of a graph, pooled ones first; None if there is none."""
     recognized, trainable = _match_lookups(gm), live_nodes(gm, trainable=True)
     for pooled in (True, False):
         for region in regions(gm):

@@ -39,10 +39,10 @@ class ClickLog(protocol.TablesMixin):
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
             ones by a URI such as `s3://bucket/logs`. Or data frames as files, by split; see `from_dataframe`.
-        options: how the log is read.
-        name: for messages; by default that of the file or folder.
+        options: options for reading the log.
+        name: name in messages; by default that of the file or folder.
         labelled: whether rows have a label. If not, labels are 0, and the label column is not read.
-        extra_columns: columns that `scan` reads besides those of the schema.
+        extra_columns: columns that `scan` reads in addition to those of the schema.
 
     Attributes:
         encode: function that encodes a `pyarrow.RecordBatch` of the log as `Rows`.
@@ -81,8 +81,8 @@ class ClickLog(protocol.TablesMixin):
         source_type: type[TextSource | ArrowSource] = TextSource if is_text else ArrowSource
         self._source = source_type(files, self.options, labelled, (*extra_columns, *filter(None, [rule.time_column])))
         bounds = self._held_out_bounds().values() if self._kind != "files" else ()
-        split_words = " ".join([self._kind, *map(str, bounds)])
-        self._origin = split_words, splits, [0] * len(files) if is_text else self._source.sizes()
+        split_description = " ".join([self._kind, *map(str, bounds)])
+        self._origin = split_description, splits, [0] * len(files) if is_text else self._source.sizes()
         # Features, and the encoding of their values as ids.
         self.schema = self._source.schema
         ids = make_numberings(self.schema)
@@ -112,7 +112,7 @@ class ClickLog(protocol.TablesMixin):
         if self._kind != "end" or not any(held_out.values()):
             return {split: whole_files for split in SPLITS if split == "train" or held_out[split]}
         if any(file.codec for file in self._files):
-            _log.warning("%s: decompressing it once for its size, to hold out its last rows", self.name)
+            _log.warning("%s: decompressing it once to find its size, because its last rows are held out", self.name)
         parts = end_parts(rule, self._source.sizes())
         for split, share in {"train": 1.0, **held_out}.items():
             if share and not parts[split]:
@@ -149,8 +149,8 @@ class ClickLog(protocol.TablesMixin):
         return tuple(split for split in SPLITS if split in self._parts)
 
     def num_rows(self, split: Split) -> int | None:
-        """Return the number of rows of a split: at once for Parquet if the split is by "end" or "files" and bad rows
-        raise; else None until the split has been read to its end."""
+        """Return the number of rows of a split. It is known for Parquet if the split is by "end" or "files" and bad
+        rows raise; otherwise it is None until the split has been read to its end."""
         parts = self._split_parts(split)
         exact = isinstance(self._source, ArrowSource) and self._kind in ("end", "files")
         if exact and self.options.on_bad_row == "raise":
@@ -221,8 +221,8 @@ class ClickLog(protocol.TablesMixin):
     def scan(
         self, split: Split, job: Callable[[Any], Any], start: LogPosition | None = None
     ) -> Generator[Chunk, None, None]:
-        """Map `job` over a split's good rows, a `pyarrow.RecordBatch` per chunk, in the parser threads; yield chunks in
-        order. Close it to stop the threads. Raise ValueError for a bad row unless bad rows are skipped."""
+        """Map `job` over a split's valid rows, a `pyarrow.RecordBatch` per chunk, in the parser threads; yield chunks
+        in order. Close it to stop the threads. Raise ValueError for a bad row unless bad rows are skipped."""
         parts = self._split_parts(split)
         first = start or LogPosition(offset=parts[0].start if parts else 0)
 
@@ -243,22 +243,20 @@ class ClickLog(protocol.TablesMixin):
         return self._with("end", {split: parts}, options=replace(self.options, split=ALL_ROWS))
 
     def with_parquet_files(self, files: Mapping[Split, LogFile | None], skipped: dict[Split, ReadReport]) -> Self:
-        """Return the log read from Parquet files of its splits' good rows; `skipped` reports the bad rows."""
+        """Return the log read from Parquet files of its splits' valid rows; `skipped` reports the bad rows."""
         file_by_split = {split: (file,) for split, file in files.items() if file is not None}
-        parts, stored = (
-            parts_of_files(file_by_split),
-            tuple(file for split in SPLITS for file in file_by_split.get(split, ())),
-        )
-        source = ArrowSource(stored, replace(self.options, schema=self.schema, split=ALL_ROWS), True, ())
+        parts = parts_of_files(file_by_split)
+        parquet_files = tuple(file for split in SPLITS for file in file_by_split.get(split, ()))
+        source = ArrowSource(parquet_files, replace(self.options, schema=self.schema, split=ALL_ROWS), True, ())
         return self._with(
             "files", {split: parts[split] for split in files}, _source=source, _skipped_reports=skipped,
-            files=tuple(file.path for file in stored), options=replace(self.options, on_bad_row="raise"),
+            files=tuple(file.path for file in parquet_files), options=replace(self.options, on_bad_row="raise"),
             _identity=(*self._identity, "parquet"),
         )  # fmt: skip
 
     def read_as(self, kinds: Mapping[str, str], encoding: str = "") -> Self:
-        """Return the log as read in training: ids of these kinds by feature, with strings parsed as integers if need
-        be; and logarithms of numbers, an older default, if `encoding` is the digest of a log with them."""
+        """Return the log as read in training: ids of these kinds by feature, with strings parsed as integers if
+        necessary; and with logarithms of numbers, an older default, if `encoding` is the digest of such a log."""
         log = copy.copy(self)
         if self.schema.log_transform is None and encoding not in ("", self.encoding):
             log.schema = replace(self.schema, log_transform=True, clamp_negative=True)
@@ -307,7 +305,7 @@ class ClickLog(protocol.TablesMixin):
                 problems.append(f"{self._source.location(part, chunk, line)}: {message}")
             if self.options.on_bad_row == "raise":
                 raise ValueError(problems[0])
-        # Keep the good rows of the split.
+        # Keep the valid rows of the split.
         split_mask = self._split_mask(split, chunk, row_numbers[parsed.rows], parsed.batch)
         batch = parsed.batch if split_mask.all() else parsed.batch.filter(pa.array(split_mask))
         return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
@@ -332,7 +330,7 @@ class ClickLog(protocol.TablesMixin):
 
 
 def vocabulary_digest(schema: Schema) -> str | None:
-    """Hash the vocabulary file of a schema (SHA-256, hex); None without one."""
+    """Hash the vocabulary file of a schema (SHA-256, hex); None if there is none."""
     return None if schema.vocabulary is None else hashlib.sha256(Path(schema.vocabulary).read_bytes()).hexdigest()
 
 
@@ -344,12 +342,12 @@ def encoding_digest(schema: Schema, features: tuple[Feature, ...], vocabulary: s
 
 def _random_mask(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
     """Return a mask of the rows (numbers in the file, from 0) that belong to a random split: row numbers are hashed to
-    `[0, 1)`; the top is test, validation is below it."""
+    `[0, 1)`; the largest hashes are test rows, the next largest validation rows."""
     row_number = rows.astype(np.uint64) + (np.uint64(file) << np.uint64(44))
     fraction = (mix(row_number ^ np.uint64(0x53504C4954)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-    test = fraction >= 1 - rule.test_share
-    held_out = fraction >= 1 - rule.test_share - rule.validation_share
-    return {"train": ~held_out, "validation": held_out & ~test, "test": test}[split]
+    is_test = fraction >= 1 - rule.test_share
+    is_held_out = fraction >= 1 - rule.test_share - rule.validation_share
+    return {"train": ~is_held_out, "validation": is_held_out & ~is_test, "test": is_test}[split]
 
 
 def _log_name(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

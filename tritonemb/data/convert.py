@@ -67,7 +67,7 @@ def convert(
     for _, path in empty:
         path.unlink()
     if empty:
-        raise ValueError(f"{empty[0][0].path} has no good rows to convert")
+        raise ValueError(f"{empty[0][0].path} has no valid rows to convert")
     return sum(reports, ReadReport())
 
 
@@ -226,7 +226,7 @@ class VocabOptions:
         out: the file to write.
         min_count: rarer values share id 0 with missing values.
         max_size: number of most frequent values per feature that get an id; all by default.
-        read: how the log is read.
+        read: options for reading the log.
     """
 
     data: str
@@ -247,7 +247,7 @@ class ConvertOptions:
         out: the file to write, or the folder for a folder.
         row_group_rows: rows per row group.
         compression: codec of the columns.
-        read: how the log is read; its split does not matter.
+        read: options for reading the log; the split is ignored.
     """
 
     data: str

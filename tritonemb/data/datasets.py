@@ -65,7 +65,7 @@ class Dataset(protocol.TablesMixin):
     features do not match, an id is out of range, or a label is neither 0 nor 1.
 
     Args:
-        name: for messages.
+        name: name in messages.
         features: categorical features, in the order of `Rows.columns`; their names are the keys of the batches.
         best_auc: Bayes-optimal AUC on the test rows, if known.
     """

@@ -1,7 +1,7 @@
 """Lines of text as Arrow columns, parsed by `pyarrow.csv`: CSV, and Criteo's format.
 
 A line ends with a line feed, with or without a carriage return before it, or at the end of the file; empty lines are
-skipped. Whether a line is good depends on this line only. An empty field is a missing value. A field of CSV may be
+skipped. The validity of a line depends on this line only. An empty field is a missing value. A field of CSV may be
 quoted; a quote in it is doubled. Criteo's display-advertising log has 40 tab-separated fields per line: the label, 0 or
 1; 13 integers, `-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. It has no blanks around
 values, no plus signs and no header.
@@ -42,7 +42,7 @@ _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", 
 class ParsedChunk:
     """Rows of a chunk after parsing."""
 
-    batch: Any  # a `pyarrow.RecordBatch` of the good rows
+    batch: Any  # a `pyarrow.RecordBatch` of the valid rows
     rows: Array  # int64 [N], their numbers in the chunk
     bad_rows: Array  # int64, numbers of the bad rows, ascending
     lines: Array  # int64, line of the chunk (or row) by row number
@@ -85,7 +85,7 @@ class CsvFormat:
         return batch if batch is None else batch.slice(0, batch.num_rows - bool(guard))
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
-        """Return which lines can be parsed; bisects, so that good lines around a bad one are parsed at once."""
+        """Return which lines can be parsed; bisects, so that valid lines around a bad one are parsed at once."""
         text = b"".join(line + b"\n" for line in lines)
         unquoted = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
         if (unquoted and len(lines) == 1) or (self.is_regular(text) if self.quoted else unquoted):

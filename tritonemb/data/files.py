@@ -305,7 +305,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a part of a log. A job replaces `rows` by its result for the good ones, and adds a report."""
+    """Consecutive rows of a part of a log. A job replaces `rows` by its result for the valid ones, and adds a
+    report."""
 
     part: int  # index
     offset: int  # first byte of the decompressed text, or first row

@@ -1,7 +1,7 @@
 """Shards of the data of one rank, read round-robin, in this process or in worker processes.
 
-An epoch keeps its number of shards S until it ends, on whatever number of ranks it resumes: rank r of W reads the
-shards r, r + W, r + 2W, ... The positions of all shards are all that is needed to resume.
+An epoch keeps its number of shards S until it ends, even if it resumes on another number of ranks: rank r of W reads
+the shards r, r + W, r + 2W, ... The positions of all shards are all that is needed to resume.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,8 +38,8 @@ class ShardState:
 
     def entry(self) -> dict[str, Any]:
         """Return the shard's entry of a position."""
-        read = self.report
-        return dict(zip(_ENTRY, (self.batches, self.ended, read.rows, read.skipped, self.position), strict=True))
+        report = self.report
+        return dict(zip(_ENTRY, (self.batches, self.ended, report.rows, report.skipped, self.position), strict=True))
 
     def close(self) -> None:
         """Close the stream, even while another thread waits for it; the position stays."""
@@ -54,14 +54,14 @@ def open_shards(
 ) -> Batches:  # fmt: skip
     """Open the batches of the shards rank, rank + world, ... of a split.
 
-    Every shard of a rank has the threads and the memory of a stream. Raise ValueError for an unknown rank or split, or
-    a position of other shards.
+    Every shard of a rank uses the threads and the memory of a stream. Raise ValueError for an unknown rank or split, or
+    a position with other shards.
 
     Args:
         shards: number of shards in the epoch; by default that of `positions`, else `world`.
         positions: positions to resume from: of a stream of this rank, or of all ranks, merged by `merge_positions`.
         pin_memory: allocate batches in page-locked memory.
-        workers: `DataLoaderWorkers` that read instead of this process, or None. They change no batch.
+        workers: `DataLoaderWorkers` that read instead of this process, or None. The batches are the same.
         kwargs: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.
     """
     if not 0 <= rank < world:
@@ -78,7 +78,7 @@ def open_shards(
             raise ValueError(f"the position lacks shard {shard.index} of {count}; merge the positions of all ranks")
         shard.batches, shard.ended, shard.position = entry["batches"], entry["ended"], entry["position"]
         shard.report = ReadReport(entry["rows"], entry["skipped"])
-    # Open the streams of those that have not ended.
+    # Open the streams of the shards that have not ended.
     open_all = partial(_open_streams, data) if workers is None else workers.open
     options = {"split": split, "batch_size": batch_size} | kwargs
     open_all([shard for shard in local_shards if not shard.ended], options, pin_memory)
@@ -88,21 +88,21 @@ def open_shards(
 
 
 def _open_streams(data: Data, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool) -> None:
-    with ExitStack() as failed:
+    with ExitStack() as stack:
         for shard in shards:
             shard_options: dict[str, Any] = {"position": shard.position, "shard": (shard.index, shard.count)}
-            shard.attach(failed.enter_context(data.open(**options, **shard_options, pin_memory=pin_memory)))
-        failed.pop_all()
+            shard.attach(stack.enter_context(data.open(**options, **shard_options, pin_memory=pin_memory)))
+        stack.pop_all()
 
 
 def round_robin(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | None]]:
-    """Yield the batches of the shards, always from the shard that has returned fewest, the first of these; None when a
-    shard ends, or is closed by another thread.
+    """Yield the next batch of the shard that has returned the fewest batches, the first of these; yield None when a
+    shard ends, or another thread closes it.
 
     The order depends on the shards' positions only, and is the same for a subset of the shards.
     """
-    while live := [shard for shard in shards if shard.stream is not None]:
-        shard = min(live, key=lambda shard: (shard.batches, shard.index))
+    while active_shards := [shard for shard in shards if shard.stream is not None]:
+        shard = min(active_shards, key=lambda shard: (shard.batches, shard.index))
         stream = shard.stream
         batch = None if stream is None else next(stream, None)
         if stream is not None and batch is not None:
@@ -113,16 +113,17 @@ def round_robin(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batc
 
 
 class ShardedStream(Batches):
-    """Batches of a rank's shards (`count` in the epoch), taken by `round_robin`. Position and report cover all."""
+    """Batches of a rank's shards (`count` in the epoch), in the order of `round_robin`. Position and report cover all
+    shards."""
 
     def __init__(self, count: int, shards: list[ShardState]) -> None:
-        self._count, self._shards, self._turns = count, shards, round_robin(shards)
+        self._count, self._shards, self._round_robin = count, shards, round_robin(shards)
         self._update_position()
 
     def __next__(self) -> Batch:
         try:
             with on_error(self.close):
-                return next(batch for _, batch in self._turns if batch is not None)
+                return next(batch for _, batch in self._round_robin if batch is not None)
         finally:
             self._update_position()
 
@@ -154,26 +155,25 @@ def read_shards(data: Data, shards: Sequence[ShardState], options: Mapping[str, 
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
-    """Merge the positions of all ranks' streams into one of the epoch; raise ValueError unless they have every shard
-    once."""
-    merged: dict[str, Any] = {}
+    """Merge the positions of all ranks' streams into a position of the epoch; raise ValueError unless each shard is in
+    exactly one."""
+    merged_entries: dict[str, Any] = {}
     counts = set()
     for count, entries in map(_parse_position, positions):
         counts.add(count)
-        if duplicates := sorted(merged.keys() & entries.keys()):
+        if duplicates := sorted(merged_entries.keys() & entries.keys()):
             raise ValueError(f"shard {duplicates[0]} is in the positions of two ranks")
-        merged |= entries
+        merged_entries |= entries
     if len(counts) != 1:
         raise ValueError(f"the positions are of epochs in {sorted(counts)} shards; merge those of one epoch")
     count = counts.pop()
-    if missing := [index for index in range(count) if str(index) not in merged]:
+    if missing := [index for index in range(count) if str(index) not in merged_entries]:
         raise ValueError(f"no rank's position has shard {missing[0]} of {count}; merge the positions of all ranks")
-    return rank_position({"shares": count, "at": merged}, 0, 1)
+    return rank_position({"shares": count, "at": merged_entries}, 0, 1)
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
-    """Return one rank's shards of an epoch's position, which any number of ranks made; raise ValueError if invalid."""
-    # Restore the progress of this rank's shards.
+    """Return one rank's shards of an epoch's position, saved by any number of ranks; raise ValueError if invalid."""
     count, entries = _parse_position(position)
     local_entries = {str(index): entries[str(index)] for index in range(rank, count, world) if str(index) in entries}
     return (

@@ -73,7 +73,7 @@ def from_dataframe(
         options: options for reading; without held-out frames their split rule holds out rows, by default the last
             sixth.
         validation, test: frames of held-out rows with the same columns.
-        name: for messages.
+        name: name in messages.
     """
     frames: dict[Split, Any] = {"train": frame, "validation": validation, "test": test}
     frames_by_split = {split: data_frame for split, data_frame in frames.items() if data_frame is not None}

@@ -140,6 +140,6 @@ def iterate_batches(
                 yield PositionedBatch(batch, {"of": position["of"], **resume_at}, replace(report, rows=rows))
             first_batch = 0
     if rows == 0 and options.shard == WHOLE:
-        skipped = f" ({report.skipped} bad ones were skipped)" if report.skipped else ""
+        skipped = f" ({report.skipped} bad rows were skipped)" if report.skipped else ""
         raise ValueError(f"data set {name!r}: there are no {options.split} rows{skipped}")
     yield PositionedBatch(None, {}, replace(report, rows=rows))  # counts bad rows after the last batch

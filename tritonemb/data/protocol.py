@@ -72,7 +72,7 @@ class ReadReport:
         return ReadReport(self.rows + other.rows, self.skipped + other.skipped, problems, tuple(reasons))
 
     def __str__(self) -> str:
-        text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
+        text = f"{self.rows:,} rows were read, {self.skipped:,} bad rows skipped"
         shown = [*(f"{location} ({count:,})" for location, count in self.reasons), *self.problems]
         return "\n  ".join([text, *shown])
 

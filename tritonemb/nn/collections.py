@@ -115,7 +115,7 @@ class TableCollection(FusedModule):
 
     @property
     def cache(self) -> RowCache | None:
-        """Cache of the tables in host memory, on disk or on servers; None without any."""
+        """Cache of the tables in host memory, on disk or on servers; None if there is none."""
         return self.table_set.cache
 
     def __getitem__(self, table: str) -> Table:

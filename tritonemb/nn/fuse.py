@@ -35,7 +35,7 @@ class FuseReport:
     Attributes:
         fused: paths of the fused modules.
         left_alone: paths of the other embeddings, with the reason.
-        optimizer: the fused optimizer as a `torch.optim.Optimizer`; None without one, or if nothing was fused.
+        optimizer: the fused optimizer as a `torch.optim.Optimizer`; None if there is none, or if nothing was fused.
     """
 
     fused: tuple[str, ...]
@@ -188,7 +188,7 @@ class ModelOptimizer(torch.optim.Optimizer):
 
     Attributes:
         report: fused and other embeddings.
-        dense: optimizer of the other parameters, or None without any.
+        dense: optimizer of the other parameters, or None if there is none.
     """
 
     _step_supports_amp_scaling = True  # makes GradScaler pass its scale to `step`, which raises

@@ -63,7 +63,7 @@ class SingleTable(FusedModule):
 
     @property
     def learning_rate(self) -> Tensor:
-        """Learning rate of the fused optimizer, float32 `[]`; AttributeError without one."""
+        """Learning rate of the fused optimizer, float32 `[]`; raise AttributeError if there is none."""
         if self._optimized is None:
             raise AttributeError("this module has no fused optimizer, and so no learning_rate")
         return self._optimized.rate_on(self.weight.device)

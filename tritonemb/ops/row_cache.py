@@ -46,7 +46,7 @@ def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Allocate and pin a slot for each row without one, in ascending order within a set.
+    """Allocate and pin a slot for each row that has none, in ascending order within a set.
 
     A row gets the first empty way of its set, else that of the unpinned row with the least (use, way), which is
     evicted. If all rows of the set are pinned, it gets no slot. New slots are pinned, so none is allocated twice.

@@ -81,7 +81,7 @@ class FileLayout:
 
 
 def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split int64 `[n]` arrays into runs in which all of them are consecutive; return the runs' begins and ends."""
+    """Split int64 `[n]` arrays into runs in which all of them are consecutive; return the runs' starts and ends."""
     if numbers[0].size == 0:
         return numbers[0], numbers[0]
     cuts = np.flatnonzero(np.any([np.diff(array) != 1 for array in numbers], axis=0)) + 1

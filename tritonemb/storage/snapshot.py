@@ -1,7 +1,7 @@
 """Whole and incremental snapshots of a table's file, and their restoration.
 
-An incremental snapshot is a file of changes: a header page, which names the snapshot it follows, then groups of a page
-with up to `_NUMBERS` block numbers and those blocks as they are in the table's file. Each page has a checksum.
+An incremental snapshot is a file of changes: a header page, which names the snapshot it follows, then groups. A group
+is an index page of up to `_INDEX_CAPACITY` block numbers, and copies of these blocks. Each page has a checksum.
 """
 
 import threading
@@ -24,15 +24,15 @@ from tritonemb.storage.store import Field, Initializer, Record, StorageError, cp
 from tritonemb.storage.threads import shielded
 from tritonemb.utils import Closeable, on_error
 
-_NUMBERS = PAYLOAD_BYTES // 8 - 1  # capacity of a group's first page, after their count
-_INDEX_SEED = 1 << 62  # seed of that page's checksum, plus the group's number; larger than any block's number
+_INDEX_CAPACITY = PAYLOAD_BYTES // 8 - 1  # block numbers per index page, after their count
+_INDEX_SEED = 1 << 62  # seed of an index page's checksum, plus the group's number; larger than any block's number
 _FILE_KEYS = ("snapshot", "after", "changed", "places")  # keys of a header besides the table's identity
 
 
 def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, parent: str | None) -> str:
-    """Write a snapshot and flush it; return its name. With `parent`, only the changes since the snapshot of that name.
+    """Write a snapshot and flush it; return its name. With `parent`, write only the changes since that snapshot.
 
-    Raise StorageError if it cannot be written; the file is removed then.
+    Raise StorageError, and remove the file, if it cannot be written.
     """
     name, count = uuid.uuid4().hex, blocks.page_table.count
     subject = f"table {identity.table!r}: snapshot {path}{'' if parent is None else ' of changes'}"
@@ -54,21 +54,21 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
     file.resize(_group_offset(layout, changed_blocks.size))
     with io_context() as context:
         for group, first in enumerate(range(0, changed_blocks.size, size)):
-            numbers = changed_blocks[first : first + size]
-            end = PAGE_BYTES + numbers.size * layout.block_bytes
+            block_numbers = changed_blocks[first : first + size]
+            end = PAGE_BYTES + block_numbers.size * layout.block_bytes
             buffer = context.reserve(end)
-            blocks.load(context, numbers, PAGE_BYTES)
+            blocks.load(context, block_numbers, PAGE_BYTES)
             index = buffer.array[:PAGE_BYTES].view(np.int64)
             index[:] = 0
-            index[0] = numbers.size
-            index[1 : 1 + numbers.size] = numbers
+            index[0] = block_numbers.size
+            index[1 : 1 + block_numbers.size] = block_numbers
             cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
             file.write(buffer.view[:end], _group_offset(layout, first))
     return int(changed_blocks.size)
 
 
 def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path] = ()) -> None:
-    """Create a table's file from a whole snapshot and the incremental snapshots that follow it, in their order.
+    """Create a table's file from a whole snapshot and the incremental snapshots that follow it, in order.
 
     The last of these becomes the table's last snapshot. The file is created atomically. Raise StorageError if a
     snapshot is missing, damaged or of another table, if one does not follow its predecessor, or if the file cannot be
@@ -89,7 +89,7 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
     source, header = open_file(f"snapshot {base}", base, ROWS)
     with closing(source):
         if header["snapshot"] is None and increments:
-            raise StorageError(f"{base} is not a snapshot, or was written to since; changes cannot be applied to it")
+            raise StorageError(f"{base} is not a snapshot, or was modified since; changes cannot be applied to it")
         with storage_errors(f"file {path} could not be written", "check the disk"), new_file(path) as file:
             reflink_or_copy(source, file)
             if increments:
@@ -112,7 +112,7 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
         if identities[0] != identities[1]:
             raise StorageError(f"{subject} belong to another table or optimizer than their base")
         if header["after"] != base_header["snapshot"]:
-            raise StorageError(f"{subject} do not follow the snapshot before them; pass all of them, in their order")
+            raise StorageError(f"{subject} do not follow the previous snapshot; pass all increments, in order")
         changed_blocks, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
         if file.size() != (expected := _group_offset(layout, changed_blocks)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes, expected {expected:,}; use another one")
@@ -124,23 +124,23 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
                 buffer = context.reserve(end)
                 with storage_errors(f"{subject} cannot be read", "use other files"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
-                numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
-                num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
-                if num_good:
-                    num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
-                if num_good <= count:
+                block_numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
+                num_valid = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
+                if num_valid:
+                    num_valid += pages.check(buffer.address + PAGE_BYTES, block_numbers, layout.pages_per_block)
+                if num_valid <= count:
                     raise StorageError(f"{subject} are damaged: a page does not match its checksum; use other files")
-                blocks.store(context, numbers, PAGE_BYTES)
+                blocks.store(context, block_numbers, PAGE_BYTES)
         return header
 
 
 def _group_size(layout: FileLayout) -> int:
     """Return the blocks per group, such that a group fits a buffer."""
-    return max(1, min(_NUMBERS, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes))
+    return max(1, min(_INDEX_CAPACITY, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes))
 
 
 def _group_offset(layout: FileLayout, first: int) -> int:
-    """Return the offset of the group whose first block has this number; of `n`, the size of a file of `n` changes."""
+    """Return the offset of the group that begins with change `first`; for `n`, the size of a file of `n` changes."""
     return PAGE_BYTES * (1 + -(-first // _group_size(layout))) + first * layout.block_bytes
 
 
@@ -153,7 +153,8 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
 
 
 class SnapshotReader(Closeable):
-    """Reads the rows of a whole snapshot, shared with other readers. Raise StorageError if it is missing or damaged."""
+    """Reader of the rows of a whole snapshot, which other readers may share. Raise StorageError if it is missing or
+    damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

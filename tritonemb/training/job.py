@@ -1,4 +1,4 @@
-"""`tritonemb train`: a run of training, in every process of torchrun."""
+"""Implementation of `tritonemb train`, which runs in every process of torchrun."""
 
 import os
 import re
@@ -49,12 +49,12 @@ def train(
 ) -> FitResult:
     """Open the data set, build the model, train it and evaluate it on the test rows.
 
-    A text log is first converted to Parquet in the run's folder if the run has more than one epoch. A resumed run reads
-    the format that it has begun with, text or Parquet, which its checkpoint records.
+    A text log is first converted to Parquet in the run's folder if the run has more than one epoch. A resumed run
+    keeps the format, text or Parquet, that its checkpoint records.
 
     Args:
-        resume: "auto" for the newest checkpoint of the run's folder (of the newest folder of this data set, if `out` is
-            not given), or a new run without one; or the path of a checkpoint.
+        resume: path of a checkpoint to resume from. "auto" selects the newest checkpoint of the run's folder (of the
+            newest folder of this data set, if `out` is not given), and starts a new run if there is none.
         callbacks: callbacks in addition to those of the configuration.
 
     Raises:
@@ -68,9 +68,11 @@ def train(
         # Open the data, find the run's folder, and check that the data of a resumed run have not changed.
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
-        path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
-        if (resumed := checkpoint) is not None:  # before a conversion
-            on_each_rank(group, lambda: data_changes(resumed, read_manifest_text(resumed)[1], data, config.checkpoint))
+        path, checkpoint, converted = on_rank_zero(group, lambda: _locate_run(config, data, resume))
+        if (resumed_path := checkpoint) is not None:  # before a conversion
+            on_each_rank(
+                group, lambda: data_changes(resumed_path, read_manifest_text(resumed_path)[1], data, config.checkpoint)
+            )
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
             # The first rank converts; the others wait for its lock, not in a collective, which could time out.
@@ -107,8 +109,8 @@ def train(
 
 @contextmanager
 def rendezvous(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, torch.device]]:
-    """Join the ranks of torchrun, or a group of this process alone without it; yield the group and this rank's device.
-    Raise ValueError if torchrun's environment variables are incomplete."""
+    """Join the ranks of torchrun; without torchrun create a group of this process only. Yield the group and this rank's
+    device. Raise ValueError if torchrun's environment variables are incomplete."""
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(name)
         return
@@ -127,8 +129,8 @@ def rendezvous(name: str, timeout: float = 600) -> Iterator[tuple[RankGroup, tor
 
 @contextmanager
 def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Servers | None]:
-    """Connect to embedding servers, which rank 0 starts first if the options say so, and stops at the end."""
-    options, started = config.server, list[Servers]()
+    """Connect to embedding servers. If the options require it, rank 0 starts them first, and stops them at the end."""
+    options, started_servers = config.server, list[Servers]()
     if options.servers is None:
         yield None
         return
@@ -136,36 +138,36 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
     patience = options.server_restart_timeout or (PATIENCE if options.on_ray else 20.0)
     arguments: dict[str, Any] = {"folder": log_folder, "patience": patience}
 
-    def begin() -> tuple[list[str], str]:
+    def start_servers() -> tuple[list[str], str]:
         assert count is not None
         if log_folder is not None:
             shutil.rmtree(log_folder, ignore_errors=True)  # logs of an earlier process
         on_ray = partial(start_on_ray, certificate=options.server_certificate, key=options.server_key)
         launch = on_ray if options.on_ray else partial(start, processes=True)
-        started.append(launch(count, log=options.server_log, **arguments))
-        return started[0].addresses, started[0].token
+        started_servers.append(launch(count, log=options.server_log, **arguments))
+        return started_servers[0].addresses, started_servers[0].token
 
     if count is not None and not options.on_ray and len(set(group.nodes)) > 1:
         raise ValueError(
             f"servers={options.servers} starts servers on one machine, but the ranks are on several; start "
             "servers with tritonemb embedding-server, and set servers to their addresses"
         )
-    addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, begin)
+    addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, start_servers)
     if count is not None and not options.on_ray and log_folder is not None:
         arguments["patience"] += START_TIMEOUT  # other ranks do not know that rank 0 is restarting a server
-    with started[0] if started else connect(addresses, token=token, **arguments) as servers:
+    with started_servers[0] if started_servers else connect(addresses, token=token, **arguments) as servers:
         yield servers
 
 
 def open_data(config: TrainConfig, group: RankGroup) -> Data:
-    """Open the data set on all ranks; one process per node opens it first, and downloads or counts what is missing."""
+    """Open the data set on all ranks; one process per node opens it first, to download the files or count the rows."""
     open_once = cache(lambda: open_dataset(config.data, config.path, log=config.read, seed=config.seed))
-    first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
-    on_each_rank(group, open_once if first_of_node else lambda: None)
+    is_first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
+    on_each_rank(group, open_once if is_first_of_node else lambda: None)
     return on_each_rank(group, open_once)
 
 
-def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
+def _locate_run(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
     """Return the run's folder, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
     requested = None if resume is None or resume == "auto" else RunFolder(resume).checkpoints.latest() or Path(resume)
     path = config.output.out or (_run_path(data, resume) if requested is None else requested.resolve().parents[1])
@@ -225,7 +227,7 @@ def _run_path(data: Data, resume: str | None) -> Path:
 
 
 class SavedConfig(Callback):
-    """Writes the effective configuration at the start, when the run's folder is locked."""
+    """Callback that writes the effective configuration at the start, when the run's folder is locked."""
 
     def __init__(self, path: Path, config: TrainConfig) -> None:
         self._path, self._config = path, config

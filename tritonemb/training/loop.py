@@ -49,7 +49,7 @@ class FitResult:
         samples_per_second: mean of this call, without its first step, which compiles and warms up.
         reason: "finished" or "early stop".
         steps: steps since the run began.
-        test: metrics of the last model on the test rows; None without `test`.
+        test: metrics of the last model on the test rows; None if `test` is false.
         best: test metrics of the best checkpoint, by `tritonemb train`; None if it is that of the last step.
     """
 
@@ -288,7 +288,7 @@ class Loop:
         except UndefinedMetricsError as error:
             self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
             return None
-        text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
+        text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad rows skipped"
         self._report_skipped(metrics.num_skipped, split, text)
         return metrics
 

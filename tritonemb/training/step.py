@@ -302,7 +302,7 @@ class TrainStep:
         return value
 
     def current_rates(self) -> tuple[float | None, float | None]:
-        """Learning rates of the dense part and of the fused tables; None without such parameters."""
+        """Learning rates of the dense part and of the fused tables; None if there are no such parameters."""
         dense = None if self.dense_optimizer is None else float(self.dense_optimizer.param_groups[0]["lr"])
         return dense, self.collections[0].current_learning_rate if self.collections else None
 

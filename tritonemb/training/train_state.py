@@ -76,10 +76,10 @@ class TrainState:
         pipeline: whether the next steps are prefetched.
         seeded: whether the random generators of the ranks have been seeded or restored.
         fitted: whether a fit has finished.
-        prefetcher: prefetched steps of the running epoch or evaluation; None without prefetch.
-        ordered_prefetch: prefetch of rows of a training epoch, see `OrderedPrefetch`; None without such tables.
+        prefetcher: prefetched steps of the running epoch or evaluation; None if steps are not prefetched.
+        ordered_prefetch: prefetch of rows of a training epoch, see `OrderedPrefetch`; None if there are no such tables.
         last_due_step: last step after which saving or evaluating tables was due.
-        servers: embedding servers, None without.
+        servers: embedding servers; None if there are none.
         staleness: steps by which pulls from servers may precede pushes.
 
     Attributes:

@@ -20,7 +20,7 @@ class FitStart:
         total_steps, total_samples, num_epochs: size of the whole run; None where it cannot be estimated.
         epoch_samples: samples per epoch; None where it cannot be estimated.
         estimated: whether the numbers of samples are estimates.
-        folder: the run's folder, None without one.
+        folder: the run's folder, None if there is none.
         config: options as nested plain values; those of `Trainer(config=)`, by default none.
         versions: versions of Python, torch, tritonemb and other packages, and the device.
     """
@@ -53,7 +53,7 @@ class Log(StepEnd):
 
     Args:
         loss: mean training loss since the last log.
-        dense_lr, table_lr: learning rates of the step; None without such parameters.
+        dense_lr, table_lr: learning rates of the step; None if there are no such parameters.
         samples_per_second: since the last log, without evaluation and checkpoints.
         data_wait: fraction of that time that the trainer waited for data, 0 to 1.
         memory_bytes: resident memory of the process, or memory allocated on the GPU.

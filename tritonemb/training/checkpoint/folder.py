@@ -56,12 +56,12 @@ class CheckpointFolder:
         return self._path(f"step-{step}")
 
     def latest(self, group: RankGroup | None = None) -> Path | None:
-        """Path of the newest checkpoint, None without one; that of rank 0 on all ranks."""
+        """Path of the newest checkpoint, None if there is none; that of rank 0 on all ranks."""
         names = on_rank_zero(group, lambda: [self.path(step).name for step in self.steps()[-1:]])
         return self.folder / names[0] if names else None
 
     def best(self) -> Path | None:
-        """Path of the checkpoint of the best evaluation, None without one."""
+        """Path of the checkpoint of the best evaluation, None if there is none."""
         steps = self._steps_of("best")
         return self._path(f"best-{steps[-1]}") if steps else None
 

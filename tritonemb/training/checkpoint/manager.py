@@ -230,7 +230,8 @@ def _rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tenso
 
 
 def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
-    """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, or None without one."""
+    """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, or None if there is
+    none."""
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
         if isinstance(module, DynamicTable):
             yield path, module
