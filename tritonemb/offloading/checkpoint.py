@@ -26,10 +26,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.shards import DeviceElements, StoredElements, shard_bounds, slices_of, to_local
+from tritonemb.offloading.shards import DeviceElements, StoredElements, TensorSlice, tensor_slices, to_local
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import FORMAT, METADATA, checkpoint_errors, size_and_checksum
@@ -104,55 +103,18 @@ class LoadPlanner(files.CheckpointPlanner):
             target.commit(read_item.dest_index)
 
 
-class TensorSlice(NamedTuple):
-    """Slice of a state dict's tensor, of full shape `shape`: a tile, or a rank's shard."""
-
-    name: str
-    shape: torch.Size
-    offset: tuple[int, ...]
-    size: torch.Size
-    is_tile: bool = False
-
-    @property
-    def fqn(self) -> str:
-        """Name in checkpoints, whether or not modules are compiled."""
-        return self.name.replace("_orig_mod.", "")
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Index of the slice in the full tensor."""
-        return slices_of(self.size, self.offset)
-
-    def blocks(self, dtype: torch.dtype, elements: StoredElements) -> Iterator[Block]:
-        """Split the slice into blocks of rows of its elements."""
-        if not self.size:
-            yield Block((), torch.Size(), 0, elements)
-        if not self.size or 0 in self.size:
-            return
-        width = torch.Size(self.size[1:]).numel()
-        step = max(1, BLOCK_BYTES // (width * dtype.itemsize))
-        for first in range(0, self.size[0], step):
-            size = torch.Size((min(step, self.size[0] - first), *self.size[1:]))
-            yield Block((self.offset[0] + first, *self.offset[1:]), size, first * width, elements)
-
-
-def tensor_slices(model: nn.Module) -> Iterator[tuple[Any, TensorSlice]]:
-    """Yield all parameters and persistent buffers, once per name."""
-    tiles: dict[Any, tuple[str, torch.Size, tuple[int, ...]]] = {}
-    named: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
-    for prefix, module in model.named_modules():
-        for layer, row, column in module.grid() if isinstance(module, TiledLinear) else ():
-            shape = torch.Size((module.out_features, module.in_features))
-            tiles[layer.weight] = f"{prefix}.weight", shape, (row, column)
-            if layer.bias is not None:
-                tiles[layer.bias] = f"{prefix}.bias", shape[:1], (row,)
-        names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
-        named += [(f"{prefix}.{name}", module._buffers[name]) for name in names if module._buffers[name] is not None]
-    for name, p in named:
-        slice_shape, offset = shard_bounds(p)
-        key, shape, origin = tiles.get(p, (name, torch.Size(p.shape), (0,) * p.dim()))
-        offset = tuple(a + b for a, b in zip(origin, offset, strict=True))
-        yield p, TensorSlice(key.removeprefix("."), shape, offset, slice_shape, p in tiles)
+def _blocks(tensor_slice: TensorSlice, dtype: torch.dtype, elements: StoredElements) -> Iterator[Block]:
+    """Split a slice into blocks of rows of its elements."""
+    offset, size = tensor_slice.offset, tensor_slice.size
+    if not size:
+        yield Block((), size, 0, elements)
+    if not size or 0 in size:
+        return
+    width = torch.Size(size[1:]).numel()
+    step = max(1, BLOCK_BYTES // (width * dtype.itemsize))
+    for first in range(0, size[0], step):
+        block_size = torch.Size((min(step, size[0] - first), *size[1:]))
+        yield Block((offset[0] + first, *offset[1:]), block_size, first * width, elements)
 
 
 def _is_primary(p: Any) -> bool:
@@ -173,7 +135,7 @@ def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: 
     def add(target: dict[str, Any], name: str, dtype: torch.dtype, elements: StoredElements) -> None:
         tensor = target.setdefault(name, StoredTensor(tensor_slice.shape, dtype))
         if not for_saving or _is_primary(p):
-            tensor.blocks |= {block.offset: block for block in tensor_slice.blocks(dtype, elements)}
+            tensor.blocks |= {block.offset: block for block in _blocks(tensor_slice, dtype, elements)}
 
     for p, tensor_slice in tensor_slices(model):
         fqn = tensor_slice.fqn
@@ -243,22 +205,6 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
         save(state, storage_writer=OffloadWriter(temporary), no_dist=group.process_group is None)
 
 
-def _check(path: Path, group: RankGroup) -> None:
-    """Verify the checksums of the files, spread over ranks; ValueError on all ranks for a mismatch.
-
-    Warn if there are no checksums, as in checkpoints of `dcp.save` and of old versions.
-    """
-    problem = ""
-    try:
-        files.check_files(path, files.read_manifest_text(path, CHECKSUMS)[1]["files"], group.rank, group.size)
-    except FileNotFoundError:
-        warnings.warn(f"{path} has no {CHECKSUMS}, so damage may go undetected", stacklevel=3)
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem := max(group.all_gather_object(problem)):
-        raise ValueError(problem)
-
-
 def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint of `save_checkpoint` or `dcp.save` into the tiers of a model; a collective.
 
@@ -272,7 +218,16 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     path, group = Path(path), RankGroup.world()
     if not (path / METADATA).is_file():
         raise ValueError(f"{path} is not a checkpoint: it has no {METADATA}")
-    _check(path, group)
+    # Verify the checksums of the files, spread over ranks; checkpoints of `dcp.save` and of old versions have none.
+    problem = ""
+    try:
+        files.check_files(path, files.read_manifest_text(path, CHECKSUMS)[1]["files"], group.rank, group.size)
+    except FileNotFoundError:
+        warnings.warn(f"{path} has no {CHECKSUMS}, so damage may go undetected", stacklevel=2)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem := max(group.all_gather_object(problem)):
+        raise ValueError(problem)
     # Compare keys and shapes with the model.
     reader = files.CheckpointReader(path)
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata

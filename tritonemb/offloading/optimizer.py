@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from tritonemb.offloading.parameters import OffloadedParam, add_gradient_hook
 from tritonemb.offloading.shards import as_dtensor, to_local
 from tritonemb.offloading.states import StatePlacement, StateStore, make_sub_groups
-from tritonemb.offloading.stepping import STEP_HOOKS, ChunkStepper, ElementwiseOptimizer, state_layout
+from tritonemb.offloading.stepping import STEP_HOOKS, ElementwiseOptimizer, SubGroupStepper, state_layout
 from tritonemb.offloading.sub_groups import MASTER
 
 Replacements = Mapping[Any, list[tuple[Any, Any]]]
@@ -94,10 +94,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         examples = [self._inner.example_states(group) for group in self.param_groups]
         params = [(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
         layouts = {p: state_layout(p, examples[number], placement.step_device) for p, number in params}
-        groups_of_chunks = list(make_sub_groups(params, layouts, offloaded, placement.elements))
-        self.store = StateStore(groups_of_chunks, placement)
+        self.store = StateStore(list(make_sub_groups(params, layouts, offloaded, placement.elements)), placement)
         self._gradients = Gradients(placement.device)
-        self._stepper = ChunkStepper(self._inner, self._gradients.of, groups_of_chunks, placement.step_device)
+        self._stepper = SubGroupStepper(self._inner, self._gradients.of, self.store, placement.step_device)
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
         self._versions: dict[Any, int] = {p: 0 for p, _ in params if p not in offloaded}
@@ -137,12 +136,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for p in with_gradient:
                 if p in self._versions and self._versions[p] != to_local(p)._version:
                     self.store.update_masters(p)
-            chunks = [chunk for p in with_gradient for chunk in self.store.chunks(p)]
-            self.store.visit(lambda visited: self._stepper.step(visited, self.param_groups), chunks)
+            self._stepper.step(with_gradient, self.param_groups)
             for p in with_gradient:
                 self._record_update(p)
-            self.store.buffers.drain()
-            self.store.reverse = not self.store.reverse
         return loss
 
     def _record_update(self, parameter: Any) -> None:

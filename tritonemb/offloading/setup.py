@@ -3,7 +3,7 @@
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from tritonemb.offloading.activations import ActivationStore
 from tritonemb.offloading.dispatch import ModuleCalls, is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
-from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, to_local
+from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, tensor_slices, to_local
 from tritonemb.offloading.states import StatePlacement
 from tritonemb.offloading.tiers import Arena, Tier, TierName, make_tier
 from tritonemb.tables.table import Table
@@ -124,7 +124,7 @@ def offload(
     # Create tiers and the offloaded counterparts, which may raise; then move values, which changes the model.
     names = dict.fromkeys((params, states, activations))
     tiers: dict[TierName, Tier] = {name: make_tier(name, compute_device, folders) for name in names if name != "device"}
-    with on_error(lambda: _close(tiers)):
+    with on_error(lambda: [tier.close() for tier in tiers.values()]):
         arena = Arena(arena_bytes if params != "device" else 0, compute_device)
         calls = ModuleCalls(ParameterCache(arena), compute_device)
         move = ParameterMove(model, calls, tiers.get(params), elements, init)
@@ -175,11 +175,7 @@ def report(model: nn.Module) -> OffloadReport:
 
 def close(model: nn.Module) -> None:
     """Wait for pending I/O, and remove the swap file. Model and optimizer are unusable afterwards."""
-    _close(_offloaded(model)[1])
-
-
-def _close(tiers: Mapping[TierName, Tier]) -> None:
-    for tier in tiers.values():
+    for tier in _offloaded(model)[1].values():
         tier.close()
 
 
@@ -330,16 +326,11 @@ def _tiled_layers(
             has_bias, dtype = layer.bias is not None, layer.weight.dtype
             tiled = TiledLinear(layer.in_features, layer.out_features, has_bias, device="meta", dtype=dtype, **splits)
             # Tiles are views of the layer's parameters until they are moved.
-            for tile in tiled.grid():
-                rows = slice(tile.first_row, tile.first_row + tile.layer.out_features)
-                columns = slice(tile.first_column, tile.first_column + tile.layer.in_features)
-                for attribute, index in (("weight", (rows, columns)), ("bias", rows)):
-                    parameter = getattr(layer, attribute)
-                    if getattr(tile.layer, attribute) is not None:
-                        values = torch.empty_like(parameter[index]) if parameter.is_meta else parameter.detach()[index]
-                        tile_parameter = nn.Parameter(values, requires_grad=parameter.requires_grad)
-                        setattr(tile.layer, attribute, tile_parameter)
-                        tiles[tile_parameter] = parameter, index
+            for tile, tensor_slice in tensor_slices(tiled):
+                parameter, index = getattr(layer, tensor_slice.name), tensor_slice.slices
+                if not parameter.is_meta:
+                    torch.utils.swap_tensors(tile, nn.Parameter(parameter.detach()[index]))
+                tiles[tile.requires_grad_(parameter.requires_grad)] = parameter, index
             yield f"{path}.{name}".removeprefix("."), (parent, name), layer, tiled
 
 

@@ -1,12 +1,14 @@
-"""Shards of DTensors, and tensors whose elements are stored in the order of memory, in pieces."""
+"""Slices of tensors: shards of DTensors, tiles, and pieces of tensors that are stored in the order of memory."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from tritonemb.nn.tiled_linear import TiledLinear
 
 
 def to_local(tensor: Any) -> Tensor:
@@ -38,6 +40,45 @@ def local_shape(tensor: Any) -> torch.Size:
 def slices_of(shape: torch.Size, offset: tuple[int, ...]) -> tuple[slice, ...]:
     """Return the index of a block of a tensor."""
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+class TensorSlice(NamedTuple):
+    """Slice of a state dict's tensor, of full shape `shape`: a tile, or a rank's shard."""
+
+    name: str
+    shape: torch.Size
+    offset: tuple[int, ...]
+    size: torch.Size
+    is_tile: bool = False
+
+    @property
+    def fqn(self) -> str:
+        """Name in checkpoints, whether or not modules are compiled."""
+        return self.name.replace("_orig_mod.", "")
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Index of the slice in the full tensor."""
+        return slices_of(self.size, self.offset)
+
+
+def tensor_slices(model: nn.Module) -> Iterator[tuple[Any, TensorSlice]]:
+    """Yield all parameters and persistent buffers, once per name."""
+    tiles: dict[Any, tuple[str, torch.Size, tuple[int, ...]]] = {}
+    named: list[tuple[str, Any]] = [*model.named_parameters(remove_duplicate=False)]
+    for prefix, module in model.named_modules():
+        for layer, row, column in module.grid() if isinstance(module, TiledLinear) else ():
+            shape = torch.Size((module.out_features, module.in_features))
+            tiles[layer.weight] = f"{prefix}.weight", shape, (row, column)
+            if layer.bias is not None:
+                tiles[layer.bias] = f"{prefix}.bias", shape[:1], (row,)
+        names = [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+        named += [(f"{prefix}.{name}", module._buffers[name]) for name in names if module._buffers[name] is not None]
+    for name, p in named:
+        slice_shape, offset = shard_bounds(p)
+        key, shape, origin = tiles.get(p, (name, torch.Size(p.shape), (0,) * p.dim()))
+        offset = tuple(a + b for a, b in zip(origin, offset, strict=True))
+        yield p, TensorSlice(key.removeprefix("."), shape, offset, slice_shape, p in tiles)
 
 
 def padded_shape(tensor: Any) -> torch.Size:

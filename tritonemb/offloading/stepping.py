@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.offloading.shards import flat_like, to_local
-from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, StateChunk, StateLayout, SubGroup
+from tritonemb.offloading.states import StateStore
+from tritonemb.offloading.sub_groups import ALIGNMENT, MASTER, StateChunk, StateLayout
 from tritonemb.offloading.tiers import empty_on
 
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # of torch.optim; called once per step
@@ -99,18 +100,24 @@ def state_layout(parameter: Any, examples: Mapping[str, Any], step_device: torch
     return StateLayout(scalars, ({} if in_place else {MASTER: dtype}) | dict.fromkeys(arrays, dtype))
 
 
-class ChunkStepper:
-    """Steps chunks of a sub-group, in memory of a device, by an optimizer; `gradient(p)` is that of a parameter."""
+class SubGroupStepper:
+    """Steps parameters sub-group by sub-group, in memory of a device; `gradient(p)` is that of a parameter."""
 
     def __init__(
-        self, optimizer: ElementwiseOptimizer, gradient: Callable[[Any], Any], groups: Sequence[SubGroup],
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        self._optimizer, self._gradient, self._groups, self._device = optimizer, gradient, groups, device
+        self, optimizer: ElementwiseOptimizer, gradient: Callable[[Any], Any], store: StateStore, device: torch.device
+    ) -> None:
+        self._optimizer, self._gradient, self._store, self._device = optimizer, gradient, store, device
+
+    def step(self, parameters: Sequence[Any], param_groups: Sequence[dict[str, Any]]) -> None:
+        """Step parameters with the hyperparameters of their groups."""
+        chunks = [chunk for p in parameters for chunk in self._store.chunks(p)]
+        self._store.visit(lambda visited: self._step_group(visited, param_groups), chunks)
+        self._store.buffers.drain()
+        self._store.reverse = not self._store.reverse
 
     @torch.no_grad()
-    def step(self, chunks: Sequence[StateChunk], param_groups: Sequence[dict[str, Any]]) -> None:
-        """Step chunks with the hyperparameters of their groups, and store the values in their parameters."""
+    def _step_group(self, chunks: Sequence[StateChunk], param_groups: Sequence[dict[str, Any]]) -> None:
+        """Step chunks of a sub-group, and store the values in their parameters."""
         for chunk in chunks:
             if not chunk.is_ready:
                 chunk.update_master()
@@ -156,5 +163,5 @@ class ChunkStepper:
     def _scratch(self) -> Tensor:
         """Scratch memory for the gradients of a sub-group, converted to the dtype and device of the step."""
         # 8: the largest dtype, float64.
-        num_bytes = max(sum(chunk.numel * 8 + ALIGNMENT for chunk in group.chunks) for group in self._groups)
+        num_bytes = max(sum(chunk.numel * 8 + ALIGNMENT for chunk in group.chunks) for group in self._store.groups)
         return empty_on(self._device, num_bytes)

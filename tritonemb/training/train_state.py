@@ -19,10 +19,9 @@ from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
-from tritonemb.offloading.checkpoint import TensorSlice, tensor_slices
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
-from tritonemb.offloading.shards import as_dtensor, local_shape, to_local
+from tritonemb.offloading.shards import TensorSlice, as_dtensor, local_shape, tensor_slices, to_local
 from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
