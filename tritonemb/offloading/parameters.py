@@ -150,9 +150,9 @@ class OffloadedParam(StoredElements):
             raise ValueError(
                 f"parameter {self.name!r} has shape {tuple(self.shard_shape)}, got values of {tuple(values.shape)}"
             )
-        elements = values.detach().reshape(-1) if self.strides is None else flat_like(values, self.parameter)
-        for piece in self.pieces:
-            self.write_piece(piece, elements[piece.begin : piece.end]).wait()
+        self.store_elements(
+            0, values.detach().reshape(-1) if self.strides is None else flat_like(values, self.parameter)
+        )
         self.on_write()
 
     def read_piece(self, piece: StoredPiece) -> Tensor:
