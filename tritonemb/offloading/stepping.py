@@ -33,6 +33,7 @@ class ElementwiseOptimizer:
                 f"the step of this {self.name} was replaced, by a learning rate scheduler perhaps; make schedulers of "
                 "the optimizer that te.offload returns"
             )
+        self._has_fused = "fused" in inspect.signature(type(optimizer).__init__).parameters
         self._inner: Any = copy.copy(optimizer)
         self._inner.__dict__ = dict(optimizer.__dict__) | {name: OrderedDict() for name in STEP_HOOKS}
 
@@ -81,8 +82,7 @@ class ElementwiseOptimizer:
     def _with_fused(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a group with `fused`, unless the user chose an implementation."""
         is_explicit = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
-        has_fused = "fused" in inspect.signature(type(self._inner).__init__).parameters and not is_explicit
-        return {**group, "fused": True} if has_fused else group
+        return {**group, "fused": True} if self._has_fused and not is_explicit else group
 
     def _constructor_states(self, p: Tensor, group: dict[str, Any]) -> Mapping[str, Any]:
         """Return the states that the optimizer's constructor creates; only Adagrad's does."""
