@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tritonemb.comm.async_tensor import AsyncTensor, ordinary, send_gradients_first, wait
+from tritonemb.comm.async_tensor import AsyncTensor, send_gradients_first, to_ordinary, wait
 
 
 class Arriving(torch.autograd.Function):
@@ -64,7 +64,7 @@ def test_every_use_is_that_of_the_values(use):
     given, log = arriving(values)
     assert (given.shape, given.dtype, given.requires_grad, log) == ((5, 3), torch.float32, True, [])
     found, expected = use(given), use(twin)
-    assert torch.equal(ordinary(found), expected)
+    assert torch.equal(to_ordinary(found), expected)
     found.sum().backward()
     expected.sum().backward()
     assert torch.equal(values.grad, twin.grad)
@@ -88,8 +88,8 @@ def test_what_is_no_operator():
     for read in (lambda x: x.numpy().tolist(), lambda x: x.tolist(), lambda x: wait(x).tolist()):
         assert read(arriving(values)[0]) == values.tolist()
     assert repr(arriving(values)[0]) == f"AsyncTensor({values})"
-    assert type(ordinary(arriving(values)[0])) is Tensor
-    assert ordinary(values) is values
+    assert type(to_ordinary(arriving(values)[0])) is Tensor
+    assert to_ordinary(values) is values
 
 
 def test_a_change_in_place_stays():

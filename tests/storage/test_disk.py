@@ -310,7 +310,7 @@ print(sorted({"numba", "llvmlite"} & (set(sys.modules) - before)))
         (torch.tensor([1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, r"got \[1\] and \[2, 4\]"),
         (torch.tensor([[1]]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, r"rows must be \[n\]"),
         (torch.tensor([2, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, r"rows\[0\] is 2 and rows\[1\] is 1"),
-        (torch.tensor([1, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "drop repetitions"),
+        (torch.tensor([1, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "drop duplicates"),
         (torch.tensor([-1]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, "rows 0 to 3, got row -1"),
         (torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "got row 4"),
     ],

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-_FIRST = 1 << 62  # autograd runs the node of the largest number that is ready
+_FIRST = 1 << 62  # of the ready nodes, autograd runs the one with the largest number
 _aten = torch.ops.aten
-POSTPONED = {
+_DEFERRED = {
     _aten.cat.default, _aten.index_select.default, _aten.index_copy.default, _aten.mul.Tensor, _aten.add.Tensor,
     _aten.constant_pad_nd.default, _aten._to_copy.default,
 }  # fmt: skip
@@ -27,7 +27,7 @@ class AsyncTensor(Tensor):
     """
 
     _receive: Callable[[], Tensor] | None
-    _arrived: Tensor
+    _result: Tensor
 
     def __new__(cls, like: Tensor, device: torch.device, receive: Callable[[], Tensor]) -> Self:
         tensor = Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
@@ -38,8 +38,8 @@ class AsyncTensor(Tensor):
         """Return the values as an ordinary tensor without gradients. Raise the error of the exchange."""
         if self._receive is not None:
             with torch.no_grad():
-                self._arrived, self._receive = self._receive(), None
-        return self._arrived
+                self._result, self._receive = self._receive(), None
+        return self._result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -50,7 +50,7 @@ class AsyncTensor(Tensor):
             arrived, options = tree_map_only(AsyncTensor, AsyncTensor.wait, (args, kwargs))
             return func(*arrived, **options)
 
-        if func not in POSTPONED or kwargs.get("device") or all(tensor._receive is None for tensor in async_tensors):
+        if func not in _DEFERRED or kwargs.get("device") or all(tensor._receive is None for tensor in async_tensors):
             return run()
         return AsyncTensor(func(*tree_map_only(Tensor, _on_meta, args), **kwargs), async_tensors[0].device, run)
 
@@ -69,11 +69,11 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def wait(tensor: Tensor) -> Tensor:
-    """Return the values; without gradients for an `AsyncTensor`."""
+    """Return the values; those of an `AsyncTensor` have no gradients."""
     return tensor.wait() if isinstance(tensor, AsyncTensor) else tensor
 
 
-def ordinary(tensor: Tensor) -> Tensor:
+def to_ordinary(tensor: Tensor) -> Tensor:
     """Return the tensor, or for an `AsyncTensor` an ordinary one with the same values and gradients."""
     return _aten.alias(tensor) if isinstance(tensor, AsyncTensor) else tensor
 
@@ -88,5 +88,5 @@ def send_gradients_first(result: Tensor, exchange: type) -> None:
         node = nodes.pop()
         if node is not None and node._sequence_nr() < _FIRST:
             node._set_sequence_nr(_FIRST + node._sequence_nr())  # type: ignore[attr-defined]
-            is_last = node.name() == f"{exchange.__name__}Backward"
-            nodes += [] if is_last else [child for child, _ in node.next_functions]
+            is_exchange = node.name() == f"{exchange.__name__}Backward"
+            nodes += [] if is_exchange else [child for child, _ in node.next_functions]

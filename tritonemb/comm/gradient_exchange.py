@@ -1,4 +1,4 @@
-"""Exchange of rows and summed gradients between ranks with replicas, or with other columns, of the same rows."""
+"""Exchange of rows and summed gradients between ranks that have replicas, or different columns, of the same rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
 
-_REFUSED = -1
+_FAILED = -1
 
 
 class RowSums(NamedTuple):
@@ -23,13 +23,13 @@ class SumsExchange:
     """All-gather of row sums. All ranks of the group create it with the same arguments.
 
     The result is bitwise identical on all ranks: a rank encodes its own sums, too. Bytes to every other rank, per
-    distinct row of the rank with the most: a code per column and 4, or 8 if a table has 2³¹ rows. `shapes` are rows and
-    columns of each table.
+    row of the rank with the most distinct rows: a code per column, and 4 (8 if a table has 2³¹ rows) for the row.
+    `shapes` are rows and columns of each table.
     """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, shapes: Sequence[tuple[int, int]]) -> None:
         self.group, self._precision, dims = group, precision, [dim for _, dim in shapes]
-        self._number = torch.int32 if max(rows for rows, _ in shapes) < 2**31 else torch.int64
+        self._row_dtype = torch.int32 if max(rows for rows, _ in shapes) < 2**31 else torch.int64
         self._tables = {dim: [table for table, table_dim in enumerate(dims) if table_dim == dim] for dim in dims}
         self._codecs = {dim: MessageCodec([[(0, dim)]], dim, precision.backward) for dim in dims}
         self.codecs = tuple(self._codecs.values())
@@ -47,15 +47,15 @@ class SumsExchange:
         if not any(any(counts) for counts, _ in by_rank):
             return local_sums
         # A message per rank: rows, then codes of each dim; padded to the longest.
-        parts = [torch.cat(local_sums.rows).to(self._number).view(torch.uint8)]
+        parts = [torch.cat(local_sums.rows).to(self._row_dtype).view(torch.uint8)]
         for dim, tables in self._tables.items():
             matrices = [local_sums.sums[table] for table in tables]
             sums = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
             parts.append(self._codecs[dim].pack(sums, by_rank[self.group.rank][1]))
-        longest = max(sum(self._sizes(counts, device)) for counts, _ in by_rank)
-        longest = -(-longest // 8) * 8  # align the rows of each rank
-        gathered = _all_gather_padded(self.group, parts, longest, "row gradients")
-        rank_sums = [self._parse(part, *sizes) for part, sizes in zip(gathered, by_rank, strict=True)]
+        message_bytes = max(sum(self._sizes(counts, device)) for counts, _ in by_rank)
+        message_bytes = -(-message_bytes // 8) * 8  # align the rows of each rank
+        messages = _all_gather_padded(self.group, parts, message_bytes, "row gradients")
+        rank_sums = [self._unpack(part, *sizes) for part, sizes in zip(messages, by_rank, strict=True)]
         fields = ([torch.cat(table) for table in zip(*lists, strict=True)] for lists in zip(*rank_sums, strict=True))
         return RowSums(*fields)
 
@@ -63,9 +63,9 @@ class SumsExchange:
         """Return the bytes of a message's rows, and of the codes of each dim."""
         codes = [sum(counts[table] for table in tables) for tables in self._tables.values()]
         widths = [codec.part_bytes(device)[0] for codec in self.codecs]
-        return [sum(counts) * self._number.itemsize, *(n * width for n, width in zip(codes, widths, strict=True))]
+        return [sum(counts) * self._row_dtype.itemsize, *(n * width for n, width in zip(codes, widths, strict=True))]
 
-    def _parse(self, message: Tensor, counts: Sequence[int], scale: float) -> RowSums:
+    def _unpack(self, message: Tensor, counts: Sequence[int], scale: float) -> RowSums:
         sizes = self._sizes(counts, message.device)
         rows, *codes = message[: sum(sizes)].split(sizes)
         sums = [torch.empty(0)] * len(counts)
@@ -74,7 +74,7 @@ class SumsExchange:
             matrix = self._codecs[dim].unpack(part, sum(table_counts), torch.float32, scale)
             for table, table_sums in zip(tables, matrix.split(table_counts), strict=True):
                 sums[table] = table_sums
-        return RowSums([*rows.view(self._number).long().split(list(counts))], sums)
+        return RowSums([*rows.view(self._row_dtype).long().split(list(counts))], sums)
 
 
 def _exponent(sums: Sequence[Tensor]) -> Tensor:
@@ -90,21 +90,21 @@ def all_gather_rows(group: RankGroup, rows: Tensor, error: ValueError | None = N
     Bytes to every other rank: 8 per rank, and 8 per row of the rank with the most rows. Raise `error`, the error of
     this rank's batch; the other ranks raise RuntimeError, which names this rank.
     """
-    local_count = rows.numel() if error is None else _REFUSED
+    local_count = rows.numel() if error is None else _FAILED
     counts = group.all_gather(torch.tensor([local_count], device=rows.device), "sizes").flatten().tolist()
     if error is not None:
         raise error
-    if _REFUSED in counts:
-        rank = group.ranks[counts.index(_REFUSED)]
+    if _FAILED in counts:
+        rank = group.ranks[counts.index(_FAILED)]
         raise RuntimeError(f"rank {rank} rejected its batch; see the error on that rank")
     if not any(counts):
         return rows
-    gathered = _all_gather_padded(group, [rows], max(counts), "rows")
-    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).unique()
+    messages = _all_gather_padded(group, [rows], max(counts), "rows")
+    return torch.cat([part[:count] for part, count in zip(messages, counts, strict=True)]).unique()
 
 
-def _all_gather_padded(group: RankGroup, parts: Sequence[Tensor], longest: int, kind: str) -> Tensor:
-    message = torch.cat([*parts, parts[0].new_zeros(longest - sum(part.numel() for part in parts))])
+def _all_gather_padded(group: RankGroup, parts: Sequence[Tensor], num_elements: int, kind: str) -> Tensor:
+    message = torch.cat([*parts, parts[0].new_zeros(num_elements - sum(part.numel() for part in parts))])
     return group.all_gather(message, kind)
 
 

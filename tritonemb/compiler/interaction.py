@@ -81,7 +81,7 @@ def _fuse(gm: GraphModule, product: Node, vectors: Node) -> str:
     dtype = value_of(product).dtype
     require(dtype in FLOATS, f"its products are {dtype}")
     example = value_of(product).new_empty(0)
-    require(is_fused(example, example), f"no kernel of ours serves {dtype} on {example.device}")
+    require(is_fused(example, example), f"no kernel of tritonemb supports {dtype} on {example.device}")
     write = Writer(gm, product)
     dense, *sparse = (_matrix(part, dtype, write) for part in vector_nodes)
     sparse_vectors = sparse[0] if len(sparse) == 1 else write(torch.cat, sparse, 1)

@@ -1,4 +1,4 @@
-"""Match the lookups of a graph, by PyTorch's functions or our modules, and group those that can be merged.
+"""Match the lookups of a graph, by PyTorch's functions or tritonemb's modules, and group those that can be merged.
 
 Independent lookups of a region with the same batch size and kind of result are merged; others are left alone, with a
 reason.

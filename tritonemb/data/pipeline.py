@@ -27,7 +27,7 @@ FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows"
 def ordered_map(
     job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None
 ) -> Generator[R, None, None]:
-    """Map `job` over chunks in threads; yield results in order, and raise an exception in its place.
+    """Map `job` over chunks in threads; yield results in order, and raise an exception at its position.
 
     At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
     memory does not depend on the size of the log. Closing the generator stops all threads.
@@ -53,7 +53,7 @@ def ordered_map(
 
 @dataclass(frozen=True)
 class LogPosition:
-    """First row of a shuffle buffer: after `skip` good rows of a chunk, and `skipped` bad rows in all."""
+    """First row of a shuffle buffer: after `skip` valid rows of a chunk, and `skipped` bad rows in all."""
 
     part: int = 0
     offset: int = 0
@@ -63,12 +63,12 @@ class LogPosition:
 
 
 def shuffle_buffers(
-    blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: LogPosition, number: int
+    blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: LogPosition, index: int
 ) -> Iterator[tuple[int, Rows, LogPosition, LogPosition]]:
     """Collect the rows of blocks, from `start` on, in buffers of `num_rows` (the last may be smaller); yield each
-    buffer's number, counted from `number`, its rows, its start and its end.
+    buffer's index, counted from `index`, its rows, its start and its end.
 
-    `order(num_rows, number)` returns the permutation of a buffer, or None to keep the order. Raise ValueError if the
+    `order(num_rows, index)` returns the permutation of a buffer, or None to keep the order. Raise ValueError if the
     blocks have fewer than `start.skip` rows."""
     slices: list[Rows] = []
     num_gathered, num_to_skip, skipped, stop = 0, start.skip, start.skipped, start
@@ -82,19 +82,16 @@ def shuffle_buffers(
             num_gathered, row = num_gathered + end - row, end
             stop = LogPosition(block.part, block.offset, block.line, row, skipped)
             if num_gathered == num_rows:
-                buffer, slices, num_gathered = (
-                    concat_rows(slices, order(num_gathered, number)),
-                    [],
-                    0,
-                )
-                yield number, buffer, start, stop
+                buffer = concat_rows(slices, order(num_gathered, index))
+                slices, num_gathered = [], 0
+                yield index, buffer, start, stop
                 del buffer
-                start, number = stop, number + 1
+                start, index = stop, index + 1
         skipped += block.report.skipped
     if num_to_skip:
         raise ValueError(f"the data has changed: it has {num_to_skip} fewer rows than the position requires")
     if slices:
-        yield number, concat_rows(slices, order(num_gathered, number)), start, stop
+        yield index, concat_rows(slices, order(num_gathered, index)), start, stop
 
 
 def permutation(num_rows: int, *seeds: int) -> Array:
@@ -110,8 +107,8 @@ def iterate_batches(
 ) -> Iterator[PositionedBatch]:  # fmt: skip
     """Yield the batches of one stream from a position on; after the last one, the report of all rows.
 
-    `blocks(start)` yields the blocks of the split from `start` on; `order` as for `shuffle_buffers`; `report` counts
-    the rows before the position, with the bad rows that the blocks do not have.
+    `blocks(start)` yields the blocks of the split from `start` on; `order` is that of `shuffle_buffers`; `report`
+    counts the rows before the position, with the bad rows that the blocks do not have.
     """
 
     def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
@@ -125,7 +122,7 @@ def iterate_batches(
     first_batch, rows, batch_size = position["batch"], position["rows"], options.batch_size
     with closing(blocks(start)) as split_blocks:
         buffers = shuffle_buffers(add_reports(split_blocks), buffer_rows, order, start, position["window"])
-        for number, buffer, begin, end in buffers:
+        for buffer_index, buffer, begin, end in buffers:
             if first_batch * batch_size >= (num_rows := len(buffer)):
                 raise ValueError(f"data set {name!r}: it has fewer rows than the position requires")
             for batch_index in range(first_batch, -(-num_rows // batch_size)):
@@ -133,11 +130,11 @@ def iterate_batches(
                 batch = gather_batch(buffer, keys, indices, options.pin_memory)
                 rows += len(batch)
                 # The position of the next batch: in this buffer, or the first one of the next buffer.
-                next_start, window, next_batch = begin, number, batch_index + 1
+                next_start, window, next_batch = begin, buffer_index, batch_index + 1
                 if next_batch * batch_size >= num_rows:
-                    next_start, window, next_batch = end, number + 1, 0
-                resume_at = vars(next_start) | {"window": window, "batch": next_batch, "rows": rows}
-                yield PositionedBatch(batch, {"of": position["of"], **resume_at}, replace(report, rows=rows))
+                    next_start, window, next_batch = end, buffer_index + 1, 0
+                next_position = vars(next_start) | {"window": window, "batch": next_batch, "rows": rows}
+                yield PositionedBatch(batch, {"of": position["of"], **next_position}, replace(report, rows=rows))
             first_batch = 0
     if rows == 0 and options.shard == WHOLE:
         skipped = f" ({report.skipped} bad rows were skipped)" if report.skipped else ""

@@ -134,7 +134,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         return (out / count_unpadded(ids, offsets)).to(self.weight.dtype) if mean else out
 
     def _pool_by_torch(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor | None:
-        """Pool by PyTorch's op if that is faster, else return None."""
+        """Pool with PyTorch's op if that is faster, else return None."""
         bags, has_padding = input if offsets is None else offsets, self.padding_idx is not None
         is_small = self._prefers_torch(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
         has_last_offset, traced = offsets is not None and self.include_last_offset, torch.compiler.is_compiling()

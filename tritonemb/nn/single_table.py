@@ -23,7 +23,7 @@ from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
-FEW_ELEMENTS = 1 << 18  # of a lookup, below which PyTorch's backward is faster than ours
+FEW_ELEMENTS = 1 << 18  # of a lookup, below which PyTorch's backward is faster than the kernels of `ops`
 
 
 class SingleTable(FusedModule):
@@ -128,7 +128,7 @@ class SingleTable(FusedModule):
             self.__dict__.pop(name, None)
 
     def _prefers_torch(self, input: Any, num_rows: int | None = None) -> bool | None:
-        """Return whether a small call is faster by PyTorch's op in forward and backward.
+        """Return whether a small call is faster with PyTorch's op in forward and backward.
 
         False: only in the forward. None: in neither, for tables other than float32 on the CPU, for results in reused
         memory (of `num_rows`, or one per id), or under a trace or transform. Under tracing without an optimizer, True:
@@ -287,7 +287,8 @@ _renormalize_untraced = _disable_dynamo(lambda *args: torch.embedding_renorm_(*a
 
 
 def reason_not_fusable(module: Any) -> str | None:
-    """Return why no optimizer can be fused into an `EmbeddingBag` or `Embedding`, PyTorch's or ours; None if it can."""
+    """Return why no optimizer can be fused into an `EmbeddingBag` or `Embedding`, PyTorch's or tritonemb's; None if it
+    can."""
     weight: Tensor = module.weight
     if getattr(module, "mode", None) == "max":
         return 'mode="max" has no fused update; use "sum" or "mean", or omit the optimizer'

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
-from tritonemb.comm.async_tensor import ordinary, send_gradients_first
+from tritonemb.comm.async_tensor import send_gradients_first, to_ordinary
 from tritonemb.comm.id_exchange import IdExchange, Received
 from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, OutputExchangeFunction, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
@@ -68,7 +68,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     @_disable_dynamo  # graph break: the number of rows is that of the batch's ids
     def _look_up_and_wait(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         rows = self._look_up(features)
-        return KeyedJaggedTensor(rows.keys(), ordinary(rows.values()), offsets=rows.offsets())
+        return KeyedJaggedTensor(rows.keys(), to_ordinary(rows.values()), offsets=rows.offsets())
 
     def _look_up(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         batch, replicated_groups, received = self.prefetch(features)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
-from tritonemb.comm.async_tensor import ordinary
+from tritonemb.comm.async_tensor import to_ordinary
 from tritonemb.comm.data_parallel import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
@@ -189,7 +189,7 @@ class HybridParallel(ParallelModel):
             output = torch.func.functional_call(self._compute_module[0], parameters, args, kwargs)
             graph_order.clear()
             return output
-        return tree_map_only(Tensor, ordinary, self._called_module[0](*args, **kwargs))
+        return tree_map_only(Tensor, to_ordinary, self._called_module[0](*args, **kwargs))
 
     def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = True) -> PrefetchedFeatures:
         """Exchange the ids of a batch, and prefetch its rows, before `forward`; on all ranks, in the same order.

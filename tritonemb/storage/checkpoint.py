@@ -36,7 +36,7 @@ MANIFEST, METADATA = "trainer.json", ".metadata"
 ROWS, CHANGES = ".rows", ".changes"  # suffixes of the sparse files of a table on disk
 Files = dict[str, list[int]]  # by file name: size and checksum
 # Classes that metadata may name, besides dtypes; torch before 2.3 had TensorProperties in the last module.
-_NAMES = {
+_ALLOWED_NAMES = {
     "torch": "Size",
     "torch.serialization": "_get_layout",
     "torch.distributed.checkpoint.filesystem": "_StorageInfo",
@@ -54,11 +54,11 @@ class _MetadataUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in ("pathlib", "pathlib._local"):
             return PurePath  # the folder that it was written to
-        if name in _NAMES.get(module, "").split():
+        if name in _ALLOWED_NAMES.get(module, "").split():
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")  # as torch's says
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")  # like torch's message
 
     def load_build(self) -> None:
         target = self.stack[-2]  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _unsafe_file_error(path: Path, error: Exception) -> ValueError:
-    """Return the error of a file that was not unpickled."""
+    """Return the error for a file that was not unpickled."""
     if name := re.search(r"GLOBAL (\S+)", str(error)):
         reference = f"{path} refers to {name[1]}"
         return ValueError(f"{reference}, which could run code, so it is not loaded; use another checkpoint")
@@ -78,13 +78,13 @@ def _unsafe_file_error(path: Path, error: Exception) -> ValueError:
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads a checkpoint, its metadata once.
+    """Reader of a checkpoint, which reads the metadata once.
 
-    ValueError names a file that is damaged, or that refers to code.
+    Raise ValueError, which names the file, if a file is damaged or refers to code.
     """
 
     _metadata: Metadata | None = None
-    _file = ""  # being read
+    _file = ""  # the file that is being read
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
@@ -112,7 +112,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """Loads values other than tensors without running code."""
+    """Planner that loads values other than tensors without running code."""
 
     def load_bytes(self, read_item: Any, value: Any) -> None:
         loaded = torch.load(value, weights_only=True)
@@ -140,7 +140,7 @@ def ignore_single_process_warning() -> None:
 
 
 def read_manifest_text(path: Path, name: str = MANIFEST) -> tuple[bytes, dict[str, Any]]:
-    """Return a checkpoint's manifest as text and parsed; FileNotFoundError or ValueError as `read_manifest`."""
+    """Return a checkpoint's manifest as text and parsed; raise the errors of `read_manifest`."""
     if not (path / name).is_file():
         raise FileNotFoundError(f"{path} is not a checkpoint: it has no {name}")
     text = read_sealed(path / name)
@@ -159,7 +159,7 @@ def read_manifest_text(path: Path, name: str = MANIFEST) -> tuple[bytes, dict[st
 
 def check_files(path: Path, files: Mapping[str, Sequence[int]], rank: int, ranks: int) -> None:
     """Raise ValueError unless the files have the sizes and checksums of the manifest; the ranks share the files."""
-    by_size = sorted(files.items(), key=lambda entry: -entry[1][0])  # so that each rank gets large and small ones
+    by_size = sorted(files.items(), key=lambda entry: -entry[1][0])  # so that each rank gets large and small files
     for name, (expected_size, expected_crc) in by_size[rank::ranks]:
         if (actual_size := size_of(path / name)) != expected_size:
             problem = "does not exist" if actual_size is None else f"has {actual_size:,} bytes"
@@ -181,7 +181,7 @@ def size_and_checksum(path: Path) -> list[int]:
 
 
 def checksum(path: Path) -> int:
-    """Return the CRC-32 of a file; for the sparse file of a table's rows its `digest`."""
+    """Return the CRC-32 of a file; for the sparse file of a table's rows, its `digest`."""
     if path.suffix in (ROWS, CHANGES):
         return digest(path)
     crc = 0

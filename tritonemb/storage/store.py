@@ -1,4 +1,4 @@
-"""Shared by all stores of rows: errors, futures, operation queues, records, and the directory of a cache.
+"""Code that all stores of rows share: errors, futures, operation queues, records, and the directory of a cache.
 
 A row is one record of bytes, which has its weights and its optimizer state. A store on disk runs its operations in
 order, in one thread.
@@ -69,7 +69,7 @@ def is_cancelled() -> bool:
 
 
 def raise_if_cancelled() -> None:
-    """Raise Cancelled in such a thread."""
+    """Raise Cancelled in a thread of `shielded` whose caller was interrupted."""
     if is_cancelled():
         raise Cancelled
 
@@ -138,7 +138,7 @@ _Operation = tuple[Callable[[], None], IoFuture]
 
 
 class OperationQueue:
-    """Runs operations in its own thread, of this name, first in, first out."""
+    """Queue of operations that run in one thread, called `name`, in the order of submission."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
@@ -148,7 +148,7 @@ class OperationQueue:
     def submit(self, work: Callable[[], None]) -> IoFuture:
         future = IoFuture()
         with self._lock:
-            if self._thread is None:  # the thread references the queue alone, so that a dropped store is collected
+            if self._thread is None:  # the thread references only the queue, so that a dropped store is collected
                 thread = threading.Thread(target=_run_operations, args=(self._queue,), name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
@@ -260,14 +260,14 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], "
             f"got {list(rows.shape)} and {list(records.shape)}"
         )
-    numbers = rows.numpy()
-    if (unordered := numbers[1:] <= numbers[:-1]).any():
+    row_numbers = rows.numpy()
+    if (unordered := row_numbers[1:] <= row_numbers[:-1]).any():
         position = int(unordered.argmax())
         raise ValueError(
-            f"table {table!r}: rows must be ascending and distinct, but rows[{position}] is {numbers[position]} and "
-            f"rows[{position + 1}] is {numbers[position + 1]}; sort them and drop repetitions"
+            f"table {table!r}: rows must be ascending and distinct, but rows[{position}] is {row_numbers[position]} "
+            f"and rows[{position + 1}] is {row_numbers[position + 1]}; sort them and drop duplicates"
         )
-    for row in numbers[:1].tolist() + numbers[-1:].tolist():
+    for row in row_numbers[:1].tolist() + row_numbers[-1:].tolist():
         if not 0 <= row < num_rows:
             raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}, got row {row}")
 
@@ -313,7 +313,7 @@ class CacheDirectory:
     slots of rows whose set is full of pinned rows. The overflow grows on demand.
 
     Args:
-        num_sets: per table; 0 for one that is not cached.
+        num_sets: number of sets per table; 0 for a table that is not cached.
         policy: evict the least recently ("lru") or least frequently used row ("lfu").
     """
 
@@ -350,7 +350,7 @@ class CacheDirectory:
             getattr(self, name)[self.slice_of(table)] = empty_value
 
     def slice_of(self, table: int) -> slice:
-        """Slots of a table, among those of all."""
+        """Return the range of a table's slots in the arrays of all tables."""
         return slice(self.starts[table], self.starts[table] + self.num_slots[table])
 
     def grow(self, num_new: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ from tritonemb.types import TableConfig
 from tritonemb.utils import on_error
 
 MAX_LISTED = 20
-Stored = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
+TensorMetadata = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
 # Block of rows: row numbers in the unsharded table, ascending; first column; values by field, some without columns.
 _Block = tuple[Tensor, int, Mapping[str, Tensor]]
 
@@ -40,7 +40,7 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
 
     Raises:
         FileNotFoundError, ValueError: on every rank, if the checkpoint is missing, damaged, or of an unknown format. A
-            manifest without digest is a warning.
+            manifest without a digest causes a warning.
     """
     path, group = Path(path), RankGroup() if group is None else group
     text, manifest = on_each_rank(group, lambda: read_manifest_text(path))
@@ -88,15 +88,16 @@ def load_tensors(
         group: ranks that load together; not every rank needs every tensor.
 
     Raises:
-        ValueError: on every rank, if names, shapes or dtypes differ on any; lists all of them, and nothing was read.
+        ValueError: on every rank, if names, shapes or dtypes differ on any; the message lists all, and nothing was
+            read.
         StorageError: a file of a table is missing, damaged, or of another table, or the disk is full; no table on disk
             was changed then, and no tensor if the checkpoint has tables on disk only.
     """
     path = Path(path)
     files.ignore_single_process_warning()
-    stored = stored_tensors(path, group)
-    local = {name: dtype_and_shape(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    if problems := _differences(stored, on_all_ranks(group, lambda: local), ignore):
+    metadata = stored_tensors(path, group)
+    local_types = {name: dtype_and_shape(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    if problems := _differences(metadata, on_all_ranks(group, lambda: local_types), ignore):
         omitted = len(problems) - MAX_LISTED
         lines = "\n  ".join(problems[:MAX_LISTED] + [f"and {omitted} more"] * (omitted > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {lines}")
@@ -104,49 +105,53 @@ def load_tensors(
     # Tables on disk adopt their new stores only when all ranks have read everything.
     stores: dict[CachedTable, DiskRows] = {}
     with on_error(lambda: [*map(DiskRows.close, stores.values())]):
-        on_all_ranks(group, lambda: _load(path, tensors, stored, stores))
+        on_all_ranks(group, lambda: _load(path, tensors, metadata, stores))
     for table, store in stores.items():
         table.replace_store(store)
 
 
 @files.checkpoint_errors("the checkpoint cannot be loaded")
-def _load(path: Path, tensors: dict[str, Tensor], stored: Stored, stores: dict[CachedTable, DiskRows]) -> None:
+def _load(
+    path: Path, tensors: dict[str, Tensor], metadata: TensorMetadata, stores: dict[CachedTable, DiskRows]
+) -> None:
     """Read tensors in memory, and add new stores of tables on disk to `stores`."""
-    saved = saved_tables(path)
+    table_entries = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
     reader = CheckpointReader(path)
 
     # Tables on disk: from files if they were on disk when saved, otherwise from tensors.
     for shard, prefix in {shard: prefix for prefix, table in on_disk.items() for shard in table.shards}.items():
-        if prefix in saved:
-            stores[shard] = load_store(path, saved[prefix], shard)
+        if prefix in table_entries:
+            stores[shard] = load_store(path, table_entries[prefix], shard)
         else:
-            entries = {field.name: stored[f"{prefix}.{field.name}"] for field in shard.record.fields}
+            entries = {field.name: metadata[f"{prefix}.{field.name}"] for field in shard.record.fields}
             stores[shard] = _write_rows(shard, _tensor_blocks(reader, prefix, entries, shard.config))
 
-    # Tensors in memory: from tensors, each rank for itself; or from the files of tables that were on disk.
-    if plain := {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}:
-        load(plain, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
-    for prefix, entry in saved.items():
+    # Tensors in memory: from tensors, on each rank independently; or from the files of tables that were on disk.
+    if plain_tensors := {
+        name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in table_entries
+    }:
+        load(plain_tensors, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
+    for prefix, entry in table_entries.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
         if targets:
             _fill_tensors(path, _shards_of(path, entry), targets)
 
 
-def _differences(stored: Stored, types_by_rank: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
+def _differences(metadata: TensorMetadata, types_by_rank: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
     """Describe differences of tensors between the checkpoint and the ranks; `types_by_rank` has dtypes with shapes."""
     problems = []
-    expected: dict[str, dict[str, int]] = {}  # tensor name -> type -> first rank with this type
+    types_by_name: dict[str, dict[str, int]] = {}  # tensor name -> type -> first rank with this type
     for rank, types in enumerate(types_by_rank):
         for name, local_type in types.items():
-            expected.setdefault(name, {}).setdefault(local_type, rank)
-    for name in sorted(expected.keys() | stored.keys()):
-        if name not in stored:
+            types_by_name.setdefault(name, {}).setdefault(local_type, rank)
+    for name in sorted(types_by_name.keys() | metadata.keys()):
+        if name not in metadata:
             problems.append(f"{name} is not in the checkpoint")
-        elif name in expected:
-            stored_type = dtype_and_shape(stored[name].properties.dtype, stored[name].size)
-            for local_type, rank in expected[name].items():
-                owner = "in the model" if len(expected[name]) == 1 else f"on rank {rank}"
+        elif name in types_by_name:
+            stored_type = dtype_and_shape(metadata[name].properties.dtype, metadata[name].size)
+            for local_type, rank in types_by_name[name].items():
+                owner = "in the model" if len(types_by_name[name]) == 1 else f"on rank {rank}"
                 if local_type != stored_type:
                     problems.append(f"{name} is {stored_type} in the checkpoint, {local_type} {owner}")
         elif not name.startswith(ignore):
@@ -163,18 +168,18 @@ def find_shard(entry: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any
 def load_store(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
     """Create a store with the saved rows of a table or shard on disk; `entry` is the manifest entry of the table.
 
-    Restores the files of the same shard if it was saved. Otherwise copies rows from the files of all shards, without
-    rows never written if all shards have the same initial values.
+    Restore the files of the same shard if it was saved. Otherwise copy rows from the files of all shards; skip rows
+    that were never written if all shards have the same initial values.
     """
     if (saved_shard := find_shard(entry, table)) is not None:
         base, *changes = [path / name for name in saved_shard["files"]]
         return table.restore_store(base, changes)
     config, shards = table.config, _shards_of(path, entry)
     seeds = {int(snapshot_header(path / shard["files"][0])["seed"]) for shard in shards}
-    sparse = len(seeds) == 1 and {shard["bound"] for shard in shards} == {config.bound}
+    skip_unwritten = len(seeds) == 1 and {shard["bound"] for shard in shards} == {config.bound}
     first, last = config.row_origin, config.row_origin + config.num_embeddings
-    blocks = chain.from_iterable(_blocks_of(path, shard, first, last, sparse) for shard in shards)
-    return _write_rows(table, blocks, seeds.pop() if sparse else 0)
+    blocks = chain.from_iterable(_blocks_of(path, shard, first, last, skip_unwritten) for shard in shards)
+    return _write_rows(table, blocks, seeds.pop() if skip_unwritten else 0)
 
 
 def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
@@ -212,7 +217,8 @@ def _fill_tensors(path: Path, saved_shards: Sequence[Mapping[str, Any]], targets
 
 
 def _copy_columns(target: Tensor, target_column: int, values: Tensor, column: int) -> None:
-    """Copy the common columns of `values`, from `column` on, into `target`, from `target_column` on; or a vector."""
+    """Copy the common columns of `values`, from `column` on, into `target`, from `target_column` on; or copy a
+    vector."""
     if target.dim() == 1:
         target.copy_(values)
         return
@@ -246,21 +252,21 @@ def _blocks_of(
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
             snapshot_path = Path(stack.enter_context(folder)) / f"table{ROWS}"
             restore(snapshot_path, base, changes)
-        saved = stack.enter_context(SnapshotReader(snapshot_path))
-        header = saved.header
+        reader = stack.enter_context(SnapshotReader(snapshot_path))
+        header = reader.header
         header_identity = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
         if header_identity != (shard["table"], row, num_rows, column):
             raise StorageError(
                 f"{base} is a snapshot of table {header['table']!r}, expected the shard of table {shard['table']!r} of "
                 "the manifest; use another checkpoint"
             )
-        initial = InitialValues(saved.record, header["seed"], shard["bound"], row, column)
-        ranges = saved.written() if only_written else iter([(first, last)])
-        inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
-        for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
-            records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
-            saved.read(rows, records, initial)
-            yield rows + row, column, saved.record.views(records)
+        initial = InitialValues(reader.record, header["seed"], shard["bound"], row, column)
+        ranges = reader.written() if only_written else iter([(first, last)])
+        clipped_ranges = ((max(first, begin), min(last, end)) for begin, end in ranges)
+        for rows in _chunks(clipped_ranges, max(1, CHUNK_BYTES // reader.record.num_bytes)):
+            records = torch.empty(rows.numel(), reader.record.num_bytes, dtype=torch.uint8)
+            reader.read(rows, records, initial)
+            yield rows + row, column, reader.record.views(records)
 
 
 def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
@@ -278,7 +284,9 @@ def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
         yield torch.cat(pieces)
 
 
-def _tensor_blocks(reader: CheckpointReader, prefix: str, entries: Stored, config: TableConfig) -> Iterator[_Block]:
+def _tensor_blocks(
+    reader: CheckpointReader, prefix: str, entries: TensorMetadata, config: TableConfig
+) -> Iterator[_Block]:
     """Read the rows of a table or a shard from saved tensors, in ranges of rows that were written at once."""
     begins_by_column: dict[tuple[str, int], set[int]] = defaultdict(set)
     for name, entry in entries.items():
@@ -287,8 +295,8 @@ def _tensor_blocks(reader: CheckpointReader, prefix: str, entries: Stored, confi
             begins_by_column[name, column].add(row)
     # Split at the rows where the most finely split tensor was split, so that few rows of the others are read twice.
     first, last = config.row_origin, config.row_origin + config.num_embeddings
-    edges = {first, last, *(row for row in max(begins_by_column.values(), key=len) if first < row < last)}
-    for begin, end in pairwise(sorted(edges)):
+    bounds = {first, last, *(row for row in max(begins_by_column.values(), key=len) if first < row < last)}
+    for begin, end in pairwise(sorted(bounds)):
         size = end - begin
         buffers = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
         shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in buffers.items()}
