@@ -46,11 +46,12 @@ def require(module: str, extra: str = "train") -> ModuleType:
 class LazyModule:
     """Module of an optional dependency; `require` imports it at the first use of an attribute."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, extra: str = "train") -> None:
         self._name = name
+        self._extra = extra
 
     def __getattr__(self, attribute: str) -> Any:
-        value = getattr(require(self._name), attribute)
+        value = getattr(require(self._name, self._extra), attribute)
         setattr(self, attribute, value)
         return value
 

@@ -24,7 +24,7 @@ from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig, checked_number, checked_size
-from tritonemb.utils import did_you_mean, format_bytes
+from tritonemb.utils import did_you_mean, format_bytes, require
 
 _log = logging.getLogger(__name__)
 DEFAULT_BATCH_SIZE = 1_024  # samples per rank
@@ -60,7 +60,9 @@ def plan(
     Raises:
         PlanError: the tables do not fit.
         TypeError, ValueError: naming the argument, and the table.
+        MissingExtraError: scipy is not installed.
     """
+    require("scipy", "plan")
     # Check the arguments.
     collections, configs = tables_in(tables)
     if (batch_size is None) == (global_batch_size is None):

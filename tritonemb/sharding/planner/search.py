@@ -5,7 +5,7 @@ or all columns, which are split into shards. A shard costs a fixed part, and a p
 
 1. computes a lower bound of the load: the least limit of loads for which an LP relaxation keeps the budgets. In it,
    tables are mixtures of options, all ranks are one, and the limit implies a least number of shards for each unit. A
-   MILP, with one option per table, raises the bound. (scipy's HiGHS; without it a subgradient method, a weaker bound.)
+   MILP, with one option per table, raises the bound. Both are solved by HiGHS, which scipy brings.
 2. selects options by the MILP, and packs shards greedily, the largest tables first;
 3. improves the packing by ruin and recreate (Schrimpf et al., 2000; the loops are in `ruin_and_recreate.py`) for a
    goal, a load that no rank may exceed; then an LP optimizes the shares of shards of rows in their bins, which drops
@@ -16,13 +16,17 @@ Loads are in seconds here, and relative to a goal in the loops; memory is relati
 the same solution.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tritonemb.sharding.planner.ruin_and_recreate import ruin_and_recreate
 from tritonemb.sharding.planner.shard_packing import FINE, WEIGHT, Problem, pack_greedily, usage
 from tritonemb.sharding.table_stats import Array
+from tritonemb.utils import LazyModule
+
+optimize: Any = LazyModule("scipy.optimize", "plan")
+sparse: Any = LazyModule("scipy.sparse", "plan")
 
 MILP_INFEASIBLE = 2  # a status of scipy's
 OPTIMAL, CLOSE = 1.003, 1.0299  # relative to the bound: stop at once; stop after `ROUNDS`
@@ -153,22 +157,17 @@ def relax(
     sums, nodes = totals(problem, min_shards), problem.ranks // problem.local
     sums[:, 0] /= problem.ranks
     sizes = np.array([problem.ranks, nodes, nodes, 1.0])
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import coo_array
-    except ImportError:
-        return _subgradient(problem, sums, sizes, min_shards, slack, infeasible)
     unit = max(float(np.minimum.reduceat(sums[:, 0], starts).sum()), 1e-12)  # scale of seconds in the LP
     uses = sums / np.append(unit, sizes)
     in_lp = _initial_columns(uses, table, infeasible) | (~infeasible & (False if columns is None else columns))
     while True:
         # Variables: shares of options, the load, and overruns of the budgets.
         option = np.flatnonzero(in_lp)
-        one = coo_array((np.ones(len(option)), (table[option], np.arange(len(option)))), (len(starts), len(option) + 5))
+        one = _sums_to_one(table[option], (len(starts), len(option) + 5))
         above = np.concatenate([uses[option].T, -np.eye(5)], axis=1)
         cost = np.concatenate([np.zeros(len(option)), [1.0], np.full(4, OVERRUN_COST)])
         most = np.append(0.0, np.full(4, 1 - slack))
-        result = linprog(cost, above, most, one.tocsr(), np.ones(len(starts)), bounds=(0, None), method="highs-ds")
+        result = optimize.linprog(cost, above, most, one, np.ones(len(starts)), bounds=(0, None), method="highs-ds")
         assert result.x is not None, result.message
         # Add the option of least reduced cost of each table, if it is negative.
         prices = -result.ineqlin.marginals
@@ -188,6 +187,11 @@ def relax(
     return Relaxation(float(result.fun) * unit, share, min_shards, cost, prices, in_lp)
 
 
+def _sums_to_one(row: Array, shape: tuple[int, int]) -> Any:
+    """Return the matrix whose rows sum up the variables of each table or unit, `row` by variable."""
+    return sparse.coo_array((np.ones(len(row)), (row, np.arange(len(row)))), shape).tocsr()
+
+
 def _initial_columns(uses: Array, table: Array, infeasible: Array) -> Array:
     """Select the options of each table with the least load, or the least usage of a budget."""
     selected = np.zeros(len(table), dtype=bool)
@@ -195,28 +199,6 @@ def _initial_columns(uses: Array, table: Array, infeasible: Array) -> Array:
     for values in (*uses.T, uses[:, 1] + uses[:, 2], uses[:, 1] + uses[:, 2] + uses[:, 3]):
         selected[np.lexsort((uses[:, 0], values, infeasible, table))[starts]] = True
     return selected & ~infeasible
-
-
-def _subgradient(
-    problem: Problem, sums: Array, sizes: Array, min_shards: Array, slack: float, infeasible: Array
-) -> Relaxation | None:
-    """Replace the LP if scipy is missing: multipliers by the subgradient method, and the sum of least loads."""
-    starts, table = problem.table_options[:-1], tables_of(problem)
-    load, uses = np.where(infeasible, np.inf, sums[:, 0]), sums[:, 1:] / sizes
-    bound = float(np.minimum.reduceat(load, starts).sum())
-    prices, best, cost, least = np.zeros(4), None, load, np.inf
-    for _ in range(200):
-        cost = load + uses @ prices
-        options = np.lexsort((cost, table))[starts]
-        over = uses[options].sum(0) - (1 - slack)
-        if (over <= 0).all() and load[options].sum() < least:
-            best, least = options, load[options].sum()
-        prices = np.maximum(0, prices + 0.2 * over * bound)
-    if best is None:
-        return None
-    share = np.zeros(len(table))
-    share[best] = 1
-    return Relaxation(bound, share, min_shards, cost, prices, ~infeasible)
 
 
 def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
@@ -335,21 +317,16 @@ def _solve_milp(
     problem: Problem, relaxation: Relaxation, candidates: Array, spare: float = 0.0
 ) -> tuple[Array | None, float]:
     """Select one of the `candidates` of each table, for the least total load within budgets reduced by `spare`. Return
-    them or None, and a lower bound of that load: infinite if infeasible, 0 without scipy.
+    them or None, and a lower bound of that load: infinite if infeasible.
     """
-    try:
-        from scipy.optimize import LinearConstraint, milp
-        from scipy.sparse import coo_array
-    except ImportError:
-        return None, 0.0
     table, nodes = tables_of(problem)[candidates], problem.ranks // problem.local
     if not np.bincount(table, minlength=len(problem.table_options) - 1).all():
         return None, np.inf
     sums, unit = totals(problem, relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
-    one = coo_array((np.ones(len(candidates)), (table, np.arange(len(candidates)))), (table[-1] + 1, len(candidates)))
-    budgets = LinearConstraint((sums[:, 1:] / [problem.ranks, nodes, nodes, 1]).T, -np.inf, 1 - spare)
-    result = milp(
-        sums[:, 0] / problem.ranks / unit, constraints=[budgets, LinearConstraint(one.tocsr(), 1, 1)],
+    one = _sums_to_one(table, (table[-1] + 1, len(candidates)))
+    budgets = optimize.LinearConstraint((sums[:, 1:] / [problem.ranks, nodes, nodes, 1]).T, -np.inf, 1 - spare)
+    result = optimize.milp(
+        sums[:, 0] / problem.ranks / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
         integrality=np.ones(len(candidates)), bounds=(0, 1), options={"mip_rel_gap": 2 * PRECISION, "node_limit": 200},
     )  # fmt: skip
     if result.status == MILP_INFEASIBLE:
@@ -359,7 +336,7 @@ def _solve_milp(
 
 
 def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bound: float) -> Array:
-    """Select one option per table, by MILPs over ever larger sets of candidates; `likely` without scipy."""
+    """Select one option per table, by MILPs over ever larger sets of candidates."""
     starts, table = problem.table_options[:-1], tables_of(problem)
     extra_cost = relaxation.cost - np.minimum.reduceat(relaxation.cost, starts)[table]
     sums, nodes = totals(problem, relaxation.min_shards), problem.ranks // problem.local
@@ -541,13 +518,8 @@ class Search:
 
     def optimize_shares(self, assignment: Assignment, goal: float | None = None) -> Assignment | None:
         """Optimize the shares of shards of rows in their bins by an LP, and drop shards of share 0. It minimizes the
-        excess over a goal, or the largest load without one. None if infeasible, or without scipy.
+        excess over a goal, or the largest load without one. None if infeasible.
         """
-        try:
-            from scipy.optimize import linprog
-            from scipy.sparse import coo_array
-        except ImportError:
-            return None
         # Usage of ranks and nodes by all but the free shares.
         p, (options, units, bins, shares) = self.problem, assignment
         nodes, num_shards, free = p.ranks // p.local, len(units), p.unit_steps[units] > FINE
@@ -575,12 +547,12 @@ class Search:
             weights = [np.ones(p.ranks), np.full(p.ranks, WEIGHT), np.full(2 * nodes, WEIGHT * p.local)]
             cost = np.concatenate([np.zeros(num_shards), *weights])
         entries = np.append(row, slack_row), np.append(column, num_shards + slack_column)
-        above = coo_array((np.append(value, -np.ones(len(slack_row))), entries), (num_rows, len(cost)))
+        above = sparse.coo_array((np.append(value, -np.ones(len(slack_row))), entries), (num_rows, len(cost)))
         # The shares of a unit add up to 1.
         free_units, unit_index = np.unique(units[free], return_inverse=True)
         entries, ones = (unit_index, np.flatnonzero(free)), np.ones(len(free_units))
-        one = coo_array((np.ones(len(unit_index)), entries), (len(free_units), len(cost))).tocsr()
-        result = linprog(cost, above.tocsr(), limits, one, ones, bounds=(0, None), method="highs-ds")
+        one = sparse.coo_array((np.ones(len(unit_index)), entries), (len(free_units), len(cost))).tocsr()
+        result = optimize.linprog(cost, above.tocsr(), limits, one, ones, bounds=(0, None), method="highs-ds")
         if result.x is None:
             return None
         shares = np.where(free, result.x[:num_shards], shares)
