@@ -87,7 +87,7 @@ class KeyedJaggedTensor:
         """Construct from Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids per sample, for each key.
 
         Raises:
-            TypeError, ValueError: naming the key, and the sample if sizes differ.
+            TypeError, ValueError: the message names the key, and the sample if sizes differ.
         """
         _check_lists("ids", lists)
         batch_sizes = {key: len(samples) for key, samples in lists.items()}

@@ -1,8 +1,9 @@
 """Optimizers of embedding tables: frozen dataclasses that define the update of a row.
 
-An optimizer is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order, each
-clamped to ±`max_gradient` before. Arithmetic is float32 for any dtype of the table; `t` counts steps from 1; `D` is the
-embedding dim; sums and norms are over one row. The kernels are in `kernels/row_update.py`.
+An optimizer is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order;
+gradients are clamped to ±`max_gradient` before they are summed. Arithmetic is float32 for any dtype of the table; `t`
+counts steps from 1; `D` is the embedding dim; sums and norms are over one row. The kernels are in
+`kernels/row_update.py`.
 """
 
 import itertools
@@ -62,7 +63,7 @@ class Optimizer:
             before any table is changed; or "ignore" and write the result.
 
     Raises:
-        ValueError: naming the optimizer, the field and its range.
+        ValueError: the message names the optimizer, the field and its range.
     """
 
     lr: float = 0.01
@@ -87,21 +88,23 @@ class Optimizer:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        title = type(self).__name__
+        class_name = type(self).__name__
         for name in (spec.name for spec in fields(self) if spec.name in _NUMBERS):
             value, optional, high = getattr(self, name), name.startswith("max_"), 1.0 if name in _DECAYS else math.inf
             if optional and value is None:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool):
-                raise TypeError(f"{title}: {name} must be a number, got {value!r}")
+                raise TypeError(f"{class_name}: {name} must be a number, got {value!r}")
             if not (value > 0.0 if optional else value >= 0.0) or not value < high:
-                raise ValueError(f"{title}: {name} must lie in {'(' if optional else '['}0.0, {high}), got {value}")
+                raise ValueError(
+                    f"{class_name}: {name} must lie in {'(' if optional else '['}0.0, {high}), got {value}"
+                )
         for name, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("on_nonfinite", get_args(NonFinite))):
             if getattr(self, name) not in choices:
-                raise ValueError(f"{title}: {name} must be one of {choices}, got {getattr(self, name)!r}")
+                raise ValueError(f"{class_name}: {name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.weight_decay and self.weight_decay_mode == "none":
             raise ValueError(
-                f"{title}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
+                f"{class_name}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
                 "choose 'l2' or 'decoupled', or leave weight_decay at 0"
             )
 
@@ -265,13 +268,13 @@ class Custom(Optimizer):
         self.__setstate__({"states": tuple(states), "reads_whole_rows": self.whole_row})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give a copy a name of its own, by which kernels look it up."""
-        vars(self).update(state, name=f"custom_{next(_numbers)}")
+        """Give a copy a unique name, by which kernels look it up."""
+        vars(self).update(state, name=f"custom_{next(_custom_numbers)}")
         customs[self.name] = self
 
 
 _SIZES = ("row", False, "element", True)
-_numbers = itertools.count()
+_custom_numbers = itertools.count()
 customs: WeakValueDictionary[str, Custom] = WeakValueDictionary()  # by name
 OPTIMIZERS: dict[str, type[Optimizer]] = {
     kind.name: kind

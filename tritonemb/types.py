@@ -81,7 +81,7 @@ class CacheConfig:
         host_share: share of the table's rows, in (0, 1], if `host_rows` is not given.
 
     Raises:
-        TypeError, ValueError: naming the field.
+        TypeError, ValueError: the message names the field.
     """
 
     rows: int | None = None
@@ -130,7 +130,7 @@ class EvictionConfig:
             step scans a share of the table, and 1,024 steps at most scan all of it.
 
     Raises:
-        TypeError, ValueError: naming the field.
+        TypeError, ValueError: the message names the field.
     """
 
     policy: Literal["lru", "lfu"] = "lru"
@@ -158,7 +158,7 @@ class AdmissionConfig:
             them: it may overcount, and its counts are halved periodically.
 
     Raises:
-        TypeError, ValueError: naming the field.
+        TypeError, ValueError: the message names the field.
     """
 
     probability: float = 1.0
@@ -203,7 +203,7 @@ class TableConfig:
         feature_names: `features`, never None.
 
     Raises:
-        TypeError, ValueError: naming the table and the field.
+        TypeError, ValueError: the message names the table and the field.
     """
 
     name: str

@@ -51,7 +51,7 @@ def test_a_malformed_environment_is_named(monkeypatch, name, text):
 
 def test_an_attempt_that_did_not_come_together_leaves_nothing_in_the_way():
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match=r"the ranks did not meet in time: ranks \[1\] did not come"):
+    with pytest.raises(RuntimeError, match=r"the ranks did not rendezvous in time: ranks \[1\] did not come"):
         rendezvous_name(store, 0, 2, timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="rank 0 did not answer"):
         rendezvous_name(store, 1, 2, timedelta(seconds=0.1))

@@ -94,9 +94,9 @@ def test_names_and_contents_must_agree(tmp_path):
     for name, content, message in (
         ("plain.gz", GOOD.encode(), "plain.gz is not a gzip file, as its name says; rename it or fetch it again"),
         ("plain.zst", packed, "plain.zst is not a zstd file"),
-        ("packed.txt", packed, "packed.txt is compressed with gzip: let its name end with .gz"),
+        ("packed.txt", packed, "packed.txt is compressed with gzip: rename it to end with .gz"),
         ("packed.bz2", b"BZh9123", "packed.bz2 is compressed with bzip2: decompress it, or use gzip or zstd"),
-        ("table.txt", b"PAR1....", "table.txt is a Parquet file by its contents; let its name end with .parquet"),
+        ("table.txt", b"PAR1....", "table.txt is a Parquet file by its contents; rename it to end with .parquet"),
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=re.escape(message)):

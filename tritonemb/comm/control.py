@@ -90,7 +90,7 @@ def _read(store: Store, keys: list[str]) -> list[str]:
 
 def _pause(deadline: float, problem: str) -> None:
     if time.monotonic() > deadline:
-        raise RuntimeError(f"the ranks did not meet in time: {problem}")
+        raise RuntimeError(f"the ranks did not rendezvous in time: {problem}")
     time.sleep(_RENDEZVOUS_POLL)
 
 

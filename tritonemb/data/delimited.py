@@ -264,7 +264,7 @@ def check_criteo(schema: Schema, location: str) -> None:
         raise ValueError(
             f"{location}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
             f"{schema.label!r}; its columns: {join_names(FIELDS)}. For a file with a header, set a delimiter, "
-            "or let its name end with .csv"
+            "or rename it to end with .csv"
         )
 
 

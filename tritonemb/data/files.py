@@ -204,12 +204,12 @@ def _detect_format(path: Path | str, beginning: bytes) -> tuple[Format, str | No
     if suffix in PARQUET:
         return "parquet", None
     if suffix not in CODECS and beginning == b"PAR1":
-        raise ValueError(f"{path} is a Parquet file by its contents; let its name end with .parquet")
+        raise ValueError(f"{path} is a Parquet file by its contents; rename it to end with .parquet")
     codec = CODECS.get(suffix)
     detected = next((name for magic, name in _MAGICS.items() if beginning.startswith(magic)), None)
     if codec is None and detected is not None:
         names = [suffix for suffix, name in CODECS.items() if name == detected]
-        advice = f"let its name end with {names[0]}" if names else "decompress it, or use gzip or zstd"
+        advice = f"rename it to end with {names[0]}" if names else "decompress it, or use gzip or zstd"
         raise ValueError(f"{path} is compressed with {detected}: {advice}")
     if detected != codec:
         raise ValueError(f"{path} is not a {codec} file, as its name says; rename it or fetch it again")

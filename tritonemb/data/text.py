@@ -151,7 +151,7 @@ class TextSource:
         parsed = delimited.parse(self.parser, line)
         if len(parsed.bad_rows) and not allow_bad:
             criteo = isinstance(self.parser, CriteoFormat)
-            hint = "; for a file with a header, set a delimiter, or let its name end with .csv"
+            hint = "; for a file with a header, set a delimiter, or rename it to end with .csv"
             hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
             if criteo and b"\t" not in line:
                 raise ValueError(

@@ -227,7 +227,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in scaled):
             raise ValueError(
-                "GradScaler scales the loss, so the backward updated the tables by scaled gradients; use bfloat16, "
+                "GradScaler scales the loss, so the backward updated the tables with scaled gradients; use bfloat16, "
                 "which needs no scaling, or tritonemb.Trainer"
             )
         if self.dense is None or closure is None:

@@ -247,8 +247,8 @@ def check_errors(device: torch.device | str | None = None) -> None:
     does nothing.
 
     Raises:
-        ValueError: naming table, feature, sample, position and value of an id out of range; the table and row of a
-            gradient that is not finite; or the feature and sample whose offsets do not ascend.
+        ValueError: the message names table, feature, sample, position and value of an id out of range; the table and
+            row of a gradient that is not finite; or the feature and sample whose offsets do not ascend.
     """
     gpu = torch.device("cuda" if device is None else device)
     if gpu.type != "cuda" or not torch.cuda.is_available():

@@ -77,7 +77,7 @@ class HostCache:
         self.counts = Counts()
 
     def read(self, rows: Tensor, records: Tensor) -> None:
-        """Fill `records` with the records of the rows. A failure changes nothing else."""
+        """Fill `records` with the records of the rows. After a failure only `records` may differ."""
         with self._look_up(rows) as slots:
             # Read misses from the file, and copy hits from the cache.
             missing = (slots < 0).nonzero()[:, 0]
@@ -92,7 +92,7 @@ class HostCache:
                 return
             if missing_records is not records:
                 _move(records, missing_records, missing, torch.arange(missing_rows.numel()))
-            # Cache the missing rows, as far as their sets have ways.
+            # Cache the missing rows whose sets have free ways.
             with self._file.fail_on_error("rows could not be written back"):
                 self._allocate(rows, slots)
                 _move(self._records, missing_records, slots[missing], torch.arange(missing_rows.numel()))
@@ -127,12 +127,12 @@ class HostCache:
             self._directory.pins[slots[slots >= 0]] = 0
 
     def _allocate(self, rows: Tensor, slots: Tensor) -> None:
-        """Allocate slots for misses as far as their sets have ways; write back dirty victims."""
+        """Allocate slots for misses whose sets have free ways; write back dirty victims."""
         evicted = self._directory.allocate(rows, slots, self._table)
-        victims = evicted != NO_ROW
-        victims[victims.clone()] = self._dirty[slots[victims]]
-        dirty_rows, order = evicted[victims].sort()
-        self._write_slots(dirty_rows, slots[victims][order])
+        dirty_victims = evicted != NO_ROW
+        dirty_victims[dirty_victims.clone()] = self._dirty[slots[dirty_victims]]
+        dirty_rows, order = evicted[dirty_victims].sort()
+        self._write_slots(dirty_rows, slots[dirty_victims][order])
 
     def _write_slots(self, rows: Tensor, slots: Tensor) -> None:
         if rows.numel() == 0:

@@ -38,11 +38,12 @@ class CompareOptions(Options):
 
 
 def compare(options: CompareOptions) -> str:
-    """Write the HTML page and return its tables as text. ValueError, FileNotFoundError: a log is missing or damaged."""
+    """Write the HTML page and return its tables as text. Raise ValueError or FileNotFoundError
+    if a log is missing or damaged."""
     if len(options.runs) < 2:
         raise ValueError(f"compare needs two or more runs, got {len(options.runs)}")
     if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
-        raise FileNotFoundError(f"no folder of a run with a log: {join_names(missing)}")
+        raise FileNotFoundError(f"not the folder of a run with a log: {join_names(missing)}")
     logs = [read_run_log(RunFolder(path).log) for path in options.runs]
     names, tables = list(map(str, options.runs)), tables_of(logs)
     page = render_template("compare.html.jinja", names=names, charts=list(_charts(logs)), tables=tables)

@@ -169,8 +169,8 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
 
 
 class OrderedPrefetch:
-    """Prefetches batches in training order, for tables whose prefetch has effects: cached dynamic tables, where new ids
-    get rows, and tables on embedding servers.
+    """Prefetcher of batches in training order, for tables whose prefetch has effects: cached dynamic tables, where new
+    ids get rows, and tables on embedding servers.
 
     When tables are saved or evaluated, no later batch may have been prefetched. So a step beyond `limit`, or one that
     arrives while the prefetch is on hold, is passed through without prefetch, and gets its rows when it is trained;

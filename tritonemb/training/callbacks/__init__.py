@@ -158,7 +158,8 @@ class Callback:
 
 
 class CallbackList:
-    """Calls the callbacks of a fit. An `OSError` of a callback that is not `essential` is reported once on stderr."""
+    """Caller of the callbacks of a fit. An `OSError` of a callback that is not `essential` is reported once on
+    stderr."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)

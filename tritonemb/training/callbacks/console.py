@@ -19,7 +19,7 @@ REFRESH_SECONDS = 0.5
 
 
 def make_display(stream: TextIO | None = None) -> Callback:
-    """Return a display for `stream`, by default standard output; MissingExtraError on a terminal without rich."""
+    """Return a display for `stream`, by default standard output; raise MissingExtraError on a terminal without rich."""
     stream = sys.stdout if stream is None else stream
     return Lines(stream) if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown") else LiveView(stream)
 
@@ -35,7 +35,8 @@ _NOTES = _Notes(logging.INFO)
 
 
 class Lines(Callback):
-    """Prints a line for the start and for every log, evaluation, checkpoint and message, and a summary at the end."""
+    """Callback that prints a line for the start and for every log, evaluation, checkpoint and message, and a summary at
+    the end."""
 
     essential, eta = False, True
 
@@ -77,7 +78,8 @@ class Lines(Callback):
 
 
 class LiveView(Lines):
-    """Prints the lines of `Lines` above a progress bar, which the training thread redraws; it starts no thread."""
+    """Callback that prints the lines of `Lines` above a progress bar, which the training thread redraws; it starts no
+    thread."""
 
     eta = False  # the bar has it
 
@@ -89,22 +91,22 @@ class LiveView(Lines):
 
     def on_start(self, start: FitStart) -> None:
         # Output of other code to the same terminal is redirected through rich, so that it appears above the bar.
-        rich, shared = require("rich.progress"), self._stream in (sys.stdout, sys.stderr)
+        rich, is_std = require("rich.progress"), self._stream in (sys.stdout, sys.stderr)
         self._progress = rich.Progress(
             rich.TextColumn("{task.description}"), rich.BarColumn(None), rich.TaskProgressColumn(),
             rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True, auto_refresh=False,
-            redirect_stdout=shared and sys.stdout.isatty(), redirect_stderr=shared and sys.stderr.isatty(),
+            redirect_stdout=is_std and sys.stdout.isatty(), redirect_stderr=is_std and sys.stderr.isatty(),
         )  # fmt: skip
-        first = _step_field(start.first_step, start)
-        self._task = self._progress.add_task(first, total=start.total_samples, completed=start.samples_done)
-        self._drawn = -math.inf
+        description = _step_field(start.first_step, start)
+        self._task = self._progress.add_task(description, total=start.total_samples, completed=start.samples_done)
+        self._last_refresh = -math.inf
         super().on_start(start)
         self._progress.start()
 
     def on_step(self, step: StepEnd) -> None:
         self._progress.update(self._task, completed=step.samples, description=_step_field(step.step, self._start))
-        if (now := self._clock()) - self._drawn >= REFRESH_SECONDS:
-            self._drawn = now
+        if (now := self._clock()) - self._last_refresh >= REFRESH_SECONDS:
+            self._last_refresh = now
             self._progress.refresh()
 
     def on_end(self, end: FitEnd | None) -> None:
@@ -179,10 +181,10 @@ def _epoch_done(log: Log, start: FitStart) -> str:
     """Epochs done, such as 0.32; if the samples per epoch are unknown, epoch/epochs, such as 1/3."""
     if not start.epoch_samples:
         return f"{log.epoch + 1:,}/{start.num_epochs:,}"
-    done = log.samples / start.epoch_samples
+    epochs = log.samples / start.epoch_samples
     if start.estimated:  # only the integer part is certain
-        done = min(max(done, log.epoch), log.epoch + 0.99)
-    return f"{done:.2f}"
+        epochs = min(max(epochs, log.epoch), log.epoch + 0.99)
+    return f"{epochs:.2f}"
 
 
 def wrap_line(line: str, width: int) -> str:
@@ -196,7 +198,7 @@ def wrap_line(line: str, width: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format seconds: "12.3 s" below a minute, then as `duration`."""
+    """Format seconds: "12.3 s" below a minute, then as `format_duration`."""
     return f"{seconds:.1f} s" if seconds < 59.95 else format_duration(seconds)
 
 
@@ -218,5 +220,5 @@ def format_bytes(num_bytes: float) -> str:
 
 def escape_unprintable(text: str, encoding: str | None) -> str:
     """Escape control characters, which paths may contain, and characters that the encoding does not have."""
-    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
-    return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")
+    escaped = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return escaped.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")

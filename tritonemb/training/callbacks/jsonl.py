@@ -31,7 +31,7 @@ _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 
 
 class RunLog(Callback):
-    """Writes a run log line by line: a killed process loses at most the line that it was writing.
+    """Callback that writes a run log line by line: a killed process loses at most the line that it was writing.
 
     On resume, events after the resumed step and the `end` of the earlier process are removed first; raise ValueError if
     the file is damaged.

@@ -33,7 +33,7 @@ Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formatters of a 
 
 
 class HtmlReport(Callback):
-    """Writes the report when training ends or fails. Add it after the callback that writes the log."""
+    """Callback that writes the report when training ends or fails. Add it after the callback that writes the log."""
 
     essential = False
 

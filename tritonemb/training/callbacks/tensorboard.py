@@ -15,7 +15,8 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoard(Scalars):
-    """Writes the values of `Scalars` to TensorBoard event files. MissingExtraError without tensorboard.
+    """Callback that writes the values of `Scalars` to TensorBoard event files. Raise MissingExtraError without
+    tensorboard.
 
     On resume, TensorBoard hides values of later steps that an earlier process wrote.
 

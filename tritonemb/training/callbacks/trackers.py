@@ -60,7 +60,7 @@ class Tracker(Scalars):
 
 
 class WandB(Tracker):
-    """Records a run at Weights & Biases; MissingExtraError without wandb.
+    """Callback that records a run in Weights & Biases; raise MissingExtraError without wandb.
 
     Args:
         options: arguments of `wandb.init`: project, name, mode="offline" and so on. By default, `name` is the name of
@@ -91,7 +91,7 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """Records a run at MLflow; MissingExtraError without mlflow or mlflow-skinny.
+    """Callback that records a run in MLflow; raise MissingExtraError without mlflow or mlflow-skinny.
 
     Args:
         experiment: name of the experiment, created if it does not exist.
@@ -136,7 +136,8 @@ class MLflow(Tracker):
 
 
 class OptunaPruning(Callback):
-    """Reports evaluations to an Optuna trial; `optuna.TrialPruned` ends training when the study prunes the trial.
+    """Callback that reports evaluations to an Optuna trial; `optuna.TrialPruned` ends training when the study prunes
+    the trial.
 
     Sets the trial's user attribute "run" to the run's folder. Supports training in one process only.
 

@@ -32,7 +32,7 @@ WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
 
 
 class CheckpointFolder:
-    """Checkpoints of one run: the newest `keep`, `step-<n>`, and the best, `best-<n>`.
+    """Checkpoints of one run: the newest `keep` as `step-<n>`, and the best as `best-<n>`.
 
     Incomplete checkpoints of a killed process have hidden names, and are removed when the next checkpoint is written. A
     complete checkpoint `.replaced-step-<n>`, which a killed process was replacing by one of the same step, is read in
@@ -41,7 +41,8 @@ class CheckpointFolder:
     With a `group` of several ranks, methods are collective: every rank writes its tensors into one folder on a shared
     file system, and rank 0 does the rest. A failure on one rank is raised on all.
 
-    With `incremental`, checkpoints of tables on disk have only the pages changed since the last one, if that is less.
+    With `incremental`, checkpoints of tables on disk have only the pages changed since the last one, if these are
+    fewer.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
@@ -97,15 +98,15 @@ class CheckpointFolder:
         services: Mapping[str, TableService] | None = None,
     ) -> CheckpointWriter:  # fmt: skip
         """Create the folder of a checkpoint, and submit snapshots of tables on disk; torch then saves the writer's
-        tensors. Arguments and errors as of `save`."""
+        tensors. Arguments and errors are those of `save`."""
         group = RankGroup() if group is None else group
         temporary = self.folder / f"{WRITING}step-{step}"
 
-        def make() -> None:
+        def create_folder() -> None:
             self._remove_leftovers()
             temporary.mkdir(parents=True)
 
-        def begin() -> None:
+        def begin_snapshots() -> None:
             if not temporary.is_dir():
                 raise OSError(f"{temporary} does not exist: all ranks must write to one folder on a shared file system")
             has_snapshots = writer.snapshots.tables or services
@@ -125,8 +126,8 @@ class CheckpointFolder:
         files.ignore_single_process_warning()
         writer = CheckpointWriter(temporary, step, tensors, manifest, group, publish, services)
         with self.convert_errors(writer):
-            on_rank_zero(group, make, OSError)
-            on_all_ranks(group, begin, OSError)
+            on_rank_zero(group, create_folder, OSError)
+            on_all_ranks(group, begin_snapshots, OSError)
         return writer
 
     @contextmanager
@@ -157,19 +158,19 @@ class CheckpointFolder:
         self._publish(temporary, self.folder / f"best-{step}", previous_best)
 
     def _earlier_checkpoints(self, step: int) -> list[tuple[Path, Manifest]]:
-        earlier: list[tuple[Path, Manifest]] = []
+        checkpoints: list[tuple[Path, Manifest]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # skip damaged ones
-                earlier.append((path, files.read_manifest_text(path)[1]))
-        return earlier
+                checkpoints.append((path, files.read_manifest_text(path)[1]))
+        return checkpoints
 
     def _obsolete_paths(self, step: int) -> list[Path]:
-        """Paths of checkpoints to remove after that of `step`: later ones, of steps before the run was resumed from an
-        earlier step, and ones beyond the newest `keep`."""
-        later = [(kind, number) for kind in ("step", "best") for number in self._steps_of(kind) if number > step]
-        earlier = [("step", number) for number in self.steps() if number < step]
-        old = earlier[: max(0, len(earlier) + 1 - self.keep)]
-        return [self.folder / f"{kind}-{number}" for kind, number in later + old]
+        """Paths of checkpoints to remove after that of `step`: those of later steps, if the run was resumed from an
+        earlier one, and those beyond the newest `keep`."""
+        later_steps = [(kind, number) for kind in ("step", "best") for number in self._steps_of(kind) if number > step]
+        earlier_steps = [("step", number) for number in self.steps() if number < step]
+        surplus_steps = earlier_steps[: max(0, len(earlier_steps) + 1 - self.keep)]
+        return [self.folder / f"{kind}-{number}" for kind, number in later_steps + surplus_steps]
 
     def _steps_of(self, kind: str) -> list[int]:
         """Steps of complete checkpoints of a kind, "step" or "best", ascending; warn of folders without manifest."""
@@ -183,7 +184,7 @@ class CheckpointFolder:
         return complete
 
     def _path(self, name: str) -> Path:
-        """Path of the checkpoint of a name, which need not exist; without changes to the folder, for readers."""
+        """Path of the checkpoint called `name`, which need not exist. Does not change the folder."""
         final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
         return replaced if replaced.exists() and not final.exists() else final
 

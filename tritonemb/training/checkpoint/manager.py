@@ -43,7 +43,7 @@ from tritonemb.utils import join_names, print_error
 
 
 class AsyncSave:
-    """Writes checkpoints in a thread, one at a time. Training stops only while tensors are copied to host memory.
+    """Writer of checkpoints in a thread, one at a time. Training stops only while tensors are copied to host memory.
 
     For tables on disk, snapshots are submitted instead. Later reads and writes of these tables wait for the snapshots,
     which are instantaneous on file systems with reflink copies.
@@ -243,7 +243,8 @@ def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None
 
 
 class CheckpointManager:
-    """Saves and restores a run; without `folder`, only restores. All methods but `mark_best_again` are collective."""
+    """Manager that saves and restores a run; without `folder`, only restores. All methods but `mark_best_again` are
+    collective."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
