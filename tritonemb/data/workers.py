@@ -26,9 +26,9 @@ from tritonemb.data.protocol import Data, PositionedBatch, Stream
 from tritonemb.flight import decode_error, encode_error
 from tritonemb.utils import Closeable
 
-POLL = 0.5  # seconds between checks that the worker is alive and its stream is open
+POLL_SECONDS = 0.5  # seconds between checks that the worker is alive and its stream is open
 REQUESTS = 2  # requests queued per worker
-PREFETCH_DEPTH = 2  # batches prefetched in this process, besides those of the streams in the worker
+PREFETCH_DEPTH = 2  # batches prefetched in this process, in addition to those in the worker
 SERIAL, PID = range(2)  # slots shared with a worker: serial number of the current request, and the process id
 Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]  # serial number, shards, arguments of `Data.open`
 
@@ -60,18 +60,18 @@ class DataLoaderWorkers(Closeable):
         return tuple(worker.pid for worker in self._workers if worker.pid)
 
     def open(self, shards: Sequence[ShardState], options: Mapping[str, Any], pin_memory: bool) -> None:
-        """Open and attach the stream of each shard; see `tritonemb.data.loader.open_shards`. RuntimeError, here or in
-        `next`, if a worker could not start or has ended; raise TypeError if the data set cannot be pickled. Exceptions
-        in the worker are raised as their nearest built-in type."""
-        parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
-        with ExitStack() as failed:
-            streams = [_WorkerStream(self, part, options, pin_memory) for part in parts]
+        """Open and attach the stream of each shard; see `tritonemb.data.loader.open_shards`. Raise RuntimeError, here
+        or in `next`, if a worker could not start or has ended; raise TypeError if the data set cannot be pickled.
+        Exceptions in the worker are raised as their nearest built-in type."""
+        worker_shards = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
+        with ExitStack() as stack:
+            streams = [_WorkerStream(self, local_shards, options, pin_memory) for local_shards in worker_shards]
             for stream in streams:
-                failed.callback(Stream.close, stream)
-            for stream, part in zip(streams, parts, strict=True):
-                for shard in part:
+                stack.callback(Stream.close, stream)
+            for stream, local_shards in zip(streams, worker_shards, strict=True):
+                for shard in local_shards:
                     stream.begin(shard)
-            failed.pop_all()
+            stack.pop_all()
 
     def close(self) -> None:
         """End the processes; open streams then raise a RuntimeError."""
@@ -88,28 +88,28 @@ class DataLoaderWorkers(Closeable):
         return idle_worker
 
 
-def _close(workers: "list[_Worker]", starter: int) -> None:
-    if os.getpid() != starter:  # a forked process, which does not own them
+def _close(workers: "list[_Worker]", owner_pid: int) -> None:
+    if os.getpid() != owner_pid:  # a forked process, which does not own them
         return
     for worker in workers:
         worker.close()
-    leftover = {worker.pid for worker in workers}
+    worker_pids = {worker.pid for worker in workers}
     for process in multiprocessing.active_children():
-        if process.pid in leftover:  # busy with a batch; it ignored the loader's SIGTERM
+        if process.pid in worker_pids:  # busy with a batch; it ignored the loader's SIGTERM
             process.kill()
             process.join()
 
 
 class _Worker:
-    """One worker process and its `DataLoader`, which is iterated outside the main thread only: there its handler
-    of SIGCHLD would raise exceptions anywhere in the program."""
+    """One worker process and its `DataLoader`, which is iterated only outside the main thread: in the main thread
+    its handler of SIGCHLD would raise exceptions anywhere in the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
         self.idle, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
         with torch.inference_mode(False):  # so that threads outside inference mode can modify it
             shared = torch.zeros(2, dtype=torch.int64).share_memory_()
-            # An array: the collector may call close inside a functional transform, which forbids to modify tensors.
+            # An array: the collector may call close inside a functional transform, which forbids modifying tensors.
             self._shared = shared.numpy()
         self._request: Request = (0, (), {})
         self._lock = threading.RLock()  # reentrant: the collector may call close in any thread
@@ -117,7 +117,7 @@ class _Worker:
             _ShardReader(data, shared), batch_size=None, sampler=self, num_workers=1, prefetch_factor=REQUESTS,
             collate_fn=tuple,  # keeps the tuple as it is
             worker_init_fn=partial(_initialize, num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-            multiprocessing_context="spawn", timeout=POLL,
+            multiprocessing_context="spawn", timeout=POLL_SECONDS,
         )  # fmt: skip
         self._responses: Iterator[Any] | None = None
 
@@ -242,8 +242,8 @@ class _ShardReader(Dataset[Any]):
 
 
 def _initialize(processes: int, _worker: int) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
     protocol.reading_processes = processes
     torch.utils.data.get_worker_info().dataset.shared[PID] = os.getpid()  # type: ignore[union-attr]
     atexit.register(_exit)

@@ -84,7 +84,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
         padding_idx: int | None = None, optimizer: Optimizer | None = None,
     ) -> Self:  # fmt: skip
-        """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
+        """Wrap `embeddings` `[num_embeddings, embedding_dim]` in a module; with `freeze` it is not trained."""
         return super().from_pretrained(  # type: ignore[operator]
             embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
         )._finish_init(optimizer)  # fmt: skip
@@ -100,7 +100,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         tensors = [input, offsets, per_sample_weights]
         if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in tensors):
             raise TypeError(f"expected dense tensors, got {[*map(type, tensors)]}; see torch.tensor, to_dense")
-        # Check the inputs, and choose between our kernels and PyTorch's.
+        # Check the inputs, and choose between tritonemb's kernels and PyTorch's.
         is_nested, has_padding = input.is_nested and input.layout == torch.jagged, self.padding_idx is not None
         is_valid, trained_ids = self._are_valid(input, offsets, per_sample_weights), None
         has_last_offset = is_valid and self.include_last_offset and offsets is not None
@@ -120,7 +120,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             if self._optimized is not None and pooled.requires_grad:
                 raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
             return pooled if trained_ids is None else pooled[:-1]
-        # Look up by our kernels; with padding, means are sums that are divided afterwards.
+        # Look up with tritonemb's kernels; with padding, means are sums that are divided afterwards.
         assert offsets is not None
         self._renormalize(values)
         mean = self.mode == "mean"
@@ -137,15 +137,15 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         """Pool with PyTorch's op if that is faster, else return None."""
         bags, has_padding = input if offsets is None else offsets, self.padding_idx is not None
         is_small = self._prefers_torch(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
-        has_last_offset, traced = offsets is not None and self.include_last_offset, torch.compiler.is_compiling()
-        unsupported = traced or (has_padding and has_last_offset)
+        has_last_offset, is_traced = offsets is not None and self.include_last_offset, torch.compiler.is_compiling()
+        unsupported = is_traced or (has_padding and has_last_offset)
         if is_small is None or (offsets is not None and (unsupported or not are_ascending(offsets))):
             return None
         if has_last_offset and int(offsets[-1]) != input.numel():  # type: ignore[index]
             return None  # ids beyond the last offset are in no bag
         is_simple = per_sample_weights is None and self.max_norm is None and self.mode in ("sum", "mean")
         if is_simple and input.dim() == 1 + (offsets is None) and input.numel():
-            # For means, our kernel scales every row, PyTorch's the sum.
+            # For means, tritonemb's kernel scales every row, PyTorch's scales the sum.
             is_faster = is_small or (not has_padding and (self.mode == "sum" or self._optimized is None))
             return self._by_torch(is_small, True, input, offsets) if is_faster else None
         if not is_small or not (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
@@ -170,8 +170,12 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         """Return ids `[N]`, offsets `[B + 1]` from 0 to N, and weights `[N]`."""
         if input.is_nested:
             jagged: Any = input
-            flat: Any = per_sample_weights
-            return jagged.values().reshape(-1), jagged.offsets(), None if flat is None else flat.values().reshape(-1)
+            jagged_weights: Any = per_sample_weights
+            return (
+                jagged.values().reshape(-1),
+                jagged.offsets(),
+                None if jagged_weights is None else jagged_weights.values().reshape(-1),
+            )
         if input.dim() == 2:
             values = input.reshape(-1)
             offsets = torch.arange(0, values.shape[0] + 1, input.shape[1], device=input.device)
@@ -181,11 +185,11 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             input = input.to(offsets.dtype)
         if self.include_last_offset:
             end, is_readable = input.shape[0], offsets.device.type == "cpu" and not torch.compiler.is_compiling()
-            short = not is_readable or int(offsets[-1]) < end
-            if short and self.padding_idx is not None and offsets.shape[0] > 1:
+            is_short = not is_readable or int(offsets[-1]) < end
+            if is_short and self.padding_idx is not None and offsets.shape[0] > 1:
                 # As in PyTorch, the last bag extends to the last id.
                 offsets = torch.cat([offsets[:-1], offsets[-1:].clamp(min=end)])
-            elif short and is_readable:
+            elif is_short and is_readable:
                 end = max(0, int(offsets[-1]))
         else:
             end = input.shape[0] if offsets.shape[0] else 0
@@ -218,10 +222,10 @@ class Embedding(SingleTable, TorchEmbedding):
 
     Args:
         padding_idx: id whose row gets no gradient, counted from the end if negative; with `num_embeddings=None`, an id
-            without a row, which reads zero.
+            without a row, whose lookup returns zeros.
         _freeze: whether the weight gets no gradient.
 
-    Other arguments as for `EmbeddingBag`.
+    Other arguments are those of `EmbeddingBag`.
 
     Shapes:
         input: int32 or int64 ids of any shape `[*]`. Result: `[*, embedding_dim]`, of the weight's dtype.
@@ -257,7 +261,7 @@ class Embedding(SingleTable, TorchEmbedding):
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
         optimizer: Optimizer | None = None,
     ) -> Self:  # fmt: skip
-        """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
+        """Wrap `embeddings` `[num_embeddings, embedding_dim]` in a module; with `freeze` it is not trained."""
         return super().from_pretrained(
             embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )._finish_init(optimizer)  # fmt: skip
@@ -270,8 +274,8 @@ class Embedding(SingleTable, TorchEmbedding):
         is_small = self._prefers_torch(input)
         if is_small is not None and input.dtype in ID_DTYPES:
             return self._by_torch(is_small, self.max_norm is None, input)
-        dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
-        if not dense_ids or not self._is_served(input):
+        is_dense = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
+        if not is_dense or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
         values = input.reshape(-1)
         self._renormalize(values)
@@ -295,12 +299,12 @@ class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return pooled rows `[B, embedding_dim]`."""
         tensors, table = [input, offsets, per_sample_weights], self.table
-        dense = all(t is None or (isinstance(t, Tensor) and not t.is_sparse and t.is_cpu) for t in tensors)
-        if input is None or not dense or not self._are_valid(input, offsets, per_sample_weights):
+        are_dense = all(t is None or (isinstance(t, Tensor) and not t.is_sparse and t.is_cpu) for t in tensors)
+        if input is None or not are_dense or not self._are_valid(input, offsets, per_sample_weights):
             descriptions = [f"{t.dtype} {[*t.shape]} on {t.device}" if isinstance(t, Tensor) else t for t in tensors]
             raise ValueError(
-                "expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on the CPU, and for "
-                f"mode='sum' perhaps per_sample_weights of their shape and of {table.weight.dtype}; got {descriptions}"
+                "expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on the CPU, and "
+                f"with mode='sum' optionally per_sample_weights of this shape and {table.weight.dtype}; got {descriptions}"
             )
         values, offsets, weights = self._flatten_batch(input, offsets, per_sample_weights)
         batch = KeyedJaggedTensor([table.config.name], values, weights, offsets=offsets)

@@ -1,7 +1,7 @@
 """`tritonemb::embedding_bag`: lookup in `T` tables, differentiable in weights and per-sample weights; and
 `tritonemb::embedding_bag_fused`, whose backward is the optimizer's step. `bag_fused` is the latter for one table.
 
-The kernels are in `kernels/embedding_bag.py`. The autograd context has the tensors of fused ops without a version
+The kernels are in `kernels/embedding_bag.py`. The autograd context keeps the tensors of fused ops without a version
 check: a collection that is looked up twice in one graph is updated twice, each time with the gradients of that lookup.
 In plain eager mode `fused_lookup`, an autograd function, calls the same kernels without the dispatcher; other lookups
 with a backward in Python use it, too. There `bag_fused` passes its gradient to a callback, so that all tables of a
@@ -104,8 +104,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     ops = torch.ops.tritonemb
     if any(ctx.needs_input_grad[0]):
         groups = ops.row_groups(trained_ids, offsets, *layout)
-        computed = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
-        weight_grads = [g if needed else None for g, needed in zip(computed, ctx.needs_input_grad[0], strict=True)]
+        gradients = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
+        weight_grads = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[0], strict=True)]
     if sample_weights is not None and ctx.needs_input_grad[3]:
         sample_weight_grad = ops.sample_weight_gradient(grad, weights, trained_ids, offsets, sample_weights, *layout)
     return weight_grads, None, None, sample_weight_grad, None, None, None, *([None] * len(layout))
@@ -195,7 +195,7 @@ def embedding_bag_fused(
     layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
     accumulator: int = NOT_ACCUMULATING, shared: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Look up like `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
+    """Look up like `embedding_bag`; the backward updates weights, states and counters in place, or accumulates.
 
     Args:
         groups: groups of the ids; if None, the backward groups the ids, which must not change until then.
@@ -299,7 +299,7 @@ define(
 class BagGradient(NamedTuple):
     """Gradient of the result of a lookup of `values` `[N]` in one table: `[B, dim]`, or `[N, dim]` if not pooled.
 
-    `table` has lists of one tensor; `name` is as in `BagTable`.
+    `table` has lists of one tensor; `name` is that of `BagTable`.
     """
 
     table: FusedTables
@@ -312,11 +312,11 @@ class BagGradient(NamedTuple):
 
 def bag_fused(
     table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags,
-    trained_ids: Tensor | None, dtype: torch.dtype, gather: Callable[[BagGradient], None],
+    trained_ids: Tensor | None, dtype: torch.dtype, collect: Callable[[BagGradient], None],
 ) -> Tensor:  # fmt: skip
     """Look up like `bag`, in a table with a fused optimizer, which gets no `.grad`.
 
-    The backward calls `gather` with the gradient of the result; under tracing, it updates the table in place.
+    The backward calls `collect` with the gradient of the result; under tracing, it updates the table in place.
     """
     check_ids(values)
     trained_ids, weight = None if trained_ids is values else trained_ids, table.weights[0]
@@ -326,14 +326,14 @@ def bag_fused(
         return torch.ops.tritonemb.bag_fused(*table, name, *batch)
     read = partial(look_up, weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
     ids = values if trained_ids is None else trained_ids
-    return _look_up_unchanged(table, name, ids, sample_weights, bags, read, gather)
+    return _look_up_with_versions(table, name, ids, sample_weights, bags, read, collect)
 
 
-def _look_up_unchanged(
+def _look_up_with_versions(
     table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, read: Read,
-    gather: Callable[[BagGradient], None],
+    collect: Callable[[BagGradient], None],
 ) -> Tensor:  # fmt: skip
-    """Look up one table in plain eager mode; the backward raises if the batch was changed in between."""
+    """Look up one table in plain eager mode; the backward raises if the versions of the batch have changed."""
     weight = table.weights[0]
     reads_table = sample_weights is not None and sample_weights.requires_grad
     inputs = ids, bags.offsets, sample_weights, weight if reads_table else None
@@ -347,7 +347,7 @@ def _look_up_unchanged(
         if needs_sample_weight_grad:
             assert sample_weights is not None
             sample_weight_grad = sample_weight_gradient(grad, weight, ids, bags, sample_weights)
-        gather(BagGradient(table, name, ids, sample_weights, bags, grad))
+        collect(BagGradient(table, name, ids, sample_weights, bags, grad))
         return sample_weight_grad
 
     return fused_lookup(weight, sample_weights, read, take_gradient)
@@ -402,7 +402,7 @@ def look_up_eagerly(*args: Any) -> Tensor:
         eager["bag_update_"](*table, gradient.grad, ids, offsets, sample_weights, name, pooled, mean)
 
     ids, read = values if trained_ids is None else trained_ids, partial(_look_up_bag, *args)
-    return _look_up_unchanged(table, name, ids, sample_weights, Bags(offsets, pooled, mean), read, update)
+    return _look_up_with_versions(table, name, ids, sample_weights, Bags(offsets, pooled, mean), read, update)
 
 
 def _update_bag(*args: Any) -> None:

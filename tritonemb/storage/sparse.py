@@ -20,7 +20,7 @@ from tritonemb.storage.store import cpu_kernels, storage_errors
 from tritonemb.storage.threads import shared_threads, shielded
 
 COPY_BYTES = 1 << 20  # bytes per task of a copy
-BATCH = 512  # tasks per job
+BATCH_TASKS = 512  # tasks per job
 T = TypeVar("T")
 _FICLONE = 0x40049409  # Linux ioctl: make a file a reflink copy of another
 # Reflinks are not supported by this file system, across file systems, or for such files.
@@ -28,7 +28,8 @@ _NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.
 
 
 def reflink_or_copy(source: PageFile, target: PageFile) -> None:
-    """Copy a file of whole pages into an empty one; holes stay holes. Discard it after an OSError or EOFError."""
+    """Copy a file of whole pages into an empty one; holes stay holes. Discard the target after an OSError or
+    EOFError."""
     try:
         fcntl.ioctl(target.handle, _FICLONE, source.handle)
         return
@@ -41,7 +42,7 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
 
 
 def _for_each(pieces: Iterator[T], work: Callable[[T], object]) -> None:
-    while batch := list(itertools.islice(pieces, BATCH)):
+    while batch := list(itertools.islice(pieces, BATCH_TASKS)):
         shared_threads.run(lambda number, batch=batch: work(batch[number]), len(batch))  # type: ignore[misc]
 
 
@@ -75,7 +76,7 @@ def written_ranges(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _copy_ranges(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Split long ranges and join near ones, as reading a hole is cheap, into pieces of at most `COPY_BYTES`."""
+    """Split long ranges into pieces of at most `COPY_BYTES`; join near ones, because reading a hole is cheap."""
     first = last = -1
     for begin, end in ranges:
         if first >= 0 and end - first <= COPY_BYTES:
@@ -106,9 +107,12 @@ def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
     begin, end = piece
     buffer = thread_buffer(end - begin)
     source.read(buffer.view[: end - begin], begin)
-    written = np.flatnonzero(buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64).any(axis=1))
-    firsts, lasts = runs(written)
-    starts, stops = (written[firsts] * PAGE_BYTES).tolist(), ((written[lasts - 1] + 1) * PAGE_BYTES).tolist()
+    written_pages = np.flatnonzero(buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64).any(axis=1))
+    firsts, lasts = runs(written_pages)
+    starts, stops = (
+        (written_pages[firsts] * PAGE_BYTES).tolist(),
+        ((written_pages[lasts - 1] + 1) * PAGE_BYTES).tolist(),
+    )
     for start, stop in zip(starts, stops, strict=True):
         target.write(buffer.view[start:stop], begin + start)
 
@@ -117,9 +121,9 @@ DIGEST_BYTES = 1 << 18  # piece size; part of the digest's definition, so it mus
 
 
 def digest(path: Path) -> int:
-    """Return a 64-bit digest of a file of whole pages: of the CRC-32 of each nonzero piece, and its number.
+    """Return a 64-bit digest of a file of whole pages, from the CRC-32 and the number of each nonzero piece.
 
-    Holes are not read, and equal zeros, so it does not depend on how a file system stores zeros, nor on the file's
+    Holes are not read, and count as zeros, so it does not depend on how a file system stores zeros, nor on the file's
     size. Raise StorageError if the file cannot be read.
     """
     with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
@@ -132,14 +136,14 @@ def _digest(path: Path) -> int:
     with closing(PageFile(path, writable=False)) as file:
         size = file.size()
 
-        def add(number: int) -> None:
+        def add_piece(number: int) -> None:
             begin, buffer = number * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
             count = min(DIGEST_BYTES, size - begin)
             file.read(buffer.view[:count], begin)
             if buffer.array[:count].any():
                 piece_digests.append(mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
 
-        _for_each(_digest_pieces(written_ranges(file, size)), add)
+        _for_each(_digest_pieces(written_ranges(file, size)), add_piece)
     return sum(piece_digests) % (1 << 64)
 
 

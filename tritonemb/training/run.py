@@ -139,7 +139,7 @@ class Run:
 
         Args:
             rows: dictionary of raw values by column, or a list of these; a data frame; or the path or URI of a log.
-            batch_size: largest number of rows per batch.
+            batch_size: maximum number of rows per batch.
 
         Raises:
             ValueError, FileNotFoundError: the rows cannot be read; the message names column, row and value.

@@ -16,7 +16,7 @@ class Schedule(Options):
     Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay follows and takes `decay_steps`
     steps; at the fraction `x` of them the factor is `final + (1 - final) * f(x)`, where `f(x)` is `(1 - x) ** power`
     (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017). Later it remains `final`. Numbers
-    out of range are a ValueError.
+    out of range raise ValueError.
 
     Args:
         warmup_steps: steps of the warm-up, 0 for none.
@@ -39,7 +39,7 @@ class Schedule(Options):
 
     @property
     def is_constant(self) -> bool:
-        """True if the factor is always 1."""
+        """Return whether the factor is always 1."""
         return self.warmup_steps == 0 and self.decay == "constant"
 
     def within(self, total_steps: int | None) -> Self:
@@ -49,12 +49,12 @@ class Schedule(Options):
             return self
         if total_steps is None:
             raise ValueError(
-                f"{self.decay} decay needs decay_steps (or max_steps): the data set does not know its size in advance"
+                f"{self.decay} decay needs decay_steps (or max_steps): the size of the data set is not known in advance"
             )
         return replace(self, decay_steps=max(total_steps - self.warmup_steps, 1))
 
     def factor(self, step: int) -> float:
-        """Factor of a step, counted from 0."""
+        """Return the factor of a step, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         if self.decay == "constant":

@@ -1,4 +1,4 @@
-"""`tritonemb predict` and `tritonemb evaluate`: scores and metrics of rows by a trained run."""
+"""`tritonemb predict` and `tritonemb evaluate`: scores and metrics of rows, by a trained model."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ class PredictOptions(Options):
         out: .parquet or .csv file to write: one row per row of the log, in the same order.
         keep: columns of the log to write before the scores, without encoding.
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
-        batch_size: largest number of rows per batch.
+        batch_size: maximum number of rows per batch.
         device: device of the model.
     """
 
@@ -63,7 +63,7 @@ def predict(options: PredictOptions) -> str:
                 writer.write_table(table.cast(first.schema))
                 num_rows += table.num_rows
     except pa.ArrowException as error:
-        raise ValueError(f"{options.out}: these columns cannot be written to such a file ({error})") from error
+        raise ValueError(f"{options.out}: these columns cannot be written in this format ({error})") from error
     return f"{options.out}: {num_rows:,} scores by {run.path}"
 
 
@@ -87,7 +87,7 @@ class EvaluateOptions(Options):
         data: log with labels: a file or a folder; the run's test rows if not given.
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
         json: print the metrics as JSON.
-        batch_size: largest number of rows per batch.
+        batch_size: maximum number of rows per batch.
         device: device of the model.
     """
 

@@ -219,8 +219,8 @@ class TrainState:
             with self.data.open(split, self.options.batch_size) as stream:
                 for batch in stream:
                     for row, column in (~batch.dense.isfinite()).nonzero().tolist():
-                        where = f"dense column {column} of {split} row {first_row + row:,}"
-                        return f"{where} is {batch.dense[row, column]}; correct or remove such rows"
+                        location = f"dense column {column} of {split} row {first_row + row:,}"
+                        return f"{location} is {batch.dense[row, column]}; correct or remove such rows"
                     first_row += len(batch)
             return ""
 
@@ -266,7 +266,7 @@ def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, offloaded: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """State of the dense optimizer: tensors as `optimizer.<parameter>.<state>`, and scalars by parameter, for JSON.
-    Offloaded states only with `offloaded`.
+    Offloaded states are included only with `offloaded`.
     """
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}

@@ -1,7 +1,7 @@
 """HTML report of a run, from its log: metrics, curves, configuration and checkpoints.
 
-Computes the values of `report.html.jinja`, and charts for other pages. A page is self-contained: no scripts, fonts or
-network requests.
+It computes the values of `report.html.jinja`, and charts for other pages. A page is self-contained: no scripts, fonts
+or network requests.
 """
 
 import math
@@ -45,7 +45,7 @@ class HtmlReport(Callback):
 
 
 def write_report(path: Path | str, log_path: Path | str) -> None:
-    """Write the report of a finished or running run to `path`; raises as `read_run_log`."""
+    """Write the report of a finished or running run to `path`. Raise the errors of `read_run_log`."""
     atomic_write(Path(path), render(read_run_log(log_path)))
 
 
@@ -73,7 +73,7 @@ def render(events: Sequence[Event]) -> str:
 
 
 def last_event(events: Sequence[Event], kind: str) -> Event:
-    """Return the last event of a kind; {} without one."""
+    """Return the last event of a kind; {} if there is none."""
     return next((event for event in reversed(events) if event["event"] == kind), {})
 
 
@@ -88,7 +88,7 @@ def render_template(template: str, **values: Any) -> str:
     """Render a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        finalize=_visible,
+        finalize=_replace_unprintable,
     )  # fmt: skip
     formats = {"count": "{:,.0f}", "metric": "{:.4f}", "percent": "{:.1f} %"}
     environment.filters |= {name: text.format for name, text in formats.items()}
@@ -96,7 +96,7 @@ def render_template(template: str, **values: Any) -> str:
     return environment.get_template(template).render(GEOMETRY, **values)
 
 
-def _visible(value: Any) -> Any:
+def _replace_unprintable(value: Any) -> Any:
     """Replace characters of a string that HTML cannot show: control characters, undecodable file names."""
     if not isinstance(value, str):
         return value
@@ -179,8 +179,10 @@ def thin(points: Curve) -> Curve:
     thinned: list[tuple[float, float]] = []
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
-        finite = [point for point in bucket if is_finite(point[1])]
-        selected = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))} if finite else set()
+        finite_points = [point for point in bucket if is_finite(point[1])]
+        selected = (
+            {min(finite_points, key=itemgetter(1)), max(finite_points, key=itemgetter(1))} if finite_points else set()
+        )
         selected.update([point for point in bucket if not is_finite(point[1])][:1])
         thinned += sorted(selected)
     return thinned
@@ -191,12 +193,12 @@ def ticks(low: float, high: float, outside: bool = False) -> list[float]:
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # equal up to rounding
         margin = abs(high) / 10 or 1.0
         low, high = low - margin, high + margin
-    rough = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    min_step = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= min_step * (1 - 1e-9))
     slack = (1e-9 if outside else -1e-9) * (high - low) / step
-    down, up = (math.floor, math.ceil) if outside else (math.ceil, math.floor)
-    first, last = down(low / step + slack), up(high / step - slack)
+    round_first, round_last = (math.floor, math.ceil) if outside else (math.ceil, math.floor)
+    first, last = round_first(low / step + slack), round_last(high / step - slack)
     return [number * step for number in range(first, last + 1)]
 
 
