@@ -303,8 +303,8 @@ class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
         if input is None or not are_dense or not self._are_valid(input, offsets, per_sample_weights):
             descriptions = [f"{t.dtype} {[*t.shape]} on {t.device}" if isinstance(t, Tensor) else t for t in tensors]
             raise ValueError(
-                "expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on the CPU, and "
-                f"with mode='sum' optionally per_sample_weights of this shape and {table.weight.dtype}; got {descriptions}"
+                "expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on the CPU, and with "
+                f"mode='sum' optionally per_sample_weights of this shape and {table.weight.dtype}; got {descriptions}"
             )
         values, offsets, weights = self._flatten_batch(input, offsets, per_sample_weights)
         batch = KeyedJaggedTensor([table.config.name], values, weights, offsets=offsets)
