@@ -33,7 +33,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a submodule at its first use, so that the command line can configure torch's threads before."""
+    """Import a submodule at its first use, so that the command line can configure torch's threads first."""
     if name not in __all__:
         raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")
     module = importlib.import_module(f"tritonemb.{_MODULES.get(name, name)}")

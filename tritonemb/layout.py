@@ -142,7 +142,7 @@ class PendingInsert(NamedTuple):
 class TensorList(list[Tensor]):
     """Tensors of many tables, with facts that are computed once and stay valid while no tensor moves.
 
-    Querying a thousand tables in each step takes long. `memory` has the facts by `name` from step to step; the
+    Querying a thousand tables in each step is slow. `memory` keeps the facts by `name` from step to step; the
     addresses are read with the first fact.
     """
 
@@ -191,19 +191,19 @@ def partition_sizes(capacity: int, max_partitions: int | None = None) -> tuple[i
 def mix64(ids: Tensor) -> Tensor:
     """Mix int64 `[N]`, as unsigned numbers, by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
     mixed: Any = ids.numpy() if ids.device.type == "cpu" else ids  # NumPy takes half the time
-    mixed = (mixed ^ _shifted(mixed, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
-    mixed = (mixed ^ _shifted(mixed, 27)) * (0x94D049BB133111EB - 2**64)
-    return torch.as_tensor(mixed ^ _shifted(mixed, 31))
+    mixed = (mixed ^ _shift_right(mixed, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    mixed = (mixed ^ _shift_right(mixed, 27)) * (0x94D049BB133111EB - 2**64)
+    return torch.as_tensor(mixed ^ _shift_right(mixed, 31))
 
 
-def _shifted(numbers: Any, bits: int) -> Any:
+def _shift_right(numbers: Any, bits: int) -> Any:
     """Shift int64 right as unsigned numbers."""
     return numbers >> bits & 2 ** (64 - bits) - 1
 
 
 def partitions_of(ids: Tensor, num_partitions: Tensor | int) -> Tensor:
     """Partition of each id among those of the unsharded table, int64 `[N]`."""
-    return torch.as_tensor(_shifted(mix64(ids), 32) * num_partitions >> 32)
+    return torch.as_tensor(_shift_right(mix64(ids), 32) * num_partitions >> 32)
 
 
 def make_index(

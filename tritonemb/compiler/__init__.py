@@ -21,7 +21,7 @@ from tritonemb.compiler.exchanges import HideExchanges
 from tritonemb.compiler.graph import is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
-from tritonemb.compiler.merge import cacheable, call_lookups, merge
+from tritonemb.compiler.merge import cacheable_functions, call_lookups, merge
 from tritonemb.utils import join_names
 
 __all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
@@ -98,8 +98,8 @@ def tritonemb(
         _log.info("%s", report)
     if has_defaults and not report.fused and call_lookups(gm, example_inputs):
         return gm.forward
-    cacheable_functions = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=cacheable_functions):
+    functions = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable_functions()
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=functions):
         return inductor(gm, example_inputs)
 
 

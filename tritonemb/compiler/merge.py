@@ -76,8 +76,8 @@ def _all_offsets(members: Sequence[LookupIds], pooled: bool) -> Tensor:
     sizes, device = [bags.ids.numel() for bags in members], members[0].ids.device
     *bases, end = accumulate(sizes, initial=0)
     steps = [_bag_length(bags) for bags in members] if pooled else sizes
-    alike = all(bags.offsets is None for bags in members) and len({expression(step) for step in steps}) == 1
-    if alike and expression(steps[0]) != 0:
+    have_equal_length = all(bags.offsets is None for bags in members) and len({expression(step) for step in steps}) == 1
+    if have_equal_length and expression(steps[0]) != 0:
         return torch.arange(0, end + 1, steps[0], device=device)
     pieces = [_full(base, device) for base in bases]
     if pooled:
@@ -141,7 +141,7 @@ def reshape_result(result: Tensor, ids: Tensor | None, counts: Tensor | None, dt
     return result if ids is None else result.reshape(*ids.shape, result.shape[1])
 
 
-def cacheable() -> dict[str, str]:
+def cacheable_functions() -> dict[str, str]:
     """Functions of this module in graphs, with a version, for the cache of AOTAutograd."""
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     return {f"{__name__}.{function.__name__}": version for function in (concat_batches, split_result, reshape_result)}
@@ -173,8 +173,8 @@ def _move_inputs_before(group: LookupGroup) -> Node:
     position = {node: index for index, node in enumerate(group.region)}
     first = min((lookup.node for lookup in group.lookups), key=position.__getitem__)
     inputs = reachable([lookup.node for lookup in group.lookups], dependencies(group.region).__getitem__)
-    later = [node for node in group.region[position[first] + 1 :] if node in inputs]
-    for node in [*later, *(node for node in first.graph.nodes if node.op == "get_attr" and first < node)]:
+    later_inputs = [node for node in group.region[position[first] + 1 :] if node in inputs]
+    for node in [*later_inputs, *(node for node in first.graph.nodes if node.op == "get_attr" and first < node)]:
         first.prepend(node)
     return first
 
