@@ -19,7 +19,8 @@ from tritonemb.sharding.planner.cost_model import (
     CostModel,
     Shards,
 )
-from tritonemb.sharding.planner.shard_packing import FINE, Problem
+from tritonemb.sharding.planner.settings import SETTINGS
+from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import Placement, TableConfig
 from tritonemb.utils import format_bytes
@@ -234,7 +235,9 @@ def _variant(
             pairwise_load = costs(part, 3)[..., 0] - costs(part, 2)[..., 0]
             fixed[..., 0] -= pairwise_load
         if kind == "row_wise":  # continuous shares are rounded to rows
-            fixed[..., 1:] += slope[..., 1:] * np.where(steps > FINE, 1 / steps, 0)[index][:, None, None]
+            fixed[..., 1:] += (
+                slope[..., 1:] * np.where(steps > SETTINGS.continuous_steps, 1 / steps, 0)[index][:, None, None]
+            )
     one_block = [np.full(len(index), value) for value in (1, scheme, PLACEMENTS.index(placement))]
     common = model.common_seconds(index, *one_block)
     if kind == "table_column_wise":

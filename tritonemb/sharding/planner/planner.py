@@ -19,6 +19,7 @@ from tritonemb.sharding.planner.cost_model import CostModel, Prediction
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Assignment, Solution, fewest_shards, keep, relax, solve, tables_of, totals
+from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
@@ -28,8 +29,6 @@ from tritonemb.utils import did_you_mean, format_bytes, require
 
 _log = logging.getLogger(__name__)
 DEFAULT_BATCH_SIZE = 1_024  # samples per rank
-MAX_RESERVE = 0.5  # of a budget, before planning fails
-KEEP_WITHIN = 1.02  # of a new plan's load: a running plan's shards stay up to this
 
 
 def plan(
@@ -107,7 +106,7 @@ def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | No
         try:
             options, problem = make_problem(model, rules, previous, reserve.tolist())
             solution = solve(problem)
-            if solution is None or solution.violation > 0 or (reserve > MAX_RESERVE).any():
+            if solution is None or solution.violation > 0 or (reserve > SETTINGS.max_reserve).any():
                 raise PlanError(_shortage(model, options, problem, solution))
         except PlanError as error:
             raise PlanError(f"{error}; {_remedies(model, rules)}") from None
@@ -126,7 +125,7 @@ def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | No
             result = _build(model, rules, options, problem, candidate, unmoved, previous)
         except ValueError:  # a table is new, or has another number of rows
             continue
-        slower = result[1].load > KEEP_WITHIN * new[1].load
+        slower = result[1].load > SETTINGS.keep_within * new[1].load
         allowed = all(
             (rule.types is None or table.option.kind in rule.types)
             and (rule.placements is None or table.option.placement in rule.placements)
@@ -242,7 +241,7 @@ def _copies_to_try(
 def _keep_previous(
     model: CostModel, options: list[list[Option]], problem: Problem, new: Solution, previous: ShardingPlan
 ) -> tuple[Solution, dict[int, Sharding | None]]:
-    """Repair the running plan with few moves, to a load within `KEEP_WITHIN` of the new one. Return unmoved tables."""
+    """Repair the running plan with few moves, to a load within `keep_within` of the new one. Return unmoved tables."""
     selected, shards_before = new.assignment.options.copy(), dict[int, list[tuple[int, int, float]]]()
     # The option of each table in the running plan, of nearest cache shares, and its shards.
     for number, table in enumerate(model.tables):
@@ -261,7 +260,7 @@ def _keep_previous(
             _, selected[number], shards_before[number] = min(matches, key=lambda match: match[:2])
     units, bins, shares = np.array([shard for shards in shards_before.values() for shard in shards]).reshape(-1, 3).T
     running = Assignment(selected, units.astype(np.int64), bins.astype(np.int64), shares)
-    solution = keep(problem, new, running, KEEP_WITHIN * new.load)
+    solution = keep(problem, new, running, SETTINGS.keep_within * new.load)
     # Compare the shards of each table before and after.
     shards_after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in shards_before}
     table_of_unit = np.repeat(tables_of(problem), np.diff(problem.option_units))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritonemb.kernels.cpu.jit import compiled, uncounted
+from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import (
     NEXT_IN_BIN,
     UNIT,
@@ -25,16 +26,6 @@ from tritonemb.sharding.planner.shard_packing import (
     total_excess,
 )
 from tritonemb.sharding.table_stats import Array
-
-# Probabilities of a ruin: all shards of a chosen shard's table; a random table; shards of the node rather than of the
-# rank; the next rank on the same node.
-WHOLE_TABLE, ANY_TABLE, OF_NODE, SAME_NODE = 0.3, 0.1, 0.2, 0.5
-# Most shards that a ruin removes; and of a large ruin, on one node, and its probability.
-MAX_RUINED, MAX_RUINED_LARGE, LARGE_RUIN = 5, 40, 0.005
-TRIED_OPTIONS = 0.5  # fraction of the options that a table is recreated with
-BY_SIZE = 0.7  # probability to recreate the largest first
-# Ranks in a tournament, whose rank with the largest excess is ruined; probability of a tournament of all ranks.
-TOURNAMENT, TOURNAMENT_OF_ALL = 6, 0.2
 
 
 class Ruin(NamedTuple):
@@ -64,24 +55,26 @@ def _select_ruin(p, s, r):
     """Select shards of a rank with a large excess, of its node and of other ranks; sometimes a random table."""
     # Tournament: the rank with the largest excess of a sample of ranks, or of all, weighted randomly.
     rank, highest, r.counts[:] = 0, -1.0, 0
-    all_ranks = np.random.random() < TOURNAMENT_OF_ALL
-    for index in range(p.ranks if all_ranks else 1 + np.random.randint(TOURNAMENT)):
+    all_ranks = np.random.random() < SETTINGS.tournament_of_all
+    for index in range(p.ranks if all_ranks else 1 + np.random.randint(SETTINGS.tournament)):
         contender = index if all_ranks else np.random.randint(p.ranks)
         excess = s.rank[2, contender] + s.node[2, contender // p.local] / p.local
         excess *= np.random.random() if all_ranks else 1.0
         if excess > highest:
             rank, highest = contender, excess
     # Walk the lists of shards of that rank, or of its node, and of further ranks, until there are enough shards.
-    node, same_node, target_size = rank // p.local, np.random.random() < SAME_NODE, 1 + np.random.randint(MAX_RUINED)
-    if np.random.random() < LARGE_RUIN:
-        same_node, target_size = True, MAX_RUINED_LARGE
-    for _ in range(4 * MAX_RUINED):
-        if np.random.random() < ANY_TABLE:
+    node, same_node = rank // p.local, np.random.random() < SETTINGS.same_node
+    target_size = 1 + np.random.randint(SETTINGS.max_ruined)
+    if np.random.random() < SETTINGS.large_ruin:
+        same_node, target_size = True, SETTINGS.max_ruined_large
+    for _ in range(4 * SETTINGS.max_ruined):
+        if np.random.random() < SETTINGS.any_table:
             _back_up_table(p, s, r, np.random.randint(len(s.option)), True)
-        shard = s.first_in_bin[p.ranks + rank // p.local if np.random.random() < OF_NODE else rank]
+        shard = s.first_in_bin[p.ranks + rank // p.local if np.random.random() < SETTINGS.of_node else rank]
         while shard >= 0 and r.counts[2] < target_size:
             unit, selected = s.shard[shard, UNIT], False
-            _back_up_table(p, s, r, s.table_of_unit[unit], s.num_shards[unit] == 1 or np.random.random() < WHOLE_TABLE)
+            whole_table = s.num_shards[unit] == 1 or np.random.random() < SETTINGS.whole_table
+            _back_up_table(p, s, r, s.table_of_unit[unit], whole_table)
             for index in range(r.counts[2]):
                 selected |= r.shards[index] == shard
             if not selected:
@@ -155,7 +148,7 @@ def _recreate_table(p, s, cost, min_cost, per_shard, order, table, buffers):
         option = order[index]
         if min_cost[option] >= lowest:  # options are in the order of their least cost
             break
-        if best >= 0 and np.random.random() >= TRIED_OPTIONS:
+        if best >= 0 and np.random.random() >= SETTINGS.tried_options:
             continue
         # Try the option, copy its shards if it is the best, and remove it.
         s.option[table] = option
@@ -190,7 +183,7 @@ def ruin_and_recreate(
     np.random.seed(seed)
     s = init_state(p, options.copy(), units, bins, shares, slack_weight)
     best_options, best_shards, trial = s.option.copy(), shard_buffers(s), shard_buffers(s)
-    num_best, max_items = copy_tables(p, s, best_shards), 5 * MAX_RUINED + MAX_RUINED_LARGE
+    num_best, max_items = copy_tables(p, s, best_shards), 5 * SETTINGS.max_ruined + SETTINGS.max_ruined_large
     r = Ruin(
         np.zeros(3, np.int64), np.full(len(options), -1), np.empty(max_items, np.int64), np.empty(max_items, np.int64),
         np.empty(max_items, np.bool_), np.empty(max_items, np.int64), shard_buffers(s),
@@ -209,7 +202,7 @@ def ruin_and_recreate(
         extra_cost = -_total_cost(p, s, cost, per_shard, tables)
         num_items, change = _remove_ruin(p, s, r, items, shares)
         # Order the items by size with noise, or randomly.
-        by_size = np.random.random() < BY_SIZE
+        by_size = np.random.random() < SETTINGS.by_size
         for index in range(num_items):
             unit = items[index]
             item_size = (

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tritonemb.sharding.planner.ruin_and_recreate import ruin_and_recreate
-from tritonemb.sharding.planner.shard_packing import FINE, WEIGHT, Problem, pack_greedily, usage
+from tritonemb.sharding.planner.settings import SETTINGS
+from tritonemb.sharding.planner.shard_packing import Problem, pack_greedily, usage
 from tritonemb.sharding.table_stats import Array
 from tritonemb.utils import LazyModule
 
@@ -29,35 +30,6 @@ optimize: Any = LazyModule("scipy.optimize", "plan")
 sparse: Any = LazyModule("scipy.sparse", "plan")
 
 MILP_INFEASIBLE = 2  # a status of scipy's
-OPTIMAL, CLOSE = 1.003, 1.0299  # relative to the bound: stop at once; stop after `ROUNDS`
-PRECISION = 5e-4  # relative precision of the bound
-OVERRUN_COST = 1e3  # cost in the LP of exceeding a budget by 100 %, in loads
-CHEAP = 0.1  # extra cost of options to search, relative to a table's mean share of the bound
-ALIKE = 0.02  # difference in budget usage between options to search and the option that the MILP has selected
-PREMIUM = -0.7, 0.1, 0.5  # of the budgets' prices over the LP's duals: least, initial, largest
-ENOUGH = 1.03  # relative to the bound: options of this cost are selected without a wider set of candidates
-MAX_MILP_SIZE = 10_000_000  # tables times options, up to which a MILP raises the bound
-TARGET_USAGE, PRICE_STEP = 0.997, 10.0  # of budgets: usage that prices steer to; change of prices per deviation
-SPARE, MAX_SPARE = 0.016, 0.01  # share of each budget that the MILP leaves: per rank and table, and at most
-SLACK_WEIGHT = 0.002  # weight of the slack that a placement leaves in its bin
-HOT, COLD = (0.1, 0.02), (0.005, 0.002)  # temperatures, relative to a rank's mean load per table: first round, later
-EVALUATIONS = 2_400, 60_000_000  # scored bins in a round: per table and rank, and at most
-LONGER = 6.25, 1.0, 4.0  # factor of these where ranks have few tables: times ranks per table; least, largest
-SELECTED_ROUNDS = 6  # with the options that the MILP has selected, at most
-ROUNDS, MAX_ROUNDS, MAX_IDLE_ROUNDS = 12, 260, 80  # least number, unless `OPTIMAL`; most; most without a better plan
-PATIENCE = 2  # rounds without gain before costs are scaled down
-NEARLY = 0.01  # excess per rank, up to which the shares are optimized for the least load
-COST_SCALE = 0.3  # factor of costs relative to the excess, applied up to three times before the goal rises
-FIRST_GOAL = 0.15, 0.03, 0.4  # of the first goal above the bound: times ranks per table; least, largest
-FEW_TABLES = 60  # more options are searched for fewer tables
-SMALL_TABLES = 20  # tables per rank, from which any tier may beat the cheapest: small tables fill up the budgets
-# A goal that is met falls by a part of its gap to the bound. Another rises by a part of the excess, at least by a step,
-# or by a part of the way to the incumbent's load; its gap by a factor while budgets are exceeded.
-LOWER, RISE, STEP = 0.15, 0.5, 0.002
-BACK, HIGHER = 0.3, 1.3
-TOLERANCE = 1.001e-6  # of a budget
-KEEP_TEMPERATURE = 1e-6
-GAIN = 0.97  # a round gains if its excess is below this part of the previous one
 
 
 class Relaxation(NamedTuple):
@@ -165,7 +137,7 @@ def relax(
         option = np.flatnonzero(in_lp)
         one = _sums_to_one(table[option], (len(starts), len(option) + 5))
         above = np.concatenate([uses[option].T, -np.eye(5)], axis=1)
-        cost = np.concatenate([np.zeros(len(option)), [1.0], np.full(4, OVERRUN_COST)])
+        cost = np.concatenate([np.zeros(len(option)), [1.0], np.full(4, SETTINGS.overrun_cost)])
         most = np.append(0.0, np.full(4, 1 - slack))
         result = optimize.linprog(cost, above, most, one, np.ones(len(starts)), bounds=(0, None), method="highs-ds")
         assert result.x is not None, result.message
@@ -215,10 +187,10 @@ def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
         return relaxation is not None and relaxation.bound <= limit
 
     # Find a feasible limit with growing steps, then bisect.
-    high, growth = low * (1 + PRECISION), 0.01
+    high, growth = low * (1 + SETTINGS.bound_precision), 0.01
     while not is_feasible(high):
         low, high, growth = high, high * (1 + growth), 2 * growth
-    while high > low * (1 + PRECISION):
+    while high > low * (1 + SETTINGS.bound_precision):
         middle = (low + high) / 2
         low, high = (low, middle) if is_feasible(middle) else (middle, high)
     return _milp_bound(problem, low, best)
@@ -228,13 +200,14 @@ def _milp_bound(problem: Problem, low: float, best: Relaxation) -> tuple[float, 
     """Raise a lower bound by a MILP, in which each table has one option. Return it and its relaxation; None if nothing
     fits. With many tables the MILP would be slow, and the LP has few mixtures anyway: the bound stays.
     """
-    starts, table, columns, growth = problem.table_options[:-1], tables_of(problem), best.columns, PRECISION
+    starts, table = problem.table_options[:-1], tables_of(problem)
+    columns, growth = best.columns, SETTINGS.bound_precision
     while (relaxation := relax(problem, high := low * (1 + growth), columns=columns)) is not None:
         best, columns, feasible = relaxation, columns | relaxation.columns, np.isfinite(relaxation.cost)
         # Reduced-cost fixing: plans with any other option are above the limit.
         cheapest = np.minimum.reduceat(relaxation.cost, starts)[table]
         candidates = feasible & (relaxation.bound + relaxation.cost - cheapest <= high)
-        if candidates.sum() * len(starts) > MAX_MILP_SIZE:
+        if candidates.sum() * len(starts) > SETTINGS.max_milp_size:
             break
         least = _solve_milp(problem, relaxation, np.flatnonzero(candidates))[1]
         if least < np.inf and least <= high:
@@ -252,7 +225,7 @@ def solve(problem: Problem) -> Solution | None:
     bound, relaxation = result
     starts = problem.table_options[:-1]
     # Relax for the first goal, less the common load that the relaxation does not count.
-    goal = 1 + float(np.clip(FIRST_GOAL[0] * problem.ranks / len(starts), *FIRST_GOAL[1:]))
+    goal = 1 + float(np.clip(SETTINGS.first_goal * problem.ranks / len(starts), *SETTINGS.first_goal_range))
     common = problem.option_common + sum_by_option(problem, problem.unit_common * relaxation.min_shards)
     uncounted = float(common @ relaxation.share - np.minimum.reduceat(common, starts).sum())
     relaxation = relax(problem, goal * bound - max(uncounted, 0.0), columns=relaxation.columns) or relaxation
@@ -260,20 +233,21 @@ def solve(problem: Problem) -> Solution | None:
     table = tables_of(problem)
     likely = np.lexsort((-relaxation.share, table))[starts]
     selected, sums = _select_options(problem, relaxation, likely, bound), totals(problem, relaxation.min_shards)
-    few, sizes = max(1.0, FEW_TABLES / len(starts)), problem.ranks * np.array([1, 1 / problem.local, 1 / problem.local])
-    alike = (np.abs(sums[:, 1:4] - sums[selected[table], 1:4]) <= few * ALIKE * sizes).all(1)
+    few = max(1.0, SETTINGS.few_tables / len(starts))
+    sizes = problem.ranks * np.array([1, 1 / problem.local, 1 / problem.local])
+    alike = (np.abs(sums[:, 1:4] - sums[selected[table], 1:4]) <= few * SETTINGS.alike * sizes).all(1)
     cost = np.where(alike, relaxation.cost, np.inf)
-    candidates = cost <= np.minimum.reduceat(cost, starts)[table] + few * CHEAP / len(starts) * bound
+    candidates = cost <= np.minimum.reduceat(cost, starts)[table] + few * SETTINGS.cheap / len(starts) * bound
     candidates[selected] = candidates[likely] = True
     # Greedy packing, then ruin and recreate with the selected options, then with all candidates.
     search = Search(problem, candidates, relaxation.min_shards, relaxation.prices, bound)
     search.update_incumbent(search.pack(search.to_local(_without_shards(likely)), goal))
     greedy = search.best_score[1] * bound
-    if search.best_score > (0.0, OPTIMAL):
+    if search.best_score > (0.0, SETTINGS.optimal):
         only_selected = np.isin(np.arange(len(table)), selected)
         first = Search(problem, only_selected, relaxation.min_shards, relaxation.prices, bound)
         assignment, excess = first.pack(first.to_local(_without_shards(selected)), goal), 1.0
-        for number in range(SELECTED_ROUNDS):
+        for number in range(SETTINGS.selected_rounds):
             assignment, excess = first.improve(assignment, goal, number) if excess > 0 else (assignment, excess)
         search.run(search.to_local(first.to_global(assignment)), goal)
     num_shards = np.maximum(sum_by_option(problem, relaxation.min_shards), 1).astype(np.int64)
@@ -290,7 +264,7 @@ def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> S
     search = Search(problem, candidates, np.ones_like(problem.unit_max_shards), np.zeros(4), bound)
     assignment = search.pack(search.to_local(running), goal)
     if search.score(assignment) > (0.0, goal):
-        assignment, _ = search.improve(assignment, goal, 1, 1.0, KEEP_TEMPERATURE)
+        assignment, _ = search.improve(assignment, goal, 1, 1.0, SETTINGS.keep_temperature)
     violation, highest = search.score(assignment)
     return new._replace(assignment=search.to_global(assignment), violation=violation, load=highest * bound)
 
@@ -327,7 +301,8 @@ def _solve_milp(
     budgets = optimize.LinearConstraint((sums[:, 1:] / [problem.ranks, nodes, nodes, 1]).T, -np.inf, 1 - spare)
     result = optimize.milp(
         sums[:, 0] / problem.ranks / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
-        integrality=np.ones(len(candidates)), bounds=(0, 1), options={"mip_rel_gap": 2 * PRECISION, "node_limit": 200},
+        integrality=np.ones(len(candidates)), bounds=(0, 1),
+        options={"mip_rel_gap": 2 * SETTINGS.bound_precision, "node_limit": SETTINGS.max_milp_nodes},
     )  # fmt: skip
     if result.status == MILP_INFEASIBLE:
         return None, np.inf
@@ -346,17 +321,17 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
     order = np.lexsort((relaxation.cost, tier, table))
     best = np.zeros(len(table), dtype=bool)
     best[order] = np.append(True, (np.diff(table[order]) != 0) | (np.diff(tier[order]) != 0))
-    best &= np.isfinite(relaxation.cost) & (len(starts) >= SMALL_TABLES * problem.ranks)
-    reserve = min(SPARE * problem.ranks / len(starts), MAX_SPARE)
+    best &= np.isfinite(relaxation.cost) & (len(starts) >= SETTINGS.small_tables * problem.ranks)
+    reserve = min(SETTINGS.spare * problem.ranks / len(starts), SETTINGS.max_spare)
     selected, least = likely, np.inf
-    for cheap, spare in ((CHEAP, reserve), (20 * CHEAP, reserve), (np.inf, reserve), (np.inf, 0.0)):
+    for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, reserve), (np.inf, 0.0)):
         near = best | (extra_cost <= cheap / len(starts) * relaxation.bound) | (relaxation.share > 1e-6)
         options, _ = _solve_milp(problem, relaxation, np.flatnonzero(near & np.isfinite(relaxation.cost)), spare)
         if options is None:
             continue
         load = float(sums[options, 0].sum()) / problem.ranks
         selected, least = (options, load) if load < least else (selected, least)
-        if load <= ENOUGH * bound or cheap == np.inf:
+        if load <= SETTINGS.enough * bound or cheap == np.inf:
             break
     return selected
 
@@ -381,7 +356,7 @@ class Search:
         )  # fmt: skip
         self.num_tables, nodes, min_shards = len(p.table_options) - 1, p.ranks // p.local, min_shards[self._units]
         # Costs, which depend on the premium of prices over the duals.
-        self._min_shards, self._price_factor = min_shards, np.full(4, 1 + PREMIUM[1])
+        self._min_shards, self._price_factor = min_shards, np.full(4, 1 + SETTINGS.initial_premium)
         self._prices = prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
         self._set_costs()
         sums = totals(p, min_shards)
@@ -421,45 +396,47 @@ class Search:
     def score(self, assignment: Assignment) -> tuple[float, float]:
         """Return the violation of budgets, and the largest load."""
         load, hbm, host, disk, server = usage(self.problem, *assignment)
-        violation = sum(float(np.maximum(used - 1 - TOLERANCE, 0).sum()) for used in (hbm, host, disk, server))
+        violation = sum(float(np.maximum(used - 1 - SETTINGS.tolerance, 0).sum()) for used in (hbm, host, disk, server))
         return violation, float(load.max()) + self._common(assignment)
 
     def run(self, assignment: Assignment, goal: float) -> None:
         """Improve an assignment for goals that rise until one is met, then fall. A new goal starts at the incumbent."""
         excess, stuck, cost_scale, last_gain = np.inf, 0, 1.0, 0
-        for number in range(MAX_ROUNDS):
+        for number in range(SETTINGS.max_rounds):
             # One round; accept it if its excess is lower.
             neighbor, new_excess = self.improve(assignment, goal, number, cost_scale)
             self._update_prices(neighbor)
-            stuck = 0 if new_excess < GAIN * excess else stuck + 1
+            stuck = 0 if new_excess < SETTINGS.gain * excess else stuck + 1
             assignment, excess = (neighbor, new_excess) if new_excess < excess else (assignment, excess)
             previous_score = self.best_score
-            if new_excess <= NEARLY * self.problem.ranks:
+            if new_excess <= SETTINGS.nearly * self.problem.ranks:
                 self.update_incumbent(assignment)
                 self.update_incumbent(self.optimize_shares(assignment) or assignment)
             # Stop if the incumbent is good enough, or has not improved for long.
             last_gain = number if self.best_score < previous_score else last_gain
-            if self.best_score <= (0.0, OPTIMAL) or (number >= ROUNDS and self.best_score <= (0.0, CLOSE)):
+            target = SETTINGS.close if number >= SETTINGS.min_rounds else SETTINGS.optimal
+            if self.best_score <= (0.0, target):
                 break
-            if number - last_gain >= MAX_IDLE_ROUNDS and self.best_score[0] == 0:
+            if number - last_gain >= SETTINGS.max_idle_rounds and self.best_score[0] == 0:
                 break
             # Set the next goal: lower if this one is met, higher after several scales of costs without gain.
             feasible = self.best_score[0] == 0
             least = self.best_score[1] if feasible else np.inf
             if excess == 0 or least <= goal:
-                goal, excess, stuck, cost_scale = 1 + (min(goal, least) - 1) * (1 - LOWER), np.inf, 0, 1.0
-            elif stuck >= PATIENCE:
-                stuck, cost_scale = 0, cost_scale * COST_SCALE
-            if cost_scale < COST_SCALE**3:
-                goal += max(STEP, RISE * excess / self.problem.ranks, BACK * (least - goal) if feasible else 0.0)
-                goal = min(goal, 0.999 * least) if feasible else 1 + HIGHER * (goal - 1)
+                goal, excess, stuck, cost_scale = 1 + (min(goal, least) - 1) * (1 - SETTINGS.lower), np.inf, 0, 1.0
+            elif stuck >= SETTINGS.patience:
+                stuck, cost_scale = 0, cost_scale * SETTINGS.cost_scale
+            if cost_scale < SETTINGS.cost_scale**3:
+                back = SETTINGS.back * (least - goal) if feasible else 0.0
+                goal += max(SETTINGS.min_rise, SETTINGS.rise * excess / self.problem.ranks, back)
+                goal = min(goal, 0.999 * least) if feasible else 1 + SETTINGS.higher * (goal - 1)
                 assignment, excess, cost_scale = self.incumbent if feasible else assignment, np.inf, 1.0
 
     def _update_prices(self, assignment: Assignment) -> None:
         """Raise the prices of budgets that are exceeded in total, and lower those of unused budgets."""
         used = np.array([values.mean() for values in usage(self.problem, *assignment)[1:]])
-        factor = self._price_factor * (1 + PRICE_STEP * (used - TARGET_USAGE))
-        self._price_factor = np.clip(factor, 1 + PREMIUM[0], 1 + PREMIUM[2])
+        factor = self._price_factor * (1 + SETTINGS.price_step * (used - SETTINGS.target_usage))
+        self._price_factor = np.clip(factor, *(1 + np.array(SETTINGS.premium_range)))
         self._set_costs()
 
     def _common(self, assignment: Assignment) -> float:
@@ -480,7 +457,8 @@ class Search:
         """Add shards of tables that have none, greedily, the largest tables first."""
         scaled, capacity = self._scaled(goal, assignment)
         per_shard, size = self._per_shard / capacity, self._size[assignment.options]
-        return Assignment(assignment.options, *pack_greedily(scaled, *assignment, per_shard, size, SLACK_WEIGHT))
+        shards = pack_greedily(scaled, *assignment, per_shard, size, SETTINGS.slack_weight)
+        return Assignment(assignment.options, *shards)
 
     def improve(
         self, assignment: Assignment, goal: float, number: int, scale: float = 1.0, temperature: float | None = None
@@ -488,12 +466,14 @@ class Search:
         """Run a round of ruin and recreate with scaled costs, and optimize the shares. Return it, and its excess."""
         scaled, capacity = self._scaled(goal, assignment)
         p, schedule = self.problem, min(number, 1)
-        evaluations = min(EVALUATIONS[0] * self.num_tables * p.ranks, EVALUATIONS[1])
-        evaluations = int(evaluations * np.clip(LONGER[0] * p.ranks / self.num_tables, *LONGER[1:]))
-        hot, cold = (temperature or scale * part[schedule] * p.ranks / self.num_tables for part in (HOT, COLD))
+        evaluations = min(SETTINGS.evaluations * self.num_tables * p.ranks, SETTINGS.max_evaluations)
+        evaluations = int(evaluations * np.clip(SETTINGS.longer * p.ranks / self.num_tables, *SETTINGS.longer_range))
+        schedules = SETTINGS.hot, SETTINGS.cold
+        hot, cold = (temperature or scale * part[schedule] * p.ranks / self.num_tables for part in schedules)
         results = ruin_and_recreate(
             scaled, *(scale / capacity * cost for cost in (self._cost, self._min_cost, self._per_shard)), self._order,
-            self._size[assignment.options], *assignment, evaluations, hot, cold, scale * SLACK_WEIGHT, number + 1,
+            self._size[assignment.options], *assignment, evaluations, hot, cold,
+            scale * SETTINGS.slack_weight, number + 1,
         )  # fmt: skip
         if temperature is not None:
             return Assignment(*results[0]), self._excess(Assignment(*results[0]), goal)
@@ -513,7 +493,8 @@ class Search:
         load, hbm, host, disk, _ = usage(self.problem, *assignment)
         over = [np.maximum(used - 1, 0).sum() for used in (hbm, host, disk)]
         load = load + self._common(assignment)
-        total = np.maximum(load - goal, 0).sum() + WEIGHT * (over[0] + self.problem.local * (over[1] + over[2]))
+        of_budgets = over[0] + self.problem.local * (over[1] + over[2])
+        total = np.maximum(load - goal, 0).sum() + SETTINGS.budget_weight * of_budgets
         return float(total) if total > 1e-6 else 0.0
 
     def optimize_shares(self, assignment: Assignment, goal: float | None = None) -> Assignment | None:
@@ -522,7 +503,7 @@ class Search:
         """
         # Usage of ranks and nodes by all but the free shares.
         p, (options, units, bins, shares) = self.problem, assignment
-        nodes, num_shards, free = p.ranks // p.local, len(units), p.unit_steps[units] > FINE
+        nodes, num_shards, free = p.ranks // p.local, len(units), p.unit_steps[units] > SETTINGS.continuous_steps
         load, hbm, host, disk, _ = usage(p, options, units, bins, np.where(free, 0.0, shares))
         used = np.concatenate([load + self._common(assignment), hbm, host, disk])
         # Constraints: a row for the load and device memory of each rank, and host memory and disk of each node.
@@ -543,9 +524,9 @@ class Search:
             slack_row = np.arange(p.ranks)
             cost, slack_column = np.append(np.zeros(num_shards), 1.0), np.zeros(p.ranks, np.int64)
         else:
-            slack_row = slack_column = np.arange(num_rows)
-            weights = [np.ones(p.ranks), np.full(p.ranks, WEIGHT), np.full(2 * nodes, WEIGHT * p.local)]
-            cost = np.concatenate([np.zeros(num_shards), *weights])
+            slack_row, weight = np.arange(num_rows), SETTINGS.budget_weight
+            slack_column = slack_row
+            cost = np.repeat([0.0, 1.0, weight, weight * p.local], [num_shards, p.ranks, p.ranks, 2 * nodes])
         entries = np.append(row, slack_row), np.append(column, num_shards + slack_column)
         above = sparse.coo_array((np.append(value, -np.ones(len(slack_row))), entries), (num_rows, len(cost)))
         # The shares of a unit add up to 1.

@@ -10,14 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, uncounted
+from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.table_stats import Array
 
 LOAD, HBM, HOST, DISK, SERVER = range(5)
-WEIGHT, STEEP = 2.0, 4.0  # an exceeded budget, in loads; quadratic term of the excess
-NOISE = 1024  # numbers
-PIECES = 4  # into which a share that fits nowhere is split
-OVERHEAD, PLACED = 32, 32  # cost of scoring the bins of a unit, and of placing a shard, in scored bins
-FINE = 100_000  # steps: units with more have continuous shares
 INFEASIBLE_SCORE = 1e30
 UNIT, BIN, NEXT_IN_BIN, PREV_IN_BIN, NEXT_IN_UNIT, PREV_IN_UNIT = range(6)  # columns of `State.shard`
 
@@ -70,14 +66,14 @@ class State(NamedTuple):
 @inlined
 def _over(value):
     over = max(value - 1.0, 0.0)
-    return over * (1.0 + STEEP * over)
+    return over * (1.0 + SETTINGS.excess_curvature * over)
 
 
 @inlined
 def _add_to_node(p, s, node, host, disk):
     s.node[0, node] += host
     s.node[1, node] += disk
-    excess = WEIGHT * p.local * (_over(s.node[0, node]) + _over(s.node[1, node]))
+    excess = SETTINGS.budget_weight * p.local * (_over(s.node[0, node]) + _over(s.node[1, node]))
     change = excess - s.node[2, node]
     s.node[2, node] = excess
     return change
@@ -87,7 +83,7 @@ def _add_to_node(p, s, node, host, disk):
 def _add_to_rank(s, rank, load, hbm):
     s.rank[0, rank] += load
     s.rank[1, rank] += hbm
-    excess = _over(s.rank[0, rank]) + WEIGHT * _over(s.rank[1, rank])
+    excess = _over(s.rank[0, rank]) + SETTINGS.budget_weight * _over(s.rank[1, rank])
     change = excess - s.rank[2, rank]
     s.rank[2, rank] = excess
     return change
@@ -120,15 +116,15 @@ def add_replicated(p, s, option, sign):
         for node in range(p.ranks // p.local):
             change += _add_to_node(p, s, node, sign * costs[HOST], sign * costs[DISK])
     if costs[SERVER] != 0.0:
-        change -= WEIGHT * p.ranks * _over(s.server[0])
+        change -= SETTINGS.budget_weight * p.ranks * _over(s.server[0])
         s.server[0] += sign * costs[SERVER]
-        change += WEIGHT * p.ranks * _over(s.server[0])
+        change += SETTINGS.budget_weight * p.ranks * _over(s.server[0])
     return change
 
 
 @uncounted
 def total_excess(p, s):
-    return s.rank[2].sum() + s.node[2].sum() + WEIGHT * p.ranks * _over(s.server[0])
+    return s.rank[2].sum() + s.node[2].sum() + SETTINGS.budget_weight * p.ranks * _over(s.server[0])
 
 
 @inlined
@@ -240,7 +236,7 @@ def init_state(p, options, units, bins, shares, slack_weight):
         options, table_of_unit, np.zeros((3, p.ranks)), np.zeros((3, nodes)), np.zeros(1),
         np.empty((max_shards, 6), np.int64), np.empty(max_shards), np.full(p.ranks + nodes, -1),
         np.full(num_units, -1), np.zeros(num_units, np.int64), np.arange(max_shards + 1),
-        1.0 + np.random.random(NOISE + p.ranks), np.empty(p.ranks), np.empty(p.ranks), slack_weight,
+        1.0 + np.random.random(SETTINGS.num_noise + p.ranks), np.empty(p.ranks), np.empty(p.ranks), slack_weight,
     )  # fmt: skip
     for option in options:
         add_replicated(p, s, option, 1.0)
@@ -259,7 +255,7 @@ def usage(p, options, units, bins, shares):
 @inlined
 def _round_down(p, unit, share):
     steps = p.unit_steps[unit]
-    return share if steps > FINE else np.floor(share * steps + 1e-6) / steps
+    return share if steps > SETTINGS.continuous_steps else np.floor(share * steps + 1e-6) / steps
 
 
 @inlined
@@ -304,7 +300,7 @@ def _score_by_fit(p, s, unit, share, per_shard, offset):
         shard = s.shard[shard, NEXT_IN_UNIT]
     num_bins, width = (nodes, p.local) if on_node else (p.ranks, 1)
     steps, min_share = p.unit_steps[unit], share - 1e-9 if p.unit_max_shards[unit] == 1 else 1e-9
-    if steps <= FINE:
+    if steps <= SETTINGS.continuous_steps:
         for bin_index in range(num_bins):
             capacity[bin_index] = np.floor(capacity[bin_index] * steps + 1e-6) / steps
     # Scores: a shard's cost, and the slack of load and device memory beside it.
@@ -341,7 +337,7 @@ def _score_by_excess(p, s, unit, share, num_bins, noise):
     host = p.fixed[unit, HOST] + share * p.slope[unit, HOST]
     disk = p.fixed[unit, DISK] + share * p.slope[unit, DISK]
     for rank in range(num_bins * width):
-        added = _over(s.rank[0, rank] + load) + WEIGHT * _over(s.rank[1, rank] + hbm) - s.rank[2, rank]
+        added = _over(s.rank[0, rank] + load) + SETTINGS.budget_weight * _over(s.rank[1, rank] + hbm) - s.rank[2, rank]
         if rank % width == 0:
             s.score[rank // width] = added
         else:
@@ -349,7 +345,7 @@ def _score_by_excess(p, s, unit, share, num_bins, noise):
     if host > 0.0 or disk > 0.0:
         for bin_index in range(num_bins):
             node = bin_index if width > 1 or p.local == 1 else bin_index // p.local
-            added = WEIGHT * p.local * (_over(s.node[0, node] + host) + _over(s.node[1, node] + disk))
+            added = SETTINGS.budget_weight * p.local * (_over(s.node[0, node] + host) + _over(s.node[1, node] + disk))
             s.score[bin_index] += added - s.node[2, node]
     for bin_index in range(num_bins):
         s.score[bin_index] *= noise[bin_index]
@@ -380,13 +376,13 @@ def pack_unit(p, s, unit, share, per_shard):
     """Place a share of a unit in bins with capacity, in few shards; a share that fits nowhere, where it adds the least
     excess. Return the change of the excess, and the number of scored bins.
     """
-    offset, change, num_scored = np.random.randint(NOISE), 0.0, OVERHEAD + p.ranks
+    offset, change, num_scored = np.random.randint(SETTINGS.num_noise), 0.0, SETTINGS.unit_overhead + p.ranks
     num_bins = _score_by_fit(p, s, unit, share, per_shard, offset)
     _exclude_bins_of_table(p, s, unit)
     # Fill the bins by score, each once.
     while share > 1e-9:
         bin_index = _best_bin(s, num_bins)
-        num_scored += num_bins // 4 + PLACED
+        num_scored += num_bins // 4 + SETTINGS.shard_overhead
         if s.score[bin_index] >= INFEASIBLE_SCORE:
             break
         has_shard = _shard_in_bin(p, s, unit, bin_index) >= 0
@@ -402,11 +398,11 @@ def pack_unit(p, s, unit, share, per_shard):
         change += add_shard(p, s, unit, bin_index, fitting)
         share -= fitting
     # Split the remaining share into pieces, which exceed loads or budgets.
-    pieces = PIECES
+    pieces = SETTINGS.num_pieces
     while share > 1e-9:
         at_limit = s.num_shards[unit] >= p.unit_max_shards[unit]
         piece = share if at_limit or pieces <= 1 else share / pieces
-        if p.unit_steps[unit] <= FINE:
+        if p.unit_steps[unit] <= SETTINGS.continuous_steps:
             piece = min(np.ceil(piece * p.unit_steps[unit] - 1e-6) / p.unit_steps[unit], share)
         piece = share if share - piece < 1e-9 else piece
         _score_by_excess(p, s, unit, piece, num_bins, s.noise[offset:])
