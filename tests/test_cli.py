@@ -30,9 +30,10 @@ from tritonemb.data import open_dataset
 from tritonemb.training import CheckpointError, binary_metrics
 from tritonemb.training.checkpoint import load_tensors
 from tritonemb.training.checkpoint.manager import CheckpointManager
-from tritonemb.training.config import TrainConfig, from_plain, load_toml
+from tritonemb.training.config import TrainConfig
 from tritonemb.training.metrics import predict_logits
 from tritonemb.training.run import build_model
+from tritonemb.training.toml import from_plain, load_toml
 from tritonemb.training.train_state import model_tensors
 
 SMALL = ["--batch-size", "128", "--embedding-dim", "4", "--bottom-mlp", "8", "--top-mlp", "8", "--num-embeddings", "50"]

@@ -145,9 +145,10 @@ def _train(arguments: list[str]) -> int:
         print(TRAIN_USAGE, end="")
         return 0
     require("tyro")
-    from tritonemb.training.config import TrainConfig, from_plain, load_toml, preset
+    from tritonemb.training.config import TrainConfig, preset
     from tritonemb.training.job import train
     from tritonemb.training.ranks import Interrupted
+    from tritonemb.training.toml import from_plain, load_toml
 
     # Data set, preset and file determine the defaults, so parse these options before the others.
     parser = _Parser(prog="tritonemb train", add_help=False, allow_abbrev=False)

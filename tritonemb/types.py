@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, SupportsIndex, get_args
+from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ CODECS = {
     "fp8_e5m2": Codec(torch.float8_e5m2, 57344.0, 61440.0, scales_gradients=True),
     "int8": Codec(torch.uint8, 2.0**125, 2.0**125 + 2.0**102, row_wise=True),
 }
+CodecName: TypeAlias = Literal[tuple(CODECS)]  # type: ignore[valid-type]
 
 
 def checked_size(title: str, value: Any, least: int = 1) -> int:

@@ -114,7 +114,8 @@ class Page:
         launch.train_job(yaml.safe_load(block.text))
 
     def _toml(self, block: Block) -> None:
-        from tritonemb.training.config import preset, read_toml
+        from tritonemb.training.config import preset
+        from tritonemb.training.toml import read_toml
 
         path = Path(block.title or "a.toml")
         path.write_text(block.text)

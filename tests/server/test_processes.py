@@ -26,11 +26,12 @@ from tritonemb import cli
 from tritonemb.comm.group import RankGroup
 from tritonemb.server import EmbeddingServer, Servers, connect, launch, start, start_on_ray
 from tritonemb.server.attach import address_file
+from tritonemb.server.options import ServersOptions
 from tritonemb.server.snapshot import read_tables
 from tritonemb.server.transport import FlightServer
 from tritonemb.training import job
 from tritonemb.training.checkpoint.reader import saved_on_servers
-from tritonemb.training.config import ServersOptions, TrainConfig
+from tritonemb.training.config import TrainConfig
 from tritonemb.utils import MissingExtraError
 
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}

@@ -27,12 +27,12 @@ from tests.helpers import assert_same_bits
 from tests.training import disk_job
 from tests.training.jobs import Record, planted
 from tritonemb.data import Dataset
+from tritonemb.offloading.options import OffloadOptions
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Interrupted
 from tritonemb.training.callbacks import CallbackList
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
-from tritonemb.training.config import OffloadOptions
 
 make_trainer = partial(disk_job.make_trainer, placement="device")
 

@@ -15,17 +15,10 @@ from tests.training.disk_job import in_memory
 from tests.training.jobs import Crash, CrashAt
 from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.tables.options import TableOptions
 from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder
-from tritonemb.training.config import (
-    PRESETS,
-    EmbeddingOptimizer,
-    OutputOptions,
-    ProfileOptions,
-    TableOptions,
-    TrainConfig,
-    preset,
-)
+from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, ProfileOptions, TrainConfig, preset
 from tritonemb.training.job import train
 from tritonemb.training.run import build_model, build_optimizer
 from tritonemb.training.score import PredictOptions, predict

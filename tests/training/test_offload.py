@@ -15,9 +15,10 @@ from tests.training.disk_job import in_memory
 from tests.training.jobs import make_trainer, planted
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema
+from tritonemb.offloading.options import OffloadOptions
 from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder
-from tritonemb.training.config import OffloadOptions, OutputOptions, TrainConfig
+from tritonemb.training.config import OutputOptions, TrainConfig
 from tritonemb.training.job import train
 
 

@@ -15,10 +15,10 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
 from tritonemb.data.prefetch import Prefetcher
+from tritonemb.tables.options import TableOptions
 from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.tensorboard import TensorBoard
-from tritonemb.training.config import TableOptions
 from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter
 from tritonemb.types import CacheConfig
 

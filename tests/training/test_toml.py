@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 pytest.importorskip("tomli_w")
 
 from tritonemb.data.schema import LogOptions, Schema, SplitRule
-from tritonemb.training.config import TrainConfig, from_plain, plain, read_toml, to_toml
+from tritonemb.training.config import TrainConfig
+from tritonemb.training.toml import from_plain, plain, read_toml, to_toml
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from tritonemb.training.callbacks.console import escape_unprintable, format_seco
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.callbacks.report import PLAIN, Event, chart, last_event, render_template, test_event
 from tritonemb.training.checkpoint import RunFolder
-from tritonemb.training.config import flat
+from tritonemb.training.toml import flat
 from tritonemb.utils import Options, align_columns, atomic_write, join_names
 
 PATH_OPTIONS = ("path", "output.out")  # not compared: they differ between all runs

@@ -33,11 +33,12 @@ from tritonemb.training.callbacks.report import write_report
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import data_changes
-from tritonemb.training.config import TrainConfig, plain, to_toml
+from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
 from tritonemb.training.run import build_model
+from tritonemb.training.toml import plain, to_toml
 from tritonemb.training.trainer import Trainer
 from tritonemb.utils import atomic_write, require
 

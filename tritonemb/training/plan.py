@@ -14,9 +14,10 @@ from tritonemb.sharding.planner import Topology, collect_stats, plan
 from tritonemb.sharding.planner.calibrate import calibrate, describe
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.training.checkpoint import RunFolder
-from tritonemb.training.config import TrainConfig, load_toml, read_toml
+from tritonemb.training.config import TrainConfig
 from tritonemb.training.job import open_data, rendezvous
 from tritonemb.training.run import build_model
+from tritonemb.training.toml import load_toml, read_toml
 from tritonemb.types import TableConfig
 from tritonemb.utils import Options, atomic_write, did_you_mean, number
 

@@ -26,9 +26,10 @@ from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
-from tritonemb.training.config import TrainConfig, from_plain
+from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
+from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
 from tritonemb.utils import join_names
 

@@ -25,11 +25,12 @@ from tritonemb.data.batch import Batch, pad_batch
 from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
 from tritonemb.offloading import OffloadedOptimizer, offload
+from tritonemb.offloading.options import OffloadOptions
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch
-from tritonemb.training.config import OffloadOptions, Precision
+from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
 

@@ -15,6 +15,7 @@ from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
 from tritonemb.offloading import close
+from tritonemb.offloading.options import OffloadOptions
 from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import AtMost, Servers, attach, staleness_bound
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
@@ -23,7 +24,7 @@ from tritonemb.training.callbacks.jsonl import RunLog
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
-from tritonemb.training.config import OffloadOptions, TrainerOptions
+from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, evaluate, probabilities, score
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero, stop_requests

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, StepEnd
-from tritonemb.training.config import plain
+from tritonemb.training.toml import plain
 from tritonemb.utils import atomic_write
 
 NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # constants of Python's json to those of the log

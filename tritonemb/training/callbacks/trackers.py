@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log
-from tritonemb.training.config import flat
+from tritonemb.training.toml import flat
 from tritonemb.utils import require
 
 METRICS = ("auc", "log_loss", "normalized_entropy")

@@ -36,9 +36,10 @@ from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import reader
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
-from tritonemb.training.config import CheckpointOptions, plain
+from tritonemb.training.config import CheckpointOptions
 from tritonemb.training.doctor import versions
 from tritonemb.training.ranks import on_each_rank, on_rank_zero
+from tritonemb.training.toml import plain
 from tritonemb.utils import join_names, print_error
 
 
