@@ -17,7 +17,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.helpers import DEADLINE, assert_same_bits
 from tritonemb.comm.output_exchange import EXACT
-from tritonemb.server import Servers, attach, client, flush
+from tritonemb.server import Servers, attach, connection, flush
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport, Message
 
@@ -214,12 +214,12 @@ class _FaultyChannel:
 @contextmanager
 def quick_resending() -> Iterator[None]:
     """What is lost is soon sent again."""
-    before = client.TICK, client.RESEND_AFTER
-    client.TICK, client.RESEND_AFTER = 0.02, 0.1
+    before = connection.TICK, connection.RESEND_AFTER
+    connection.TICK, connection.RESEND_AFTER = 0.02, 0.1
     try:
         yield
     finally:
-        client.TICK, client.RESEND_AFTER = before
+        connection.TICK, connection.RESEND_AFTER = before
 
 
 @contextmanager

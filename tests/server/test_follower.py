@@ -17,7 +17,7 @@ import tritonemb as te
 from tests.helpers import DEADLINE
 from tests.server.jobs import local_servers, make, train
 from tritonemb.server import Servers, replica, snapshot
-from tritonemb.server.client import Connection
+from tritonemb.server.connection import Connection
 from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
@@ -256,7 +256,7 @@ def test_a_server_that_does_not_know_what_it_wrote_writes_all(tmp_path):
             publisher.publish(model)
             assert follower.refresh()
             assert follower.bases == bases
-            own[1].collections["tables"].chains.clear()  # as if it had been started again
+            own[1].collections["tables"].partitions.changes.chains.clear()  # as if it had been started again
         assert torch.equal(follower.look_up({"b": IDS["b"]})["b"], model.state_dict()["b.weight"][IDS["b"]])
 
 

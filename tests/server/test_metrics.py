@@ -14,7 +14,7 @@ import pytest
 import tritonemb as te
 from tests.server.jobs import Trainers, batches, local_servers, make, train
 from tritonemb.server import Follower, Publisher, flush
-from tritonemb.server.client import Connection
+from tritonemb.server.connection import Connection
 from tritonemb.server.metrics import BOUNDS, MetricsServer, prometheus, scrape, totals
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport

@@ -10,7 +10,8 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
-from tritonemb.server import Follower, Publisher, Servers, attach, client, flush, node, records
+from tritonemb.server import Follower, Publisher, Servers, attach, connection, durable, flush, records
+from tritonemb.server.connection import HEARTBEAT
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.records import MessageLog, read_log, read_records, write_record
 from tritonemb.server.transport import LocalTransport
@@ -159,7 +160,7 @@ def test_files_of_earlier_versions_are_read(tmp_path):
         assert {name for name in EARLIER_NAMES.values() if repr(name) not in written} <= {"facts", "hold", "answered"}
         own.server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
         assert list(own.server.clients.inboxes["raw"].in_progress) == [1]
-        assert own.server.collections["tables"].is_leased
+        assert own.server.collections["tables"].lease.is_active
         results.append(train(model, 5))
         flush(model)
         same((results, model.state_dict()), (list(expected[:3]), expected[3]))
@@ -173,7 +174,7 @@ def test_a_server_that_is_lost_again_behind_a_torn_record_is_started_a_third_tim
     for _ in range(2):
         with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
             make(servers, 2)  # something is logged
-            assert own.server.collections["tables"].next_pull == 4
+            assert own.server.collections["tables"].ordering.next_pull == 4
 
 
 @pytest.mark.parametrize("log", ["memory", "disk"])
@@ -184,10 +185,10 @@ def test_an_answer_that_may_be_lost_stays_until_it_is_acknowledged(tmp_path, log
         first, _ = raw.send("save"), raw.send("save")
         server.save()
     with EmbeddingServer("server-0", tmp_path, log) as server:
-        raw.server, version = server, server._version
+        raw.server, version = server, server.durable.version
         assert list(server.clients.inboxes["raw"].unacked_replies) == [0, 1]
         assert raw.receive({"op": "resend", "number": 0, "received": 0})[0] == first
-        assert server._version == version
+        assert server.durable.version == version
         raw.receive({"op": "save", "number": 2, "received": 1})
         assert list(server.clients.inboxes["raw"].unacked_replies) == [1, 2]
 
@@ -221,15 +222,15 @@ def test_a_chain_that_nobody_goes_on_with_is_bounded(tmp_path):
         tables = [te.TableConfig(name, None, 4, **dynamic) for name in "de"]
         model = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
         attach(model, servers, 1)
-        publisher, room = Publisher(tmp_path / "published"), len(server.collections["tables"].dynamic[0].index.ids)
+        (served,) = server.collections.values()
+        publisher, room = Publisher(tmp_path / "published"), len(served.partitions.dynamic[0].index.ids)
         for step in range(30):
             ids = torch.cat([torch.arange(10 * step, 10 * step + 10), torch.arange(2)])
             model(te.KeyedJaggedTensor(["d", "e"], ids, lengths=torch.tensor([10, 2]))).sum().backward()
             if step % 5 == 4:
                 publisher.publish(model)
-        (served,) = server.collections.values()
-        assert list(served.chains) == ["published"]
-        assert sum(map(len, served.chains["published"].removed[0])) <= room
+        assert list(served.partitions.changes.chains) == ["published"]
+        assert sum(map(len, served.partitions.changes.chains["published"].removed[0])) <= room
         flush(model)
         publisher.publish(model)
         with Follower(tmp_path / "published", poll=None) as follower:
@@ -316,7 +317,7 @@ def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
         (tmp_path / "a-0.server").unlink()
         for _ in range(2):
             own.restart()
-            assert own.server.collections["tables"].next_push == (9 if log == "disk" else 5)
+            assert own.server.collections["tables"].ordering.next_push == (9 if log == "disk" else 5)
         more = train(model, 1)
     with local_servers(1) as servers:
         same(([found + more], {}), ([expected + train(_trained(servers, 9), 1)], {}))
@@ -336,7 +337,7 @@ def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
         train(model, 3)
         flush(model)  # its thread has nothing to do any more
         with monkeypatch.context() as patch:
-            patch.setattr(node, "atomic_write", raising(OSError(28, "No space left on device")))
+            patch.setattr(durable, "atomic_write", raising(OSError(28, "No space left on device")))
             with pytest.raises(StorageError, match=r"could not save its state .* make room there"):
                 own.server.save()
         train(model, 2)
@@ -353,12 +354,12 @@ def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, 
         flush(model)  # the last push has been logged
         with monkeypatch.context() as patch:
             patch.setattr(records.os, "fdatasync", raising(OSError(28, "No space left on device")))
-            own.server._log._durable = True
+            own.server.durable.log._durable = True
             with pytest.raises(OSError, match=r"log .* could not be written: .*; make room there"):
                 train(model, 1)
-        steps = own.server.collections["tables"].next_push
+        steps = own.server.collections["tables"].ordering.next_push
         own.restart()
-        assert own.server.collections["tables"].next_push == steps == 3
+        assert own.server.collections["tables"].ordering.next_push == steps == 3
 
 
 def raising(error: Exception):
@@ -399,7 +400,7 @@ def test_what_was_pulled_before_a_checkpoint_was_restored_is_void(tmp_path):
 
 
 def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
-    monkeypatch.setattr(client.Connection.query, "__defaults__", (0.2,))
+    monkeypatch.setattr(connection.Connection.query, "__defaults__", (0.2,))
     with local_servers(1) as servers:
         make(servers)
         before, server = servers.statistics()[0]["collections"], servers._local_servers[0]
@@ -479,8 +480,8 @@ def test_gradients_that_cannot_be_applied_are_not_lost_in_silence(monkeypatch, c
 
 def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monkeypatch):
     """It waits a little, for one that was killed; the first trains on. One that was silent is told the reason."""
-    monkeypatch.setattr(client, "HEARTBEAT", 1e6)
-    monkeypatch.setattr(client, "TRAINER_TIMEOUT", -1e6)
+    monkeypatch.setattr(connection, "HEARTBEAT", 1e6)
+    monkeypatch.setattr(connection, "TRAINER_TIMEOUT", -1e6)
     server = EmbeddingServer("server-0")
     transport = LocalTransport(server, "server-0")
     with Servers([transport], [server]) as first, Servers([transport]) as second:
@@ -505,7 +506,7 @@ def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
     with local_servers(1) as servers:
         connection, server = servers.connections[0], servers._local_servers[0]
         server.clients.last_seen.clear()
-        connection._last_sent -= client.HEARTBEAT
+        connection._last_sent -= HEARTBEAT
         connection.tick()
         assert connection._client in server.clients.last_seen
 

@@ -223,7 +223,7 @@ def test_tables_that_find_no_room_are_put_on_disk(how, tmp_path):
     server = EmbeddingServer("small", tmp_path, memory=200_000, over_memory="spill")
     with Servers([LocalTransport(server, "small")], [server]) as servers:
         same(train_all(servers, 10, **how), expected)
-        assert any(server.collections["tables"].tables.cache.statistics()["b"].__dict__.values())
+        assert any(server.collections["tables"].partitions.tables.cache.statistics()["b"].__dict__.values())
     server = EmbeddingServer("small", memory=200_000)
     message = r"small has 200,000 bytes left for tables, and those of 'tables' need .* over_memory=\"spill\""
     with Servers([LocalTransport(server, "small")], [server]) as servers, pytest.raises(ValueError, match=message):

@@ -16,11 +16,13 @@ from torch import nn
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
 from tritonemb.flight import ROOTS, TOKEN, complete_address
-from tritonemb.server.client import CollectionClient, Connection, ReadOnlyClient, TableClient
+from tritonemb.server.client import CollectionClient, ReadOnlyClient, TableClient
+from tritonemb.server.connection import Connection
+from tritonemb.server.durable import LogMode
 from tritonemb.server.launch import ServerProcess
-from tritonemb.server.node import EmbeddingServer, LogMode
+from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.row_leases import LeaseClient, ShardedLeases
-from tritonemb.server.tables import CollectionSpec, TableSpec, describe_optimizer
+from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
 from tritonemb.tables.cached_server_table import ParallelModel, ShardedServerTables
 from tritonemb.tables.server_table import ServerTable

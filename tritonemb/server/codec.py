@@ -5,12 +5,30 @@ A server and its trainers use the same codecs, so results depend on the codecs a
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
-from tritonemb.server.tables import CollectionSpec
+from tritonemb.server.spec import CollectionSpec
+from tritonemb.server.transport import Message
+
+
+@dataclass(frozen=True)
+class PulledTable:
+    """Rows of a table's ids that a trainer has pulled from one server.
+
+    Args:
+        rows: `[n, embedding_dim]`, of all ids, or of those whose versions differ from the trainer's.
+        versions: int64, per id the version of its row, `NO_ROW` without a row; None: the trainer has no cache.
+        refused: int64, positions of ids that were not admitted, which take no gradient of this batch; None: without
+            admission.
+    """
+
+    rows: Tensor
+    versions: Tensor | None = None
+    refused: Tensor | None = None
 
 
 class TableCodecs:
@@ -37,14 +55,32 @@ class TableCodecs:
             rows.append(codec.unpack(message, message.numel() // row_bytes, dtype, scale))
         return rows
 
+    def pack_reply(self, numbers: Sequence[int], tables: Sequence[PulledTable], steps: int) -> Message:
+        """Encode a reply to a pull, with the number of applied steps."""
+        names = [field.name for field in fields(PulledTable) if tables and getattr(tables[0], field.name) is not None]
+        columns = {name: [getattr(table, name).contiguous() for table in tables] for name in names}
+        if tables:
+            columns["rows"] = self.pack(numbers, columns["rows"])
+        return {"steps": steps, "fields": names}, [tensor for column in columns.values() for tensor in column]
+
+    def unpack_reply(self, numbers: Sequence[int], message: Message) -> dict[int, PulledTable]:
+        """Decode `pack_reply`: the tables by number."""
+        (values, tensors), size = message, len(numbers)
+        columns = {name: tensors[n * size : (n + 1) * size] for n, name in enumerate(values["fields"])}
+        if numbers:
+            columns["rows"] = self.unpack(numbers, columns["rows"])
+        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return {number: PulledTable(**row) for number, row in zip(numbers, rows, strict=True)}
+
 
 class RowCodecs:
-    """Codecs of a collection's `rows`, and of their float32 `gradients`."""
+    """Codecs of a collection's `rows`, of their float32 `gradients`, and of `exact_rows`, which are for evaluation."""
 
     def __init__(self, spec: CollectionSpec) -> None:
         dims = [table.embedding_dim for table in spec.tables]
         self._precision = ExchangePrecision(spec.row_codec, spec.gradient_codec)
         self.rows = TableCodecs(dims, [getattr(torch, table.dtype) for table in spec.tables], spec.row_codec)
+        self.exact_rows = TableCodecs(dims, [], "fp32")
         self.gradients = TableCodecs(dims, [torch.float32] * len(dims), spec.gradient_codec)
 
     def scale(self, sums: Sequence[Tensor]) -> float:

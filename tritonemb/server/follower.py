@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from tritonemb.flight import encode_error
 from tritonemb.server.attach import collections_on_servers
-from tritonemb.server.client import CollectionClient, Connection
+from tritonemb.server.client import CollectionClient
+from tritonemb.server.connection import Connection
 from tritonemb.server.replica import Replica, load_replica
 from tritonemb.server.transport import Message, Reply, Values
 from tritonemb.utils import Closeable, atomic_write, join_names, read_sealed, seal

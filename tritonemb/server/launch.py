@@ -13,8 +13,10 @@ from pathlib import Path
 import torch
 
 from tritonemb.flight import TOKEN
+from tritonemb.server.durable import LogMode
 from tritonemb.server.metrics import MetricsServer, scrape
-from tritonemb.server.node import EmbeddingServer, LogMode, OverMemory
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.quota import OverMemory
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closeable, Options, number
 

@@ -23,8 +23,9 @@ import torch
 
 from tritonemb.flight import decode_error, encode_error
 from tritonemb.server.attach import Servers, address_file, transports_to
+from tritonemb.server.durable import LogMode
 from tritonemb.server.launch import RESTARTS
-from tritonemb.server.node import EmbeddingServer, LogMode
+from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closeable, atomic_write, on_error, require
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.server.snapshot import read_snapshot
-from tritonemb.server.tables import CollectionSpec, TableSpec
+from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.transport import Values
 from tritonemb.storage.store import StorageError
 from tritonemb.utils import did_you_mean, join_names

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import NO_ROW
-from tritonemb.server.tables import TableSpec
+from tritonemb.server.spec import TableSpec
 from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import partition_sizes
-from tritonemb.server.client import CollectionClient, Connection, TableClient, wait
-from tritonemb.server.tables import CollectionSpec, cat
+from tritonemb.server.client import CollectionClient, TableClient, wait
+from tritonemb.server.connection import Connection
+from tritonemb.server.partitions import cat
+from tritonemb.server.spec import CollectionSpec
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import IoFuture
 from tritonemb.tables.cached_server_table import RowStore
@@ -40,7 +42,7 @@ class LeaseClient(CollectionClient, RowStore):
         self._allocation_error: Exception | None = None
 
         # Dynamic tables: each server numbers its rows from 0; the trainer's row numbers are offset by server.
-        local_tables = {number for tables in self._tables_on for number in tables}
+        local_tables = {number for tables in self.tables_on for number in tables}
         self._dynamic = [number for number in sorted(local_tables) if self.spec.tables[number].num_embeddings is None]
         servers = range(len(self._connections))
         self._row_offsets = []
@@ -96,7 +98,7 @@ class LeaseClient(CollectionClient, RowStore):
         # Send each server the ids of its partitions.
         routes = [self._route(number, table_ids) for number, table_ids in zip(self._dynamic, ids, strict=True)]
         pending, indices_by_server = list[Future[Message]](), list[list[int]]()
-        for server, tables in enumerate(self._tables_on):
+        for server, tables in enumerate(self.tables_on):
             indices = [index for index, number in enumerate(self._dynamic) if number in tables]
             indices_by_server.append(indices)
             columns = [[column[index][routes[index][server]] for index in indices] for column in (ids, occurrences)]

@@ -6,6 +6,7 @@ and an end mark. The files of all servers at one step are one snapshot of the co
 other partitions, can read them.
 """
 
+import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,10 +18,12 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import nonzero
-from tritonemb.server.records import read_records, with_current_names
-from tritonemb.server.tables import CollectionSpec, PendingBatch, ServedTables, TableSpec
+from tritonemb.server.records import read_records, with_current_names, write_record
+from tritonemb.server.spec import CollectionSpec, TableSpec
+from tritonemb.server.tables import Push, ServedTables
 from tritonemb.server.transport import Message, Values
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.store import StorageError, storage_errors
+from tritonemb.utils import on_error
 
 RECORD_BYTES = 1 << 24  # of rows, about: bounds the memory of a reader
 
@@ -31,15 +34,23 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     With `changes_only` it is incremental, if the chain has a snapshot already.
     """
     name = uuid.uuid4().hex
-    served.note_removed()
-    last = served.chains.get(chain) if changes_only else None
-    counters = {} if served.tables is None else served.tables.counters
-    yield {
-        "snapshot": name, "after": None if last is None else last.snapshot, "server": served.server,
-        "spec": asdict(served.spec), "pulls": served.next_pull, "steps": served.next_push, "counters": list(counters),
-        "time": time.time(), "is_leased": served.is_leased,
-    }, list(counters.values())  # fmt: skip
-    for index, (number, table) in enumerate(zip(served.numbers, served.dynamic, strict=True)):
+    changes, ordering, table_set = served.partitions.changes, served.ordering, served.partitions.tables
+    changes.note_removed()
+    last = changes.chains.get(chain) if changes_only else None
+    counters = {} if table_set is None else table_set.counters
+    header = {
+        "snapshot": name,
+        "after": None if last is None else last.snapshot,
+        "server": served.server,
+        "spec": asdict(served.spec),
+        "pulls": ordering.next_pull,
+        "steps": ordering.next_push,
+        "counters": list(counters),
+        "time": time.time(),
+        "is_leased": served.lease.is_active,
+    }
+    yield header, list(counters.values())
+    for index, (number, table) in enumerate(served.partitions.by_number.items()):
         # In the order of rows, so that a reader inserts and writes them sequentially.
         if last is None:
             rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values
@@ -59,12 +70,27 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
             if served.spec.leases_rows:  # the trainer addresses rows by number, also after a restart of the server
                 fields["row"] = rows[start:end] + table.row_config.row_origin
             yield {"table": number, "kind": "rows", "names": list(fields)}, list(fields.values())
-    for batch, pending in sorted(served.pushes.items()):
-        for rank in sorted(pending.ids):
-            values = {"push": batch, "rank": rank, "lr": pending.lr, "ids": len(pending.ids[rank])}
-            yield values, [*pending.ids[rank], *pending.payloads[rank]]
+    for batch, pushes in sorted(ordering.pushes.items()):
+        for rank, push in sorted(pushes.items()):
+            yield {"push": batch, "rank": rank, "lr": push.lr, "ids": len(push.ids)}, [*push.ids, *push.sums]
     yield {"end": name}, []
-    served.begin_chain(chain, name)
+    changes.begin_chain(chain, name)
+
+
+def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
+    """Write records to a file, sync it to the disk, and return the names of the snapshot and of its predecessor.
+
+    StorageError if it cannot be written; then the file is removed.
+    """
+    header: Values = {}
+    errors = storage_errors(f"snapshot {path} could not be written", "check the disk")
+    with errors, on_error(lambda: path.unlink(missing_ok=True)), path.open("wb") as file:
+        for message in records:
+            header = header or message[0]
+            write_record(file, message)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"snapshot": header["snapshot"], "after": header["after"]}
 
 
 def read_snapshot(path: Path) -> Iterator[Message]:
@@ -89,13 +115,13 @@ class SavedShard:
         files: the files of the chain, from the full snapshot on.
         header: header of the last file.
         metadata: per table number, tensors without a row dimension: seed, clock, admission sketch.
-        pushes: pushes that had not been applied.
+        pushes: pushes that had not been applied, by batch and rank.
     """
 
     files: list[Path]
     header: Values
     metadata: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    pushes: dict[int, PendingBatch] = field(default_factory=dict)
+    pushes: dict[tuple[int, int], Push] = field(default_factory=dict)
 
     @property
     def spec(self) -> CollectionSpec:
@@ -121,7 +147,7 @@ class SavedShard:
 
     def read(self, served: ServedTables, keep_row_numbers: bool) -> None:
         """Load rows that belong to the partitions of `served`. StorageError if a file is damaged."""
-        tables, spec = dict(zip(served.numbers, served.dynamic, strict=True)), self.spec
+        partitions, spec = served.partitions, self.spec
         for path in self.files:
             records = read_snapshot(path)
             values, counters = next(records)
@@ -130,15 +156,14 @@ class SavedShard:
             for values, tensors in records:
                 # A push that had not been applied.
                 if "push" in values:
-                    pending = self.pushes.setdefault(values["push"], PendingBatch(lr=values["lr"]))
-                    rank, num_tables = values["rank"], values["ids"]
-                    pending.ids[rank], pending.payloads[rank] = tensors[:num_tables], tensors[num_tables:]
+                    push = Push(tensors[: values["ids"]], tensors[values["ids"] :], values["lr"])
+                    self.pushes[values["push"], values["rank"]] = push
                     continue
                 # Metadata, removed ids, or rows of a table.
                 number, fields = values["table"], dict(zip(values["names"], tensors, strict=True))
                 if values["kind"] == "others":
                     self.metadata[number] = fields
-                if (table := tables.get(number)) is None:
+                if (table := partitions.by_number.get(number)) is None:
                     continue
                 saved_partitions = spec.partitions(number, self.header["server"])
                 if values["kind"] == "others":
@@ -146,10 +171,9 @@ class SavedShard:
                 elif values["kind"] == "removed":
                     table.discard(fields["ids"])
                 else:
-                    current = served.spec
-                    partitions = current.partitions(number, served.server)
-                    if (saved_partitions, spec.shards) != (partitions, current.shards):
-                        owned_mask = table.owns(fields["ids"]) & current.in_shard(number, fields["ids"])
+                    current_partitions = served.spec.partitions(number, served.server)
+                    if (saved_partitions, spec.shards) != (current_partitions, served.spec.shards):
+                        owned_mask = partitions.owned_mask(number, fields["ids"])
                         fields = {name: value[owned_mask] for name, value in fields.items()}
                     if not keep_row_numbers:
                         fields.pop("row", None)
@@ -173,28 +197,27 @@ def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers
     where this matters.
     """
     # Rows and metadata.
-    for table in served.dynamic:
+    partitions, table_set = served.partitions, served.partitions.tables
+    for table in partitions.dynamic:
         table.clear()
     for shard in shards:
         shard.read(served, keep_row_numbers)
-    for number, table in zip(served.numbers, served.dynamic, strict=True):
+    for number, table in partitions.by_number.items():
         sources = [shard for shard in shards if number in shard.metadata]
         sources.sort(key=lambda shard: shard.spec.partitions(number, shard.header["server"])[0])
         table.load_table_state(_concatenate([shard.metadata[number] for shard in sources]))
         table.apply_row_numbers()
     # Position in the order of events, and counters.
-    served.cancel_pending()
-    served.is_leased = keep_row_numbers and any(shard.header["is_leased"] for shard in shards)
-    served.next_pull, served.next_push = shards[0].header["pulls"], shards[0].header["steps"]
+    served.reset(shards[0].header["pulls"], shards[0].header["steps"])
+    served.lease.is_active = keep_row_numbers and any(shard.header["is_leased"] for shard in shards)
     counters: Values = next((shard.header["counters"] for shard in shards if shard.header["counters"]), {})
-    if served.tables is not None:
-        served.tables.counters["step"].copy_(counters["step"])
-        served.tables.set_learning_rate(float(counters["learning_rate"]))
+    if table_set is not None:
+        table_set.counters["step"].copy_(counters["step"])
+        table_set.set_learning_rate(float(counters["learning_rate"]))
     # Pushes that had not been applied.
-    for batch in sorted({batch for shard in shards for batch in shard.pushes}):
-        pending = served.pushes[batch] = PendingBatch(lr=max(shard.pushes[batch].lr for shard in shards))
-        for rank in sorted({rank for shard in shards for rank in shard.pushes[batch].ids}):
-            pending.ids[rank], pending.payloads[rank] = _owned_push(served, shards, batch, rank)
+    for batch, rank in {key for shard in shards for key in shard.pushes}:
+        pushes = [(shard, shard.pushes[batch, rank]) for shard in shards]
+        served.ordering.push(rank, batch, _owned_push(served, pushes))
 
 
 def _compatibility_key(spec: CollectionSpec) -> tuple[Any, ...]:
@@ -238,8 +261,8 @@ def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]
     served = ServedTables(replace(spec, partition_starts=((0,),) * num_tables, shards=(None,) * num_tables), 0)
     restore(served, saved_shards(served, chains))
     for rank in range(spec.trainers):
-        served.flush(rank, served.next_pull // spec.batches, lambda error: None)
-    tables = zip(spec.tables, served.dynamic, strict=True)
+        served.flush(rank, served.ordering.next_pull // spec.batches, lambda error: None)
+    tables = zip(spec.tables, served.partitions.dynamic, strict=True)
     return {table_spec.name: merge_table(table_spec, [table.get_state()]) for table_spec, table in tables}
 
 
@@ -249,22 +272,21 @@ def steps_of_snapshot(path: Path) -> int:
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _owned_push(
-    served: ServedTables, shards: Sequence[SavedShard], batch: int, rank: int
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Select the ids and gradients of a trainer's push that belong to this server."""
+def _owned_push(served: ServedTables, pushes: Sequence[tuple[SavedShard, Push]]) -> Push:
+    """Merge the parts of a trainer's push that belong to this server."""
     ids, sums = list[Tensor](), list[Tensor]()
-    if not any(shard.pushes[batch].ids[rank] for shard in shards):
-        return ids, sums
-    for number, table in zip(served.numbers, served.dynamic, strict=True):
+    lr = max(push.lr for _, push in pushes)
+    if not any(push.ids for _, push in pushes):
+        return Push(ids, sums, lr)
+    for number in served.partitions.numbers:
         owned_ids, owned_sums = list[Tensor](), list[Tensor]()
-        for shard in shards:
-            numbers, push = shard.spec.tables_on(shard.header["server"]), shard.pushes[batch]
-            if number in numbers and push.ids[rank]:
-                pushed_ids = push.ids[rank][numbers.index(number)]
-                owned_mask = table.owns(pushed_ids) & served.spec.in_shard(number, pushed_ids)
-                owned_ids.append(pushed_ids[owned_mask])
-                owned_sums.append(push.payloads[rank][numbers.index(number)][owned_mask])
+        for shard, push in pushes:
+            numbers = shard.spec.tables_on(shard.header["server"])
+            if number in numbers and push.ids:
+                index = numbers.index(number)
+                owned_mask = served.partitions.owned_mask(number, push.ids[index])
+                owned_ids.append(push.ids[index][owned_mask])
+                owned_sums.append(push.sums[index][owned_mask])
         ids.append(torch.cat(owned_ids))
         sums.append(torch.cat(owned_sums))
-    return ids, sums
+    return Push(ids, sums, lr)

@@ -1,0 +1,173 @@
+"""Durable state of a server, in a folder: a snapshot, and a write-ahead log of the requests since then.
+
+The snapshot is a chain of snapshots of the tables, and the inboxes of clients; a manifest names its files.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, get_args
+
+from tritonemb.server.inbox import Clients
+from tritonemb.server.records import MessageLog, read_log, read_records, with_current_names, write_record
+from tritonemb.server.snapshot import SavedShard, take_snapshot, write_snapshot
+from tritonemb.server.tables import ServedTables
+from tritonemb.server.transport import Message
+from tritonemb.storage.io import create_file, sync
+from tritonemb.storage.store import StorageError, storage_errors
+from tritonemb.utils import Closeable, atomic_write, on_error, read_sealed, seal
+
+LogMode = Literal["memory", "disk", "fsync"]
+MANIFEST = "state.json"
+CHAIN = "state"  # name of the tables' chain of snapshots
+MAX_CHAIN_FILES = 16  # per collection; a full snapshot follows
+LOG_BYTES = 1 << 28  # of the log, after which a snapshot is saved
+_SERVER_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
+
+
+def check_log_mode(mode: LogMode | None, folder: str | Path | None) -> None:
+    """ValueError if the mode is unknown, or needs a folder."""
+    if mode not in (None, *get_args(LogMode)):
+        raise ValueError(f"log must be one of {get_args(LogMode)}, got {mode!r}")
+    if mode is not None and folder is None:
+        raise ValueError(f"log={mode!r} needs a folder for snapshots")
+
+
+class DurableState(Closeable):
+    """Snapshot and log of the server that has a folder for itself.
+
+    Attributes:
+        version: version of the snapshot.
+        log: requests since the snapshot; None if clients keep them, or nobody does.
+        log_bytes: their size.
+
+    Raises:
+        StorageError: the folder cannot be used, or another server uses it.
+    """
+
+    def __init__(self, folder: Path, mode: LogMode | None) -> None:
+        self._folder, self._mode = folder, mode
+        self.version, self.log_bytes = 0, 0
+        self._max_log_bytes = LOG_BYTES
+        self._files: list[str] = []  # of the tables' snapshots
+        self.log: MessageLog | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = create_file(folder / ".lock")
+        if not self._lock.lock():
+            raise StorageError(f"another embedding server uses {folder}; choose another folder")
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+        self._lock.close()
+
+    # Recovery.
+
+    def load_manifest(self, clients: Clients) -> dict[str, SavedShard]:
+        """Load the inboxes of clients; return the snapshot of each collection."""
+        if not (self._folder / MANIFEST).exists():
+            return {}
+        manifest = json.loads(read_sealed(self._folder / MANIFEST))
+        self.version, self._files = manifest["version"], manifest["files"]
+        for values, tensors in read_records(self._folder / manifest["clients"]):
+            values = with_current_names(values)
+            inbox = clients.inbox(values["client"])
+            if "next_sequence" in values:
+                inbox.next_sequence = inbox.durable_sequence = values["next_sequence"]
+            elif "replied" in values:
+                inbox.unacked_replies[values["replied"]] = values["values"], tensors
+            else:
+                message = with_current_names(values["values"]), tensors
+                inbox.in_progress[values["in_progress"]] = message, discard_reply
+        chains: dict[str, list[Path]] = {}
+        for file in self._files:
+            chains.setdefault(file.rpartition("-")[0], []).append(self._folder / file)
+        return {name: SavedShard.from_chain(chain) for name, chain in chains.items()}
+
+    def read_log(self) -> Iterator[Message]:
+        """Yield the requests since the snapshot."""
+        if self._has_log and self._log_path(self.version).exists():
+            yield from read_log(self._log_path(self.version))
+
+    def open_log(self) -> bool:
+        """Open the log for appending; return whether a snapshot must be saved first."""
+        if not self._has_log:
+            return False
+        self.log = self._create_log(self.version)
+        return self.log.path.stat().st_size > 0  # never append behind a torn record
+
+    @property
+    def _has_log(self) -> bool:
+        return self._mode in ("disk", "fsync")
+
+    def _log_path(self, version: int) -> Path:
+        return self._folder / f"log-{version}"
+
+    def _create_log(self, version: int) -> MessageLog:
+        return MessageLog(self._log_path(version), self._mode == "fsync")
+
+    # Requests and snapshots.
+
+    def append(self, messages: Sequence[Message]) -> None:
+        """Append accepted requests to the log, all or none. StorageError if it cannot be written."""
+        if self.log is not None and messages:
+            self.log_bytes += self.log.append(messages)
+
+    @property
+    def is_snapshot_due(self) -> bool:
+        """Return whether the log is so large that a snapshot is due."""
+        return self.log_bytes > self._max_log_bytes
+
+    def postpone_snapshot(self) -> None:
+        """Let the log grow, as a snapshot could not be written."""
+        self._max_log_bytes += LOG_BYTES
+
+    def save(self, clients: Clients, collections: Mapping[str, ServedTables]) -> None:
+        """Save a snapshot, and truncate the log. StorageError if it cannot be written; the last one stays."""
+        try:
+            with storage_errors(f"an embedding server could not save its state in {self._folder}", "check the disk"):
+                self._save(clients, collections)
+        except BaseException:
+            for served in collections.values():
+                served.partitions.changes.chains.pop(CHAIN, None)  # the next one is full: this one is in no manifest
+            self._files = []
+            raise
+
+    def _save(self, clients: Clients, collections: Mapping[str, ServedTables]) -> None:
+        folder, version, files = self._folder, self.version + 1, self._files
+        # Inboxes of clients.
+        clients_name = f"clients-{version}"
+        with (folder / clients_name).open("wb") as file:
+            for name, inbox in clients.inboxes.items():
+                write_record(file, ({"client": name, "next_sequence": inbox.next_sequence}, []))
+                in_progress = {number: message for number, (message, _) in inbox.in_progress.items()}
+                for kind, messages in (("replied", inbox.unacked_replies), ("in_progress", in_progress)):
+                    for number, (values, tensors) in messages.items():
+                        write_record(file, ({"client": name, kind: number, "values": values}, tensors))
+        sync(folder / clients_name)
+        # Tables: a full snapshot replaces the collection's earlier files.
+        changes_only = len(files) < MAX_CHAIN_FILES * len(collections)
+        for name, served in collections.items():
+            rows, records = f"{name}-{version}.rows", take_snapshot(served, CHAIN, changes_only)
+            is_incremental = write_snapshot(folder / rows, records)["after"] is not None
+            files = [*(file for file in files if is_incremental or file.rpartition("-")[0] != name), rows]
+        # An empty log, and the manifest, which replaces the last snapshot atomically.
+        log = self._create_log(version) if self._has_log else None
+        with on_error(log.close if log is not None else lambda: None):
+            manifest = {"version": version, "clients": clients_name, "files": files}
+            atomic_write(folder / MANIFEST, seal(json.dumps(manifest)))
+            sync(folder)
+        if self.log is not None:
+            self.log.close()
+        self.log, self.version, self._files = log, version, files
+        self.log_bytes, self._max_log_bytes = 0, LOG_BYTES
+        for inbox in clients:
+            inbox.mark_durable()
+        for path in folder.iterdir():
+            if _SERVER_FILE.fullmatch(path.name) and path.name not in (clients_name, f"log-{version}", *files):
+                path.unlink()
+
+
+def discard_reply(message: Message) -> None:
+    """Drop the reply to a replayed request: its client sends it again."""
