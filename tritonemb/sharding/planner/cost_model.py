@@ -272,6 +272,12 @@ class CostModel:
         """Sum of `reserved`."""
         return sum(self.reserved.values())
 
+    @property
+    def budgets(self) -> Array:
+        """Bytes for tables: device memory of a rank, host memory and disk of a node, memory of all servers."""
+        top = self.topology
+        return np.array([top.hbm - self.reserved_bytes, top.host, top.disk, top.servers * top.server_memory])
+
     def describe_memory(self) -> str:
         """Describe the device memory per rank for tables, and what uses the remainder."""
         hbm, by_size = self.topology.hbm, sorted(self.reserved.items(), key=lambda item: -item[1])

@@ -155,7 +155,7 @@ def _variant(
 ) -> Variant | None:
     """Return the costs of all tables with a sharding type on a tier; None if no table allows it."""
     placement, share, host_share, min_bytes = tier
-    tables, top, ranks, local = model.tables, model.topology, model.ranks, model.local
+    tables, ranks, local = model.tables, model.ranks, model.local
     skewed = np.array([bool(model.stats[t.name].row_share) and not t.is_dynamic for t in tables])
     num_rows = np.array([rows_to_shard(table) for table in tables])
     columns = np.array([table.embedding_dim // column_step(table) for table in tables])
@@ -202,8 +202,7 @@ def _variant(
     scheme = HIERARCHICAL if by_node else REPLICAS if kind in ("data_parallel", "server") else DIRECT
     by_columns, on_node = kind in ("column_wise", "grid"), by_node or kind == "table_column_wise"
     blocks = local if kind == "table_column_wise" else 2 if by_columns else 1  # at least
-    budgets = np.array([top.hbm - model.reserved_bytes, top.host, top.disk, top.servers * top.server_memory])
-    budgets *= 1 - np.append(reserve, 0) - ROUNDING
+    budgets = model.budgets * (1 - np.append(reserve, 0) - ROUNDING)
 
     def costs(part: Array | float, blocks: Any) -> Array:
         """Return load and shares of the budgets, `[tables, units, 5]`, of shards with a part of a unit."""
@@ -432,8 +431,7 @@ def encode(
 
 def _no_option(model: CostModel, variants: list[Variant], constraint: Constraint, number: int) -> str:
     """Describe why no option of a table fits."""
-    top, table = model.topology, model.tables[number]
-    budgets = np.array([top.hbm - model.reserved_bytes, top.host, top.disk])
+    top, table, budgets = model.topology, model.tables[number], model.budgets
     # Shares of the budgets that the smallest shard of each option uses, with its part of the batches.
     uses = [
         np.vstack([v.replicated[row, 1:4], (v.fixed + v.slope / v.max_shards[..., None])[row, :, 1:]]).max(0)

@@ -138,9 +138,8 @@ def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | No
 
 def _overrun(model: CostModel, prediction: Prediction) -> Array:
     """Return the excess over the budgets of device memory, host memory and disk, as shares of these."""
-    top, reserved = model.topology, model.reserved_bytes
-    used = prediction.hbm.max() - reserved, prediction.host.max(initial=0), prediction.disk.max(initial=0)
-    over = np.array(used) / np.maximum([top.hbm - reserved, top.host, top.disk], 1.0) - 1
+    used = prediction.hbm.max() - model.reserved_bytes, prediction.host.max(initial=0), prediction.disk.max(initial=0)
+    over = np.array(used) / np.maximum(model.budgets[:3], 1.0) - 1
     return np.where(over > 1e-9, over, 0.0)
 
 

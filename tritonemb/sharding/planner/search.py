@@ -93,6 +93,12 @@ def totals(problem: Problem, num_shards: Array) -> Array:
     return sums
 
 
+def mean_uses(problem: Problem, num_shards: Array) -> Array:
+    """Return `totals` as means: load of a rank, and shares of all budgets, `[O, 5]`."""
+    nodes = problem.ranks // problem.local
+    return totals(problem, num_shards) / [problem.ranks, problem.ranks, nodes, nodes, 1]
+
+
 def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
     """Return the fewest shards of each unit that keep a limit of loads and a rank's budgets; and infeasible options."""
     p, table = problem, tables_of(problem)
@@ -126,11 +132,9 @@ def relax(
     min_shards, infeasible = fewest_shards(problem, limit)
     if np.logical_and.reduceat(infeasible, starts).any():
         return None
-    sums, nodes = totals(problem, min_shards), problem.ranks // problem.local
-    sums[:, 0] /= problem.ranks
-    sizes = np.array([problem.ranks, nodes, nodes, 1.0])
-    unit = max(float(np.minimum.reduceat(sums[:, 0], starts).sum()), 1e-12)  # scale of seconds in the LP
-    uses = sums / np.append(unit, sizes)
+    means = mean_uses(problem, min_shards)
+    unit = max(float(np.minimum.reduceat(means[:, 0], starts).sum()), 1e-12)  # scale of seconds in the LP
+    uses = means / [unit, 1, 1, 1, 1]
     in_lp = _initial_columns(uses, table, infeasible) | (~infeasible & (False if columns is None else columns))
     while True:
         # Variables: shares of options, the load, and overruns of the budgets.
@@ -155,7 +159,7 @@ def relax(
     share = np.zeros(len(table))
     share[option] = result.x[: len(option)]
     prices = prices[1:] * unit
-    cost = np.where(infeasible, np.inf, sums[:, 0] + uses[:, 1:] @ prices)
+    cost = np.where(infeasible, np.inf, means[:, 0] + uses[:, 1:] @ prices)
     return Relaxation(float(result.fun) * unit, share, min_shards, cost, prices, in_lp)
 
 
@@ -232,10 +236,10 @@ def solve(problem: Problem) -> Solution | None:
     # Options to search: the selected ones, and those that are alike in memory and cost little more.
     table = tables_of(problem)
     likely = np.lexsort((-relaxation.share, table))[starts]
-    selected, sums = _select_options(problem, relaxation, likely, bound), totals(problem, relaxation.min_shards)
+    uses = mean_uses(problem, relaxation.min_shards)[:, 1:4]
+    selected = _select_options(problem, relaxation, likely, bound)
     few = max(1.0, SETTINGS.few_tables / len(starts))
-    sizes = problem.ranks * np.array([1, 1 / problem.local, 1 / problem.local])
-    alike = (np.abs(sums[:, 1:4] - sums[selected[table], 1:4]) <= few * SETTINGS.alike * sizes).all(1)
+    alike = (np.abs(uses - uses[selected[table]]) <= few * SETTINGS.alike).all(1)
     cost = np.where(alike, relaxation.cost, np.inf)
     candidates = cost <= np.minimum.reduceat(cost, starts)[table] + few * SETTINGS.cheap / len(starts) * bound
     candidates[selected] = candidates[likely] = True
@@ -293,14 +297,14 @@ def _solve_milp(
     """Select one of the `candidates` of each table, for the least total load within budgets reduced by `spare`. Return
     them or None, and a lower bound of that load: infinite if infeasible.
     """
-    table, nodes = tables_of(problem)[candidates], problem.ranks // problem.local
+    table = tables_of(problem)[candidates]
     if not np.bincount(table, minlength=len(problem.table_options) - 1).all():
         return None, np.inf
-    sums, unit = totals(problem, relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
+    means, unit = mean_uses(problem, relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
     one = _sums_to_one(table, (table[-1] + 1, len(candidates)))
-    budgets = optimize.LinearConstraint((sums[:, 1:] / [problem.ranks, nodes, nodes, 1]).T, -np.inf, 1 - spare)
+    budgets = optimize.LinearConstraint(means[:, 1:].T, -np.inf, 1 - spare)
     result = optimize.milp(
-        sums[:, 0] / problem.ranks / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
+        means[:, 0] / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
         integrality=np.ones(len(candidates)), bounds=(0, 1),
         options={"mip_rel_gap": 2 * SETTINGS.bound_precision, "node_limit": SETTINGS.max_milp_nodes},
     )  # fmt: skip
@@ -314,10 +318,9 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
     """Select one option per table, by MILPs over ever larger sets of candidates."""
     starts, table = problem.table_options[:-1], tables_of(problem)
     extra_cost = relaxation.cost - np.minimum.reduceat(relaxation.cost, starts)[table]
-    sums, nodes = totals(problem, relaxation.min_shards), problem.ranks // problem.local
-    uses = sums[:, 1:] / [problem.ranks, nodes, nodes, 1]
+    means = mean_uses(problem, relaxation.min_shards)
     # Where tables are small, the best option of each table and tier is always a candidate.
-    tier = np.where(uses[:, 1:] > 0, [1, 2, 3], 0).max(1)
+    tier = np.where(means[:, 2:] > 0, [1, 2, 3], 0).max(1)
     order = np.lexsort((relaxation.cost, tier, table))
     best = np.zeros(len(table), dtype=bool)
     best[order] = np.append(True, (np.diff(table[order]) != 0) | (np.diff(tier[order]) != 0))
@@ -329,7 +332,7 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
         options, _ = _solve_milp(problem, relaxation, np.flatnonzero(near & np.isfinite(relaxation.cost)), spare)
         if options is None:
             continue
-        load = float(sums[options, 0].sum()) / problem.ranks
+        load = float(means[options, 0].sum())
         selected, least = (options, load) if load < least else (selected, least)
         if load <= SETTINGS.enough * bound or cheap == np.inf:
             break
