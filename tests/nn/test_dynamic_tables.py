@@ -24,7 +24,7 @@ from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import use_kernels
 from tritonemb.tables import dynamic_table
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.prefetch import prefetch
+from tritonemb.tables.lookup import prefetch
 
 EXTREMES = [-(2**63), -(2**32) - 7, -1, 0, 1, 2**31, 2**32 + 1, 2**63 - 1]
 IDS = torch.tensor(sorted({*EXTREMES, *(7**n % 2**61 * (-1) ** n for n in range(1, 60))}))

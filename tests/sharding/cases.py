@@ -34,7 +34,7 @@ from tritonemb.sharding import (
     TableWise,
 )
 from tritonemb.sharding.placement import ShardGroups
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 
 EXACT = ExchangePrecision("fp32", "fp32")
 

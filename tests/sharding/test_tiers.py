@@ -33,7 +33,7 @@ from tritonemb.sharding import (
     TableRowWise,
     TableWise,
 )
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.types import CacheConfig
 
 SMALLEST = CacheConfig(rows=1)

@@ -24,7 +24,7 @@ from tritonemb.server.partitions import cat
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import IoFuture
-from tritonemb.tables.server_table import RowStore
+from tritonemb.tables.cached_server_table import RowStore
 from tritonemb.tables.table_set import TableSet
 
 

@@ -30,14 +30,14 @@ from tritonemb.sharding.placement import (
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
+from tritonemb.tables.cached_server_table import RowStore, ShardedServerTables
 from tritonemb.tables.cached_table import CachedTable, is_metadata_only, only_parameters
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.lookup_tables import Groups, require_gradients, table_type
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.prefetch import PrefetchedFeatures
-from tritonemb.tables.server_table import RowStore, ServerTable, ShardedServerTables, TableService
+from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.table_set import Groups, TableSet, require_gradients, table_type
 
 PIECE_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
 # Batch; row groups of each replicated table set; and for each ID exchange the ids received, and their row groups for

@@ -28,8 +28,8 @@ from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
-from tritonemb.tables.prefetch import PrefetchedFeatures
-from tritonemb.tables.server_table import ParallelModel
+from tritonemb.tables.cached_server_table import ParallelModel
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.utils import join_names, split_evenly
 
 Dense = Literal["ddp", "fsdp"]
