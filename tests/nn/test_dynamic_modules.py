@@ -202,7 +202,7 @@ def test_inputs_that_are_refused_change_nothing():
         (ValueError, "expected int32 or int64", lambda: bag([[1]])),
         (ValueError, "expected int32 or int64", lambda: bag(ids)),
         (ValueError, "got .*float32", lambda: bag(torch.ones(1, 2))),
-        (ValueError, "for mode='sum'", lambda: bag(ids[None], None, torch.ones(1, 2))),
+        (ValueError, "with mode='sum'", lambda: bag(ids[None], None, torch.ones(1, 2))),
         (ValueError, "ascend", lambda: bag(ids, torch.tensor([0, 2, 1]))),
         (ValueError, "start with 0", lambda: bag(ids, torch.tensor([1, 2]))),
         (ValueError, "10 new ids", lambda: bag(torch.arange(10)[None])),

@@ -48,7 +48,7 @@ changes = st.lists(st.tuples(st.sampled_from("wwsc"), st.lists(st.integers(0, NU
 @pytest.mark.parametrize("num_bytes", [5, 516, 4089])
 def test_chains_of_increments(tmp_path, num_bytes, monkeypatch):
     """Every snapshot on the way can be restored, and a restored table goes on with the chain."""
-    monkeypatch.setattr(snapshot, "_NUMBERS", 7)  # so that there are several groups
+    monkeypatch.setattr(snapshot, "_INDEX_CAPACITY", 7)  # so that there are several groups
 
     @settings(max_examples=10)
     @given(changes, st.integers(0, 5))
@@ -129,7 +129,7 @@ def test_increments_are_put_on_in_their_order_only(tmp_path, chain):
     (base, first, second), expected = chain
     target = tmp_path / "again"
     refused(
-        target, base, [second], "changes-2 do not follow the previous snapshot; pass all increments, in their order"
+        target, base, [second], "changes-2 do not follow the previous snapshot; pass all increments, in order"
     )
     refused(target, base, [second, first], "changes-2 do not follow")
     refused(target, base, [first, first], "changes-1 do not follow")
@@ -137,7 +137,7 @@ def test_increments_are_put_on_in_their_order_only(tmp_path, chain):
     refused(target, first, [], "changes-1 holds changes, restore them onto their snapshot")
     refused(target, tmp_path / "none", [], "none cannot be opened: .*No such file")
     refused(target, base, [tmp_path / "none"], "none cannot be opened: .*No such file")
-    refused(target, tmp_path / "rows", [first], "is not a snapshot, or was written to since")
+    refused(target, tmp_path / "rows", [first], "is not a snapshot, or was modified since")
     with disk_rows(tmp_path / "other", 50, 4088) as store:
         store.snapshot(tmp_path / "other-base").wait()
     refused(target, tmp_path / "other-base", [first], "changes-1 belong to another table or optimizer")
@@ -154,7 +154,7 @@ def test_a_snapshot_that_was_written_to_is_a_base_no_more(tmp_path, chain):
     restore(tmp_path / "again", base, [first])
     with disk_rows(base, 50, 4089) as store:
         write(store, [1], 9).wait()
-    refused(tmp_path / "third", base, [first], "is not a snapshot, or was written to since")
+    refused(tmp_path / "third", base, [first], "is not a snapshot, or was modified since")
     with (
         disk_rows(base, 50, 4089) as store,
         pytest.raises(StorageError, match="take a whole snapshot first"),

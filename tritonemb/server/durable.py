@@ -39,7 +39,7 @@ class DurableState(Closeable):
 
     Attributes:
         version: version of the snapshot.
-        log: requests since the snapshot; None if clients keep them, or nobody does.
+        log: requests since the snapshot; None if clients resend them, or no log is configured.
         log_bytes: their size.
 
     Raises:
