@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonemb.server.codec import PulledTable
 from tritonemb.server.snapshot import restore, saved_shards, take_snapshot, write_snapshot
-from tritonemb.server.tables import Pull, Push, ServedTables
+from tritonemb.server.tables import PullRequest, PushRequest, ServedTables
 from tritonemb.server.transport import Message, Values
 
 Respond = Callable[[Message | Exception], None]
@@ -33,7 +33,7 @@ def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
         else:
             respond(served.codecs.rows.pack_reply(served.partitions.numbers, result, served.ordering.next_push))
 
-    served.pull(rank, index(values["batch"]), Pull(ids, occurrences, versions, send))
+    served.pull(rank, index(values["batch"]), PullRequest(ids, occurrences, versions, send))
 
 
 def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
@@ -47,7 +47,7 @@ def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
         if [(gradient.dtype, *gradient.shape) for gradient in sums] != [(torch.float32, *shape) for shape in shapes]:
             raise ValueError(f"gradients must be float32 {shapes}")
     respond(({}, []))  # the push is in the log, and will be in each later snapshot
-    served.push(rank, batch, Push(ids, sums, lr))
+    served.push(rank, batch, PushRequest(ids, sums, lr))
 
 
 def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:

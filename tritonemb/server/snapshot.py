@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonemb.layout import nonzero
 from tritonemb.server.records import read_records, with_current_names, write_record
 from tritonemb.server.spec import CollectionSpec, TableSpec
-from tritonemb.server.tables import Push, ServedTables
+from tritonemb.server.tables import PushRequest, ServedTables
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import on_error
@@ -121,7 +121,7 @@ class SavedShard:
     files: list[Path]
     header: Values
     metadata: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    pushes: dict[tuple[int, int], Push] = field(default_factory=dict)
+    pushes: dict[tuple[int, int], PushRequest] = field(default_factory=dict)
 
     @property
     def spec(self) -> CollectionSpec:
@@ -156,7 +156,7 @@ class SavedShard:
             for values, tensors in records:
                 # A push that had not been applied.
                 if "push" in values:
-                    push = Push(tensors[: values["ids"]], tensors[values["ids"] :], values["lr"])
+                    push = PushRequest(tensors[: values["ids"]], tensors[values["ids"] :], values["lr"])
                     self.pushes[values["push"], values["rank"]] = push
                     continue
                 # Metadata, removed ids, or rows of a table.
@@ -272,12 +272,12 @@ def steps_of_snapshot(path: Path) -> int:
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _owned_push(served: ServedTables, pushes: Sequence[tuple[SavedShard, Push]]) -> Push:
+def _owned_push(served: ServedTables, pushes: Sequence[tuple[SavedShard, PushRequest]]) -> PushRequest:
     """Merge the parts of a trainer's push that belong to this server."""
     ids, sums = list[Tensor](), list[Tensor]()
     lr = max(push.lr for _, push in pushes)
     if not any(push.ids for _, push in pushes):
-        return Push(ids, sums, lr)
+        return PushRequest(ids, sums, lr)
     for number in served.partitions.numbers:
         owned_ids, owned_sums = list[Tensor](), list[Tensor]()
         for shard, push in pushes:
@@ -289,4 +289,4 @@ def _owned_push(served: ServedTables, pushes: Sequence[tuple[SavedShard, Push]])
                 owned_sums.append(push.sums[index][owned_mask])
         ids.append(torch.cat(owned_ids))
         sums.append(torch.cat(owned_sums))
-    return Push(ids, sums, lr)
+    return PushRequest(ids, sums, lr)

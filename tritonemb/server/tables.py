@@ -24,7 +24,7 @@ Completion = Callable[[Exception | None], None]
 
 
 @dataclass(frozen=True)
-class Pull:
+class PullRequest:
     """Pull of a trainer's batch.
 
     Args:
@@ -41,7 +41,7 @@ class Pull:
 
 
 @dataclass(frozen=True)
-class Push:
+class PushRequest:
     """Gradients of a trainer's batch: per table ids, and sums `[n, embedding_dim]`; no tables: it was not trained."""
 
     ids: list[Tensor]
@@ -64,7 +64,7 @@ class ServedTables:
         self.partitions = Partitions(spec, server, cache)
         self.lease = Lease(self.partitions)
         self.codecs = RowCodecs(spec)
-        self.ordering = Ordering[Pull, Push](spec.trainers, spec.staleness, spec.exact, spec.batches)
+        self.ordering = Ordering[PullRequest, PushRequest](spec.trainers, spec.staleness, spec.exact, spec.batches)
         self._deferred: list[tuple[Callable[[], bool], Completion]] = []
         self.is_broken = False
 
@@ -81,14 +81,14 @@ class ServedTables:
                 f"{server}; pass the addresses in the original order"
             )
 
-    def pull(self, rank: int, batch: int, pull: Pull) -> None:
+    def pull(self, rank: int, batch: int, pull: PullRequest) -> None:
         """Pull a trainer's batch for training; ValueError if it was pulled before."""
         self.ordering.pull(rank, batch, pull)
         if pull.versions is not None:
             self.partitions.changes.track_versions()
         self.advance()
 
-    def push(self, rank: int, batch: int, push: Push) -> None:
+    def push(self, rank: int, batch: int, push: PushRequest) -> None:
         """Push the gradients of a trainer's batch."""
         self.ordering.push(rank, batch, push)
         self.advance()
@@ -155,7 +155,7 @@ class ServedTables:
             "staleness": {str(steps): count for steps, count in sorted(ordering.missed_steps.items())},
         }
 
-    def _read(self, pulls: Sequence[Pull]) -> None:
+    def _read(self, pulls: Sequence[PullRequest]) -> None:
         # Read the rows of all trainers at once.
         by_table = list(zip(*(pull.ids for pull in pulls), strict=True))
         ids = [cat(tensors) for tensors in by_table]
@@ -176,7 +176,7 @@ class ServedTables:
         for position, pull in enumerate(pulls):
             pull.callback([self._pulled(pull, index, *shard[position]) for index, shard in enumerate(shards)])
 
-    def _pulled(self, pull: Pull, index: int, rows: Tensor, row_numbers: Tensor) -> PulledTable:
+    def _pulled(self, pull: PullRequest, index: int, rows: Tensor, row_numbers: Tensor) -> PulledTable:
         versions, refused = None, None
         if pull.versions is not None:
             versions = self.partitions.changes.versions_of(index, row_numbers)
@@ -185,7 +185,7 @@ class ServedTables:
             refused = (row_numbers < 0).nonzero()[:, 0]
         return PulledTable(rows, versions, refused)
 
-    def _apply(self, pushes: Sequence[Push]) -> None:
+    def _apply(self, pushes: Sequence[PushRequest]) -> None:
         """Apply one optimizer step to the sums of each row's gradients."""
         if self.partitions.tables is None:
             return
@@ -207,5 +207,5 @@ def warm_up() -> None:
     table, optimizer, one = TableConfig("table", 1, 1), SGD(lr=0.1), torch.ones(1, dtype=torch.int64)
     specs, optimizer_spec = (TableSpec.from_config(table, 0, optimizer),), describe_optimizer(optimizer)
     served = ServedTables(CollectionSpec(specs, optimizer_spec, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
-    served.pull(0, 0, Pull([one - 1], [one], None, lambda tables: None))
-    served.push(0, 0, Push([one - 1], [torch.ones(1, 1)], 0.1))
+    served.pull(0, 0, PullRequest([one - 1], [one], None, lambda tables: None))
+    served.push(0, 0, PushRequest([one - 1], [torch.ones(1, 1)], 0.1))
