@@ -128,9 +128,7 @@ def refused(target: Path, base: Path, increments: list[Path], message: str) -> N
 def test_increments_are_put_on_in_their_order_only(tmp_path, chain):
     (base, first, second), expected = chain
     target = tmp_path / "again"
-    refused(
-        target, base, [second], "changes-2 do not follow the previous snapshot; pass all increments, in order"
-    )
+    refused(target, base, [second], "changes-2 do not follow the previous snapshot; pass all increments, in order")
     refused(target, base, [second, first], "changes-2 do not follow")
     refused(target, base, [first, first], "changes-1 do not follow")
     refused(target, base, [base], "base holds whole rows, no changes")
