@@ -16,7 +16,7 @@ from tritonemb.flight import TOKEN
 from tritonemb.server.durable import LogMode
 from tritonemb.server.metrics import MetricsServer, scrape
 from tritonemb.server.node import EmbeddingServer
-from tritonemb.server.quota import OverMemory
+from tritonemb.server.spec import OverMemory
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closeable, Options, number
 

@@ -24,10 +24,10 @@ class Lease:
         self._partitions, self.is_active = partitions, False
         tables, states, by_number = partitions.spec.tables, partitions.optimizer.states, partitions.by_number
         self.dynamic_numbers = [number for number in by_number if tables[number].num_embeddings is None]
-        self._formats = [
-            record_of(table.config.embedding_dim, table.config.dtype, states, number in self.dynamic_numbers)
+        self._records = {
+            number: record_of(table.config.embedding_dim, table.config.dtype, states, number in self.dynamic_numbers)
             for number, table in by_number.items()
-        ]
+        }
 
     @torch.no_grad()
     def allocate(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -41,8 +41,8 @@ class Lease:
         tables = [partitions.by_number[number] for number in self.dynamic_numbers]
         rows, keys, _ = insert_batch(tables, *concat_ids(ids), torch.cat(list(occurrences)))
         by_number = dict(zip(self.dynamic_numbers, rows.split(sizes), strict=True))
-        for number, table_rows in by_number.items():
-            partitions.changes.mark_read(partitions.numbers.index(number), table_rows)
+        partitions.changes.mark(by_number)
+        partitions.changes.note_removed()
         if (pinned := partitions.pin([by_number.get(number, NO_ROWS) for number in partitions.numbers])) is not None:
             pinned.release()
         return [*by_number.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
@@ -55,34 +55,33 @@ class Lease:
         """Check keys by table number, and the records of the first of them; ValueError."""
         partitions, shapes = self._partitions, []
         for number, table_keys in keys:
-            index = partitions.numbers.index(number)
-            shapes.append((torch.uint8, table_keys.numel(), self._formats[index].num_bytes))
+            table = partitions.by_number[number]
+            shapes.append((torch.uint8, table_keys.numel(), self._records[number].num_bytes))
             if number in self.dynamic_numbers:
-                exist_mask = (table_keys >= 0) & (table_keys < len(partitions.dynamic[index].index.ids))
+                exist_mask = (table_keys >= 0) & (table_keys < len(table.index.ids))
             else:
                 exist_mask = partitions.owned_mask(number, table_keys)
             if not exist_mask.all() or (table_keys[1:] <= table_keys[:-1]).any():
-                name = partitions.spec.tables[number].name
-                raise ValueError(f"table {name!r} does not have these rows on this server")
+                raise ValueError(f"table {table.config.name!r} does not have these rows on this server")
         if [(tensor.dtype, *tensor.shape) for tensor in records] != shapes[: len(records)]:
             raise ValueError(f"records must be {shapes}")
 
     @torch.no_grad()
     def read(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
         """Read records by table number."""
-        rows, move, tables = self._rows(keys), cpu_kernels("row_cache").move_rows_, self._partitions.dynamic
-        known, result = {index: nonzero(table_rows >= 0) for index, table_rows in rows.items()}, list[Tensor]()
-        known_rows = {index: table_rows[known[index]] for index, table_rows in rows.items()}
+        rows, move, result = self._rows(keys), cpu_kernels("row_cache").move_rows_, list[Tensor]()
+        positions = {number: nonzero(table_rows >= 0) for number, table_rows in rows.items()}
+        known_rows = {number: table_rows[positions[number]] for number, table_rows in rows.items()}
         with self._partitions.memory(known_rows) as memories:
-            for (index, table_rows), table_keys in zip(rows.items(), keys.values(), strict=True):
-                table, record, positions = tables[index], self._formats[index], known[index]
+            for number, (memory, slots) in memories.items():
+                table, record, table_rows = self._partitions.by_number[number], self._records[number], rows[number]
                 records = torch.zeros(table_rows.numel(), record.num_bytes, dtype=torch.uint8)
-                fields, (memory, slots) = record.views(records), memories[index]
+                fields = record.views(records)
                 names = [name for name in fields if name in memory]
-                move([fields[name] for name in names], [memory[name] for name in names], positions, slots)
-                if positions.numel() < table_rows.numel():
+                move([fields[name] for name in names], [memory[name] for name in names], positions[number], slots)
+                if slots.numel() < table_rows.numel():
                     missing_mask = table_rows < 0
-                    fields["weight"][missing_mask] = table.initial_values(table_keys[missing_mask])
+                    fields["weight"][missing_mask] = table.initial_values(keys[number][missing_mask])
                 if "id" in fields:
                     fields["id"].copy_(table.index.ids[table_rows])
                 result.append(records)
@@ -91,29 +90,23 @@ class Lease:
     @torch.no_grad()
     def write(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
         """Write records by table number; the first write of a static row inserts it."""
-        rows, move, tables = self._rows(keys), cpu_kernels("row_cache").move_rows_, self._partitions.dynamic
-        for (index, table_rows), table_keys in zip(rows.items(), keys.values(), strict=True):
-            if (missing := nonzero(table_rows < 0)).numel():
-                table_rows[missing] = tables[index].add(table_keys[missing])
-            self._partitions.changes.mark_written(index, table_rows)
+        rows, move, by_number = self._rows(keys), cpu_kernels("row_cache").move_rows_, self._partitions.by_number
+        missing = {n: positions for n, table_rows in rows.items() if (positions := nonzero(table_rows < 0)).numel()}
+        if missing:
+            tables, ids = [by_number[n] for n in missing], concat_ids([keys[n][i] for n, i in missing.items()])
+            new_rows = insert_batch(tables, *ids, rules=[table.rule(table.clock) for table in tables])[0]
+            for number, table_rows in zip(missing, new_rows.split([*map(len, missing.values())]), strict=True):
+                rows[number][missing[number]] = table_rows
+        self._partitions.changes.mark(rows)
         with self._partitions.memory(rows, dirty=True) as memories:
-            for index, table_records in zip(rows, records, strict=True):
-                fields, (memory, slots) = self._formats[index].views(table_records), memories[index]
+            for (number, (memory, slots)), table_records in zip(memories.items(), records, strict=True):
+                fields = self._records[number].views(table_records)
                 if "id" in memory:
-                    fields["id"] = tables[index].index.ids[rows[index]]
-                source = [fields[name] for name in memory]
-                move([*memory.values()], source, slots, torch.arange(slots.numel()))
-
-    def end(self, steps: int, lr: float) -> None:
-        """End the lease: the trainer has written back all rows, after `steps` steps."""
-        self.is_active = False
-        if (tables := self._partitions.tables) is not None:
-            tables.counters["step"].fill_(steps)
-            tables.set_learning_rate(lr)
+                    fields["id"] = by_number[number].index.ids[rows[number]]
+                move([*memory.values()], [fields[name] for name in memory], slots, torch.arange(slots.numel()))
 
     def _rows(self, keys: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return row numbers by index of the table, in the order of keys; -1 for static rows never written."""
+        """Return row numbers by table number, in the order of keys; -1 for static rows never written."""
         by_number, static = self._partitions.by_number, [n for n in keys if n not in self.dynamic_numbers]
         static_rows = find_all([by_number[number] for number in static], [keys[number] for number in static])
-        rows = {**keys, **dict(zip(static, static_rows, strict=True))}
-        return {self._partitions.numbers.index(number): table_rows for number, table_rows in rows.items()}
+        return {**keys, **dict(zip(static, static_rows, strict=True))}

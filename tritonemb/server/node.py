@@ -22,11 +22,10 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.durable import CHAIN, DurableState, LogMode, check_log_mode, discard_reply
 from tritonemb.server.inbox import TRAINER_TIMEOUT, Clients, Inbox
-from tritonemb.server.quota import MemoryQuota, OverMemory
-from tritonemb.server.requests import HANDLERS, TRAINER_OPERATIONS, Respond, read_now
+from tritonemb.server.requests import HANDLERS, TRAINER_OPERATIONS, read_now
 from tritonemb.server.snapshot import restore
-from tritonemb.server.spec import CollectionSpec
-from tritonemb.server.tables import ServedTables, warm_up
+from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
+from tritonemb.server.tables import Respond, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply, Values
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closeable
@@ -173,8 +172,9 @@ class EmbeddingServer(Closeable):
             elif op == "create":
                 self._create(values, respond)
             else:
-                handler = _handler(HANDLERS, op)
-                handler(self.collections[values["collection"]], values, tensors, respond)
+                result = _handler(HANDLERS, op)(self.collections[values["collection"]], values, tensors, respond)
+                if result is not None:
+                    respond(result)
                 if op == "restore":
                     self.save()
         except Exception as error:
@@ -184,16 +184,23 @@ class EmbeddingServer(Closeable):
 
     def _create(self, values: Values, respond: Respond) -> None:
         """Create a collection, or check that an existing one is the same."""
-        spec, name = CollectionSpec.from_json(values["spec"]), values["collection"]
+        spec, name, server = CollectionSpec.from_json(values["spec"]), values["collection"], values["server"]
         if self.durable is not None and Path(name).name != name:
             raise ValueError(f"cannot create a collection {name!r}: its name is part of a file's name")
-        if (existing := self.collections.get(name)) is None:
-            self._add_tables(name, spec, values["server"])
-        else:
-            existing.check_same(self.name, name, spec, values["server"])
-        served = self.collections[name]
+        is_new = name not in self.collections
+        served = self._add_tables(name, spec, server) if is_new else self.collections[name]
+        if served.spec != spec:
+            raise ValueError(
+                f"embedding server {self.name} has a collection {name!r} with other tables, trainers or staleness; "
+                "attach with the same ones, or start other servers"
+            )
+        if served.server != server:
+            raise ValueError(
+                f"server order changed for {name!r}: {self.name} was server {served.server}, is now server {server}; "
+                "pass the addresses in the original order"
+            )
         respond(({"pulls": served.ordering.next_pull, "complete": served.is_complete()}, []))
-        if existing is None:
+        if is_new:
             self.save()
 
     def _add_tables(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
@@ -252,10 +259,6 @@ def _handler(handlers: Mapping[str, HandlerT], op: str) -> HandlerT:
     return handlers[op]
 
 
-def _connect(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
-    return {"next_sequence": server.clients.next_sequence(query["client"])}, []
-
-
 def _disconnect(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     server.clients.disconnect(query["client"])
     return {}, []
@@ -285,11 +288,11 @@ def _look_up(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) 
     return read_now(served, ids)
 
 
-def _statistics(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
-    return {"stats": server.statistics()}, []
-
-
 QUERIES: dict[str, Callable[[EmbeddingServer, Values, Sequence[Tensor]], Message]] = {
-    "connect": _connect, "disconnect": _disconnect, "register": _register, "spec": _spec, "look_up": _look_up,
-    "stats": _statistics,
-}  # fmt: skip
+    "connect": lambda server, query, _: ({"next_sequence": server.clients.next_sequence(query["client"])}, []),
+    "disconnect": _disconnect,
+    "register": _register,
+    "spec": _spec,
+    "look_up": _look_up,
+    "stats": lambda server, query, _: ({"stats": server.statistics()}, []),
+}

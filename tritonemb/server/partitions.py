@@ -1,7 +1,9 @@
-"""Rows of a server's partitions of a collection's tables: insert, read and update them, in memory or on disk."""
+"""Rows of a server's partitions of a collection's tables, in memory or on disk, and the changes of these rows."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -9,9 +11,8 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import nonzero
+from tritonemb.layout import NO_ROW, nonzero
 from tritonemb.optimizers import OPTIMIZERS
-from tritonemb.server.changes import RowChanges
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.tables.dynamic_table import DynamicTable, find_all
 from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
@@ -22,11 +23,78 @@ from tritonemb.types import CacheConfig
 NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
+@dataclass
+class SnapshotChain:
+    """Changes since the last snapshot of a chain.
+
+    Attributes:
+        snapshot: name of that snapshot.
+        changed: by number of the table, bool by row: read by a training batch or written since then.
+        removed: by number of the table, ids that have lost their rows since then.
+    """
+
+    snapshot: str
+    changed: dict[int, Tensor]
+    removed: dict[int, list[Tensor]]
+
+
+class RowChanges:
+    """Changes of the rows of `tables`, by number: since the last snapshots, and since trainers have cached them.
+
+    Attributes:
+        chains: chains of snapshots, by name.
+        versions: by number of the table, int64 by row: a number that is unique to the row's present content. None until
+            a trainer with a cache pulls.
+    """
+
+    def __init__(self, tables: Mapping[int, DynamicTable]) -> None:
+        self._tables = tables
+        self.chains: dict[str, SnapshotChain] = {}
+        self.versions: dict[int, Tensor] | None = None
+        self._version = 0
+
+    def mark(self, rows: Mapping[int, Tensor], new_masks: Mapping[int, Tensor] | None = None) -> None:
+        """Note that rows, -1: no row, were written, or, with `new_masks`, read or inserted; by number of the table."""
+        for number, table_rows in rows.items():
+            for chain in self.chains.values():
+                chain.changed[number][table_rows[table_rows >= 0]] = True
+            if self.versions is not None:
+                self._version += 1
+                new_rows = table_rows if new_masks is None else table_rows[new_masks[number]]
+                self.versions[number][new_rows[new_rows >= 0]] = self._version
+
+    def track_versions(self) -> None:
+        """Give rows versions, from now on."""
+        if self.versions is None:
+            self._version = time.time_ns()  # above all versions of an earlier process
+            self.versions = {n: torch.full_like(table.index.ids, self._version) for n, table in self._tables.items()}
+
+    def versions_of(self, number: int, rows: Tensor) -> Tensor:
+        """Return the versions of a table's rows; `NO_ROW` for row -1."""
+        assert self.versions is not None
+        return torch.where(rows < 0, NO_ROW, self.versions[number][rows.clamp(min=0)])
+
+    def begin_chain(self, name: str, snapshot: str) -> None:
+        """Track changes since a snapshot, which is now the last one of a chain."""
+        changed = {n: torch.zeros(len(table.index.ids), dtype=torch.bool) for n, table in self._tables.items()}
+        self.chains[name] = SnapshotChain(snapshot, changed, {number: [] for number in changed})
+        for table in self._tables.values():
+            table.removed_ids = []
+
+    def note_removed(self) -> None:
+        """Add removed ids to all chains; drop chains for which a full snapshot is smaller."""
+        for number, table in self._tables.items():
+            for name, chain in list(self.chains.items()):
+                chain.removed[number] += table.removed_ids or []
+                if table.removed_ids is None or sum(map(len, chain.removed[number])) > len(table.index.ids):
+                    del self.chains[name]
+            table.removed_ids = [] if self.chains else None
+
+
 class Partitions:
     """Partitions of a collection's tables.
 
-    Lists per table have an entry for each table on this server; `index` is a position in them, `number` the number of a
-    table in the collection.
+    Lists per table have an entry for each table on this server; `number` is the number of a table in the collection.
 
     Args:
         cache: config of the cache in memory of tables on disk; None: tables are in memory.
@@ -47,15 +115,20 @@ class Partitions:
         self.by_number = dict(zip(self.numbers, self.dynamic, strict=True))
         for number, table in self.by_number.items():
             table.reset_parameters(spec.tables[number].seed)
-        self.changes = RowChanges(self.dynamic)
+        self.changes = RowChanges(self.by_number)
 
-    def table(self, name: str) -> DynamicTable:
-        """Table by name. KeyError if this server does not have it."""
-        return self.by_number[self.spec.number(name)]
+    def in_shard(self, number: int, ids: Tensor) -> Tensor:
+        """Return a bool mask `[n]` of ids of this server's partitions that belong to the trainer's shard."""
+        if (size := self.spec.tables[number].num_embeddings) is None:
+            return torch.ones_like(ids, dtype=torch.bool)
+        first, count = self.spec.shards[number] or (0, size)
+        return (ids >= first) & (ids < first + count)
 
     def owned_mask(self, number: int, ids: Tensor) -> Tensor:
         """Return a bool mask `[n]` of ids that belong to this server and shard."""
-        return self.by_number[number].owns(ids) & self.spec.in_shard(number, ids)
+        mask, table = self.in_shard(number, ids), self.by_number[number]
+        is_whole = table.index.num_sets.numel() == self.spec.tables[number].num_partitions
+        return mask if is_whole else mask & table.owns(ids)
 
     def split(
         self, sizes: Sequence[int], tensors: Sequence[Tensor], numbers: Sequence[int] | None = None
@@ -75,21 +148,21 @@ class Partitions:
         """Return row numbers of a training batch's ids, which are inserted where they have none; -1: not admitted."""
         if self.tables is None:
             return []
-        known = find_all(self.dynamic, ids) if self.changes.versions is not None else None
+        known_rows = find_all(self.dynamic, ids) if self.changes.versions is not None else []
         with torch.enable_grad():  # marks the batch as one for training
             assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
         rows = list(assigned.features.values().split([table_ids.numel() for table_ids in ids]))
-        for index, table_rows in enumerate(rows):
-            self.changes.mark_read(index, table_rows, None if known is None else known[index] < 0)
+        new_masks = (table_rows < 0 for table_rows in known_rows)
+        self.changes.mark(dict(zip(self.numbers, rows, strict=True)), dict(zip(self.numbers, new_masks, strict=False)))
+        self.changes.note_removed()
         return rows
 
     def read(self, ids: Sequence[Tensor], rows: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Read rows `[n, embedding_dim]` of each table's ids, or of their row numbers; initial values without a row."""
         rows = find_all(self.dynamic, ids) if rows is None else rows
         result, all_known = list[Tensor](), not rows or bool((cat(rows) >= 0).all())
-        with self.memory(dict(enumerate(rows))) as memories:
-            for index, table in enumerate(self.dynamic):
-                memory, slots = memories[index]
+        with self.memory(dict(zip(self.numbers, rows, strict=True))) as memories:
+            for index, (table, (memory, slots)) in enumerate(zip(self.dynamic, memories.values(), strict=True)):
                 values = memory["weight"].index_select(0, slots if all_known else slots.clamp(min=0))
                 if not all_known and (missing_mask := slots < 0).any():
                     values[missing_mask] = table.initial_values(ids[index][missing_mask])
@@ -101,8 +174,7 @@ class Partitions:
         """Apply one optimizer step to gradients of ids, which may repeat, with a learning rate, or the last one."""
         assert self.tables is not None
         rows = find_all(self.dynamic, ids)  # -1: refused, or evicted since the pull; takes no gradient
-        for index, table_rows in enumerate(rows):
-            self.changes.mark_written(index, table_rows)
+        self.changes.mark(dict(zip(self.numbers, rows, strict=True)))
         if lr not in (None, self.tables.current_learning_rate):
             self.tables.set_learning_rate(lr)
         # Rows of tables on disk are pinned, others are grouped directly.
@@ -126,19 +198,18 @@ class Partitions:
     def memory(
         self, rows: Mapping[int, Tensor], dirty: bool = False
     ) -> Iterator[dict[int, tuple[dict[str, Tensor], Tensor]]]:
-        """Yield weight and states in memory, and the slots of rows there, by index of the table; row -1 has slot -1.
+        """Yield weight and states in memory, and the slots of rows there, by number of the table; row -1 has slot -1.
 
         Rows of tables on disk are pinned meanwhile, and then marked dirty if `dirty`.
         """
-        pinned = self.pin([rows.get(index, NO_ROWS) for index in range(len(self.numbers))])
+        pinned = self.pin([rows.get(number, NO_ROWS) for number in self.numbers])
         result = {}
-        for index, table_rows in rows.items():
-            slots = table_rows
+        for number, slots in rows.items():
             if pinned is not None:
-                (pinned_rows, pinned_slots), known = pinned.rows_of(index), nonzero(table_rows >= 0)
-                known_slots = pinned_slots[torch.searchsorted(pinned_rows, table_rows[known])]
-                slots = table_rows.index_copy(0, known, known_slots)
-            result[index] = Table.tensors(self.dynamic[index]), slots
+                (pinned_rows, pinned_slots), known = pinned.rows_of(self.numbers.index(number)), nonzero(slots >= 0)
+                known_slots = pinned_slots[torch.searchsorted(pinned_rows, slots[known])]
+                slots = slots.index_copy(0, known, known_slots)
+            result[number] = Table.tensors(self.by_number[number]), slots
         try:
             yield result
         finally:

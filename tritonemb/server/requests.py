@@ -1,10 +1,11 @@
-"""Requests to a collection's tables: one handler per operation.
+"""Requests and queries to a collection's tables: one handler per operation.
 
 A handler gets the tables, the values and tensors of the message, and `respond`, which it calls once, now or later, with
-the reply or the error.
+the reply or the error; or it returns the reply.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
 
@@ -13,27 +14,18 @@ from torch import Tensor
 
 from tritonemb.server.codec import PulledTable
 from tritonemb.server.snapshot import restore, saved_shards, take_snapshot, write_snapshot
-from tritonemb.server.tables import PullRequest, PushRequest, ServedTables
+from tritonemb.server.tables import PullRequest, PushRequest, Respond, ServedTables
 from tritonemb.server.transport import Message, Values
 
-Respond = Callable[[Message | Exception], None]
-Handler = Callable[[ServedTables, Values, Sequence[Tensor], Respond], None]
+Handler = Callable[[ServedTables, Values, Sequence[Tensor], Respond], Message | None]
 
 
 def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
-    rank = _rank(served, values)
     ids, occurrences, *optional = served.partitions.split(values["sizes"], tensors)
     (versions,) = optional or (None,)
     if any((counts < 1).any() for counts in occurrences):
         raise ValueError("an id has no occurrences")
-
-    def send(result: list[PulledTable] | Exception) -> None:
-        if isinstance(result, Exception):
-            respond(result)
-        else:
-            respond(served.codecs.rows.pack_reply(served.partitions.numbers, result, served.ordering.next_push))
-
-    served.pull(rank, index(values["batch"]), PullRequest(ids, occurrences, versions, send))
+    served.pull(_rank(served, values), index(values["batch"]), PullRequest(ids, occurrences, versions, respond))
 
 
 def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
@@ -55,7 +47,7 @@ def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], re
     _rank(served, values)
     (ids,), staleness = served.partitions.split(values["sizes"], tensors), served.spec.staleness
     min_steps = 0 if staleness is None else index(values["after"]) - staleness
-    served.when_applied(min_steps, lambda error: respond(error or read_now(served, ids)))
+    served.respond_when(lambda: served.ordering.next_push >= min_steps, respond, partial(read_now, served, ids))
 
 
 def read_now(served: ServedTables, ids: list[Tensor]) -> Message:
@@ -64,79 +56,77 @@ def read_now(served: ServedTables, ids: list[Tensor]) -> Message:
     return served.codecs.exact_rows.pack_reply(served.partitions.numbers, tables, served.ordering.next_push)
 
 
-def _describe(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
-    """Send a trainer that leases rows the number, seed and clock of each table, and the number of updates."""
+def _describe(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
+    """Return the number, seed and clock of each table, and the number of updates, for a trainer that leases rows."""
     tables = [[number, table.seed, table.clock] for number, table in served.partitions.by_number.items()]
     table_set = served.partitions.tables
-    respond(({"tables": tables, "updates": 0 if table_set is None else int(table_set.counters["step"])}, []))
+    return {"tables": tables, "updates": 0 if table_set is None else int(table_set.counters["step"])}, []
 
 
-def _lease(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
+def _lease(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     served.lease.is_active = True
-    respond(({}, []))
+    return {}, []
 
 
-def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
+def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     _rank(served, values)
     ids, occurrences = served.partitions.split(values["sizes"], tensors, served.lease.dynamic_numbers)
     if values["training"]:
         rows, new_masks = served.lease.allocate(ids, occurrences)
     else:
         rows, new_masks = served.lease.find(ids), [torch.zeros_like(table_ids, dtype=torch.bool) for table_ids in ids]
-    respond(({}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new_masks])]))
+    return {}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new_masks])]
 
 
-def _transfer(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
+def _transfer(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     """Write the records of the first tables, then read those of the others."""
     ids, *records = tensors
-    ids_by_table = ids.split([size for _, size in values["sizes"]])
-    keys = [(number, table_ids) for (number, _), table_ids in zip(values["sizes"], ids_by_table, strict=True)]
+    numbers, sizes = zip(*values["sizes"], strict=True)
+    keys = list(zip(numbers, ids.split(sizes), strict=True))
     served.lease.check(keys, records)
     if records:
         served.lease.write(dict(keys[: len(records)]), records)
-    respond(({}, served.lease.read(dict(keys[len(records) :]))))
+    return {}, served.lease.read(dict(keys[len(records) :]))
 
 
 def _flush(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
+    """Apply the pushes of `steps` steps before the trainer's next pull, once all trainers have requested it."""
     rank, steps = _rank(served, values), index(values["steps"])
     if (returned := values.get("returned")) is not None:
         served.end_lease(index(returned["steps"]), float(returned["lr"]))
-    served.flush(rank, steps, lambda error: respond(error or ({}, [])))
+    served.ordering.flush(rank, steps)
+    served.respond_when(lambda: served.ordering.next_push >= steps, respond)
 
 
-def _read(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
-    state = served.partitions.table(values["table"]).get_state()
-    respond(({"names": list(state)}, [value.contiguous() for value in state.values()]))
+def _read(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
+    state = served.partitions.by_number[served.spec.number(values["table"])].get_state()
+    return {"names": list(state)}, [value.contiguous() for value in state.values()]
 
 
-def _load(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
-    state = dict(zip(values["names"], tensors, strict=True))
-    mask = served.spec.in_shard(served.spec.number(values["table"]), state["ids"])
+def _load(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
+    number, state = served.spec.number(values["table"]), dict(zip(values["names"], tensors, strict=True))
+    mask = served.partitions.in_shard(number, state["ids"])
     if not mask.all():
         state |= {name: value[mask] for name, value in state.items() if value.dim() and len(value) == len(mask)}
-    served.partitions.table(values["table"]).load_state(state)
+    served.partitions.by_number[number].load_state(state)
     served.partitions.changes.versions = None
-    respond(({}, []))
+    return {}, []
 
 
 def _snapshot(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
     """Write a snapshot of a collection when all trainers have reached a step, for a checkpoint or for followers."""
+    steps = index(values["steps"])
 
-    def write(error: Exception | None) -> None:
-        try:
-            if error is not None:
-                raise error
-            if served.lease.is_active:
-                raise ValueError("a trainer has leased rows of these tables; all trainers flush them first")
-            records = take_snapshot(served, values["chain"], values["changes_only"])
-            respond((write_snapshot(Path(values["path"]), records), []))
-        except Exception as failure:
-            respond(failure)
+    def write() -> Message:
+        if served.lease.is_active:
+            raise ValueError("a trainer has leased rows of these tables; all trainers flush them first")
+        records = take_snapshot(served, values["chain"], values["changes_only"])
+        return write_snapshot(Path(values["path"]), records), []
 
-    served.when_trained(index(values["steps"]), write)
+    served.respond_when(lambda: served.ordering.is_trained(steps), respond, write)
 
 
-def _restore(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
+def _restore(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     """Restore a collection from the snapshots of all servers at one step: a chain of files per server."""
     shards = saved_shards(served, [[*map(Path, chain)] for chain in values["chains"]])
     for shard in shards:
@@ -144,7 +134,7 @@ def _restore(served: ServedTables, values: Values, tensors: Sequence[Tensor], re
     served.is_broken = True
     restore(served, shards)
     served.advance()
-    respond(({}, []))
+    return {}, []
 
 
 def _rank(served: ServedTables, values: Values) -> int:

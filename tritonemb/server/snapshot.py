@@ -50,16 +50,16 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
         "is_leased": served.lease.is_active,
     }
     yield header, list(counters.values())
-    for index, (number, table) in enumerate(served.partitions.by_number.items()):
+    for number, table in served.partitions.by_number.items():
         # In the order of rows, so that a reader inserts and writes them sequentially.
         if last is None:
             rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values
         else:
-            rows = nonzero(last.changed[index])
+            rows = nonzero(last.changed[number])
             rows = rows[table.find(table.index.ids[rows]) == rows]
         ids = table.index.ids[rows]
         if last is not None:
-            removed = torch.cat([table.index.ids[:0], *last.removed[index]]).unique()
+            removed = torch.cat([table.index.ids[:0], *last.removed[number]]).unique()
             yield {"table": number, "kind": "removed", "names": ["ids"]}, [removed]
         metadata = table.get_table_state()
         yield {"table": number, "kind": "others", "names": list(metadata), "rows": ids.numel()}, list(metadata.values())
@@ -261,7 +261,8 @@ def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]
     served = ServedTables(replace(spec, partition_starts=((0,),) * num_tables, shards=(None,) * num_tables), 0)
     restore(served, saved_shards(served, chains))
     for rank in range(spec.trainers):
-        served.flush(rank, served.ordering.next_pull // spec.batches, lambda error: None)
+        served.ordering.flush(rank, served.ordering.next_pull // spec.batches)
+    served.advance()
     tables = zip(spec.tables, served.partitions.dynamic, strict=True)
     return {table_spec.name: merge_table(table_spec, [table.get_state()]) for table_spec, table in tables}
 

@@ -1,9 +1,11 @@
-"""Specs of tables and collections on servers: identical on all trainers and servers, and part of each snapshot."""
+"""Specs of tables and collections on servers, part of each snapshot, and the memory quota of a server for them."""
 
 import dataclasses
 import functools
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +16,9 @@ from tritonemb.optimizers import Custom, Optimizer
 from tritonemb.server.records import with_current_names
 from tritonemb.server.transport import Values
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
+
+OverMemory = Literal["refuse", "spill"]
+MIN_CACHED_SHARE = 0.001  # of a collection's rows; with fewer in memory it would only wait for the disk
 
 
 @dataclass(frozen=True)
@@ -159,13 +164,6 @@ class CollectionSpec:
         """Numbers of the tables that have partitions on a server, ascending."""
         return [number for number in range(len(self.tables)) if self.partitions(number, server)[1]]
 
-    def in_shard(self, table: int, ids: Tensor) -> Tensor:
-        """Return a bool mask `[n]` of ids that belong to the trainer's shard; ids are in this server's partitions."""
-        if (size := self.tables[table].num_embeddings) is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        first, count = self.shards[table] or (0, size)
-        return (ids >= first) & (ids < first + count)
-
     def num_bytes(self, server: int) -> int:
         """Bytes of all rows on a server when its tables are full."""
         total = 0
@@ -175,3 +173,37 @@ class CollectionSpec:
                 rows = rows * shard[1] // table.num_embeddings
             total += rows * table.row_bytes
         return total
+
+
+class MemoryQuota:
+    """Bytes of full tables, reserved by collection; see `EmbeddingServer` for `memory` and `over_memory`.
+
+    Args:
+        folder: folder of the rows on disk; None: a temporary one.
+    """
+
+    def __init__(self, memory: float | None, over_memory: OverMemory, folder: Path | None) -> None:
+        if over_memory not in get_args(OverMemory):
+            raise ValueError(f"over_memory must be one of {get_args(OverMemory)}, got {over_memory!r}")
+        self._memory, self._over_memory, self._folder = memory, over_memory, folder
+        self._reserved_bytes: dict[str, float] = {}
+
+    def reserve(self, server_name: str, collection: str, spec: CollectionSpec, server: int) -> CacheConfig | None:
+        """Reserve memory for a collection; return None if it fits, else the cache of its tables on disk.
+
+        ValueError if it is refused.
+        """
+        needed_bytes = spec.num_bytes(server)
+        free_bytes = needed_bytes if self._memory is None else self._memory - sum(self._reserved_bytes.values())
+        if needed_bytes > free_bytes and (
+            self._over_memory == "refuse" or free_bytes < needed_bytes * MIN_CACHED_SHARE
+        ):
+            raise ValueError(
+                f"embedding server {server_name} has {free_bytes:,.0f} bytes left for tables, and those of "
+                f'{collection!r} need {needed_bytes:,} when full: set more memory or over_memory="spill", start more '
+                "servers, or reduce the tables"
+            )
+        self._reserved_bytes[collection] = min(needed_bytes, free_bytes)
+        if needed_bytes <= free_bytes:
+            return None
+        return CacheConfig(share=free_bytes / needed_bytes, folder=self._folder)
