@@ -233,9 +233,9 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 
 # Commands by name: module, class of options and function.
 _SIMPLE = {
-    "predict": ("tritonemb.training.score", "PredictOptions", "predict"),
-    "evaluate": ("tritonemb.training.score", "EvaluateOptions", "evaluate"),
-    "compare": ("tritonemb.training.compare", "CompareOptions", "compare"),
+    "predict": ("tritonemb.training.run", "PredictOptions", "predict"),
+    "evaluate": ("tritonemb.training.run", "EvaluateOptions", "evaluate"),
+    "compare": ("tritonemb.training.callbacks.report", "CompareOptions", "compare"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
     "reader": ("tritonemb.data.open", "ReaderOptions", "run_reader"),

@@ -16,7 +16,7 @@ import tritonemb as te
 from tests.training import jobs
 from tritonemb.nn import DynamicStatistics, DynamicTable
 from tritonemb.training.callbacks.report import HtmlReport
-from tritonemb.training.callbacks.tensorboard import TensorBoard
+from tritonemb.training.callbacks.trackers import TensorBoard
 from tritonemb.types import AdmissionConfig, EvictionConfig
 
 EVERY, BATCH, LEVELS = 5, 50, ("rows", "capacity", "num_bytes")

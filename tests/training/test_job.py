@@ -20,8 +20,7 @@ from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, ProfileOptions, TrainConfig, preset
 from tritonemb.training.job import train
-from tritonemb.training.run import build_model, build_optimizer
-from tritonemb.training.score import PredictOptions, predict
+from tritonemb.training.run import PredictOptions, build_model, build_optimizer, predict
 
 
 def test_every_optimizer_can_be_named():

@@ -22,14 +22,14 @@ import tritonemb as te
 from tests.helpers import fewer
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema, from_dataframe
-from tritonemb.data.arrow import pa, parquet
 from tritonemb.data.batch import Batch, gather_batch, pad_batch
 from tritonemb.data.encode import make_numberings
+from tritonemb.data.files import pa, parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.metrics import best_threshold, calibration_of
-from tritonemb.training.score import PredictOptions, predict
+from tritonemb.training.run import PredictOptions, predict
 
 COLUMNS = ("--label", "click", "--dense", "price", "age", "--sparse", "user", "item", "tags")
 SMALL = (

@@ -18,7 +18,7 @@ from tritonemb.data.prefetch import Prefetcher
 from tritonemb.tables.options import TableOptions
 from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.callbacks.report import HtmlReport
-from tritonemb.training.callbacks.tensorboard import TensorBoard
+from tritonemb.training.callbacks.trackers import TensorBoard
 from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter
 from tritonemb.types import CacheConfig
 

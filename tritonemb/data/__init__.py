@@ -5,7 +5,7 @@ from tritonemb.data.click_log import ClickLog
 from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as_parquet, convert
 from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.encode import load_vocabulary
-from tritonemb.data.loader import merge_positions, open_shards, rank_position
+from tritonemb.data.loader import DataLoaderWorkers, merge_positions, open_shards, rank_position
 from tritonemb.data.open import ALIASES, NAMES, from_dataframe, kind_of, open_dataset, open_for_scoring
 from tritonemb.data.protocol import (
     Batches,
@@ -21,7 +21,6 @@ from tritonemb.data.protocol import (
 )
 from tritonemb.data.reader_host import ReaderHost, RemoteData
 from tritonemb.data.schema import CRITEO, LogOptions, Schema, SplitRule
-from tritonemb.data.workers import DataLoaderWorkers
 
 __all__ = [
     "ALIASES", "CRITEO", "NAMES", "Batch", "Batches", "ClickLog", "Column", "Data", "DataLoaderWorkers", "Dataset",

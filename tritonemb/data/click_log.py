@@ -13,10 +13,9 @@ from typing import Any, Self
 import numpy as np
 
 from tritonemb.data import protocol
-from tritonemb.data.arrow import pa
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import encode, make_numberings, mix
-from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find_files, is_remote, parts_of_files, split_files
+from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find_files, is_remote, pa, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, time_mask
 from tritonemb.data.pipeline import FIELDS, LogPosition, iterate_batches, ordered_map, permutation
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, Position, ReadReport, Shard, Split, Stream

@@ -11,10 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tritonemb.data.arrow import pa
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, count_values, is_text, most_frequent
-from tritonemb.data.files import display_path, find_files, write_parquet
+from tritonemb.data.files import display_path, find_files, pa, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.utils import atomic_write, read_sealed, require, seal

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.data import protocol
-from tritonemb.data.arrow import pa, parquet
 from tritonemb.data.batch import Array, Column, Rows, gather_batch, lengths_to_offsets
 from tritonemb.data.encode import encode_categories
+from tritonemb.data.files import pa, parquet
 from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import SPLITS, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream
 from tritonemb.utils import atomic_path, require

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import find_invalid_values, integer_values, string_buffers, to_integers, valid_row_mask
+from tritonemb.data.files import arrow_csv, compute, pa
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, invalid_value_message
 from tritonemb.utils import join_names
 

@@ -28,9 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.data.arrow import compute, fs, pa
 from tritonemb.data.batch import Array, Column, Rows, lengths_to_offsets
-from tritonemb.data.files import LogFile, open_parquet
+from tritonemb.data.files import LogFile, compute, fs, open_parquet, pa
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, quote_value
 from tritonemb.utils import join_names

@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote
 
-from tritonemb.data.arrow import fs, pa, parquet
 from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
 from tritonemb.data.schema import SplitRule
-from tritonemb.utils import atomic_path, join_names, require
+from tritonemb.utils import LazyModule, atomic_path, join_names, require
+
+# The parts of pyarrow that read logs, each imported when it is first used.
+pa: Any = LazyModule("pyarrow")
+arrow_csv: Any = LazyModule("pyarrow.csv")
+compute: Any = LazyModule("pyarrow.compute")
+dataset: Any = LazyModule("pyarrow.dataset")
+fs: Any = LazyModule("pyarrow.fs")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")

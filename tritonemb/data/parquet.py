@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data import files as cuts
-from tritonemb.data.arrow import compute, dataset, pa
 from tritonemb.data.delimited import ParsedChunk
 from tritonemb.data.encode import find_invalid_values, is_list, is_text, valid_row_mask, value_type
-from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
+from tritonemb.data.files import Chunk, LogFile, Part, compute, dataset, open_parquet, pa
 from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import LogOptions, Names, Schema, SplitRule, invalid_value_message, quote_value
 

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from tritonemb.data import encode
-from tritonemb.data.arrow import pa
 from tritonemb.data.batch import Array, Batch, lengths_to_offsets
 from tritonemb.data.encode import Numbering
+from tritonemb.data.files import pa
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, quote_value
 from tritonemb.jagged import KeyedJaggedTensor

@@ -13,9 +13,8 @@ from typing import Any
 
 from tritonemb.data import delimited
 from tritonemb.data import files as cuts
-from tritonemb.data.arrow import pa
 from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
-from tritonemb.data.files import Chunk, LogFile, Part
+from tritonemb.data.files import Chunk, LogFile, Part, pa
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions, Names
 from tritonemb.utils import join_names

@@ -30,7 +30,7 @@ from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.jsonl import add_evaluation
 from tritonemb.training.callbacks.report import write_report
-from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
+from tritonemb.training.callbacks.trackers import Profiler, TensorBoard
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import data_changes
 from tritonemb.training.config import TrainConfig

@@ -1,12 +1,18 @@
-"""Trained runs: load a model, score and evaluate rows encoded as in training, look up rows of its tables."""
+"""Trained runs: load a model, score and evaluate rows encoded as in training, look up rows of its tables.
 
+Below: `tritonemb predict` and `tritonemb evaluate`.
+"""
+
+import itertools
+import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from pkgutil import resolve_name
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +22,7 @@ from tritonemb.data import open_dataset, open_for_scoring
 from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Rows, gather_batch, pad_batch
 from tritonemb.data.click_log import ClickLog, encoding_digest, vocabulary_digest
 from tritonemb.data.encode import make_numberings
+from tritonemb.data.files import arrow_csv, pa, parquet
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.data.schema import FIELDS, LogOptions
@@ -24,6 +31,7 @@ from tritonemb.nn import DLRM, DCNv2
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
+from tritonemb.training.callbacks.report import METRICS
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig
@@ -31,13 +39,14 @@ from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
-from tritonemb.utils import join_names
+from tritonemb.utils import Options, align_columns, atomic_path, join_names, number
 
 SKIPPED_PREFIXES = ("optimizer.", "rng.", "trainer.")  # of tensors that only training needs
 READING_KEYS = "features", "num_dense", "read", "precision"  # of the config in checkpoints of old versions
 DATASETS = "movielens-100k", "synthetic", "adult"  # data sets without raw rows: they are encoded in one piece
 # Keys of the config that do not determine the model.
 TRAINING_KEYS = "schedule evaluation checkpoint output profile parallel server offload converted features num_dense"
+SUFFIXES = (".parquet", ".csv")  # of output files
 Factory = Callable[[], nn.Module]
 
 
@@ -288,3 +297,102 @@ class RunTable(NamedTuple):
             names = [name for config in self.collection.configs for name in config.feature_names]
             return result.split(self.collection.embedding_dims, dim=1)[names.index(feature)]
         return result[feature].values()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Options):
+    """Write the click probability of every row of a log.
+
+    Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
+
+    Args:
+        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
+        data: log to score: a file or a folder.
+        out: .parquet or .csv file to write: one row per row of the log, in the same order.
+        keep: columns of the log to write before the scores, without encoding.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
+        batch_size: maximum number of rows per batch.
+        device: device of the model.
+    """
+
+    POSITIONAL: ClassVar[str] = "checkpoint"
+    checkpoint: Path
+    data: str
+    out: Path = Path("scores.parquet")
+    keep: tuple[str, ...] = ()
+    model: str | None = None
+    batch_size: int = number(8192, least=1)
+    device: str = "cpu"
+
+
+def predict(options: PredictOptions) -> str:
+    """Score a log and write the file atomically; return a message. Raise ValueError or FileNotFoundError if the
+    checkpoint or the log cannot be used, or the file cannot be written."""
+    if options.out.suffix not in SUFFIXES:
+        raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
+    if len({*options.keep, "score"}) <= len(options.keep):
+        raise ValueError(f"keep must name each column once, and not 'score', got {list(options.keep)}")
+    run = open_run(options.checkpoint, options.model, options.device)
+    blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, "score"]
+    tables = (pa.table([*arrays, scores.numpy()], names) for arrays, scores in blocks)
+    num_rows = 0
+    if (first := next(tables, None)) is None:
+        raise ValueError(f"{options.out} is not written: {options.data} has no rows to score")
+    writer_class = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    try:  # write table by table: memory does not depend on the size of the log
+        with atomic_path(options.out) as temporary, writer_class(temporary, first.schema) as writer:
+            for table in itertools.chain([first], tables):
+                writer.write_table(table.cast(first.schema))
+                num_rows += table.num_rows
+    except pa.ArrowException as error:
+        raise ValueError(f"{options.out}: these columns cannot be written in this format ({error})") from error
+    return f"{options.out}: {num_rows:,} scores by {run.path}"
+
+
+def open_run(path: Path, model: str | None, device: str) -> Run:
+    """Load a run, with the model of a function MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
+    try:
+        factory = None if model is None else resolve_name(model)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model must be MODULE:FUNCTION that builds a model, got {model!r} ({error})") from error
+    return load_run(path, model=factory, device=device)
+
+
+@dataclass(frozen=True)
+class EvaluateOptions(Options):
+    """Print the metrics of a run on rows with labels.
+
+    Example: tritonemb evaluate --checkpoint runs/mine --data day_23
+
+    Args:
+        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
+        data: log with labels: a file or a folder; the run's test rows if not given.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
+        json: print the metrics as JSON.
+        batch_size: maximum number of rows per batch.
+        device: device of the model.
+    """
+
+    POSITIONAL: ClassVar[str] = "checkpoint"
+    checkpoint: Path
+    data: str | None = None
+    model: str | None = None
+    json: bool = False
+    batch_size: int = number(8192, least=1)
+    device: str = "cpu"
+
+
+def evaluate(options: EvaluateOptions) -> str:
+    """Evaluate a run; return the text. Raise ValueError or FileNotFoundError if the checkpoint or the log cannot be
+    used."""
+    run = open_run(options.checkpoint, options.model, options.device)
+    metrics = run.evaluate(options.data, batch_size=options.batch_size)
+    return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"
+
+
+def describe(metrics: Metrics) -> str:
+    """Format metrics as lines of text: one per number, then the calibration curve."""
+    numbers = [(name, f"{getattr(metrics, key):.{0 if key == 'num_samples' else 4}f}") for key, name in METRICS.items()]
+    curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
+    return "\n".join([*align_columns(numbers), *align_columns([("rows", "mean score", "share of clicks"), *curve])])

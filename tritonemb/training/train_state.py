@@ -15,10 +15,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.data.loader import open_shards
+from tritonemb.data.loader import DataLoaderWorkers, open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
-from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.shards import TensorSlice, as_dtensor, local_shape, tensor_slices, to_local

@@ -4,7 +4,7 @@ import pytest
 
 from tests.training.callbacks.events import train
 from tritonemb.training.callbacks import Callback
-from tritonemb.training.callbacks.tensorboard import TensorBoard
+from tritonemb.training.callbacks.trackers import TensorBoard
 from tritonemb.utils import MissingExtraError
 
 

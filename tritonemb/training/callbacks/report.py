@@ -1,23 +1,25 @@
-"""HTML report of a run, from its log: metrics, curves, configuration and checkpoints.
+"""HTML pages with charts: the report of a run, from its log, and the comparison of runs.
 
-It computes the values of `report.html.jinja`, and charts for other pages. A page is self-contained: no scripts, fonts
-or network requests.
+The values of templates are computed here. A page is self-contained: no scripts, fonts or network requests.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
 
 from tritonemb.training.callbacks import Callback, FitEnd
-from tritonemb.training.callbacks.console import format_bytes, format_seconds
+from tritonemb.training.callbacks.console import escape_unprintable, format_bytes, format_seconds
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.utils import atomic_write
+from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.toml import flat
+from tritonemb.utils import Options, align_columns, atomic_write, join_names
 
 WIDTH, HEIGHT = 400, 212  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # plot area within the chart
@@ -26,6 +28,12 @@ MAX_POINTS = 1000  # of a curve; thinned beyond it
 MAX_DOTS = 30  # points of a curve that is drawn with dots
 LARGEST = 1e300  # differences of larger values overflow
 SECTIONS = ("sent", "cache", "dynamic", "servers")  # optional fields of a log event; the latest value is shown
+PATH_OPTIONS = ("path", "output.out")  # not compared: they differ between all runs
+MAX_VALUE_WIDTH = 60  # characters of a value on the terminal
+METRICS = {
+    "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
+    "best_threshold": "best threshold", "best_f1": "F1 at the best threshold", "num_samples": "rows",
+}  # fmt: skip
 
 Event = Mapping[str, Any]
 Curve = Sequence[tuple[float, float]]
@@ -220,3 +228,91 @@ COUNT: Unit = ("{:,.0f}".format, format_compact)
 SHARE: Unit = (lambda value: f"{100 * value:.1f} %", lambda value: f"{100 * value:g} %")
 BYTES: Unit = (format_bytes, lambda value: format_bytes(value) if value else "0")
 RATE: Unit = ("{:.3g}".format, "{:.3g}".format)
+
+
+@dataclass(frozen=True)
+class CompareOptions(Options):
+    """Compare runs: options that differ, metrics, and one page with their curves.
+
+    Example: tritonemb compare runs/first runs/second
+
+    Args:
+        runs: folders of two or more runs; may be given first, without the flag.
+        out: the HTML page to write.
+    """
+
+    POSITIONAL: ClassVar[str] = "runs"
+    runs: tuple[Path, ...]
+    out: Path = Path("compare.html")
+
+
+def compare(options: CompareOptions) -> str:
+    """Write the HTML page and return its tables as text. Raise ValueError or FileNotFoundError
+    if a log is missing or damaged."""
+    if len(options.runs) < 2:
+        raise ValueError(f"compare needs two or more runs, got {len(options.runs)}")
+    if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
+        raise FileNotFoundError(f"not the folder of a run with a log: {join_names(missing)}")
+    logs = [read_run_log(RunFolder(path).log) for path in options.runs]
+    names, tables = list(map(str, options.runs)), tables_of(logs)
+    page = render_template("compare.html.jinja", names=names, charts=list(_comparison_charts(logs)), tables=tables)
+    atomic_write(options.out, page)
+    differing_options, metrics = tables.values()
+    cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (differing_options | metrics).items()}
+    rows = [["", *names], *([key, *texts] for key, texts in cells.items())]
+    lines = [escape_unprintable(line, "utf-8") for line in align_columns(rows)]
+    if len({*metrics["test rows"]} - {"-"}) > 1:
+        lines.append("note: the runs have different test rows, so their test metrics are not comparable")
+    return "\n".join([*lines, "" if differing_options else "all options are the same", f"curves: {options.out}"])
+
+
+def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
+    """Options that differ between runs, and metrics; one text per run, "-" for a missing value."""
+    configs = [dict(flat(last_event(log, "start").get("config") or {})) for log in logs]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_OPTIONS)
+    options = {key: [_text(config.get(key)) for config in configs] for key in keys}
+    differing_options = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
+    metrics = [dict(_metric_texts(log)) for log in logs]
+    return {
+        "Options": differing_options,
+        "Metrics": {name: [values[name] for values in metrics] for name in metrics[0]},
+    }
+
+
+def _metric_texts(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
+    """Names and texts of a run's metrics; the same names for every run."""
+    end, test = last_event(log, "end"), test_event(log)
+    latest = {**last_event(log, "log"), **end}
+    for key, name in METRICS.items():
+        yield f"test {name}", _text(test["metrics"].get(key))
+    yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))
+    validations = [event for event in log if event.get("split") == "validation"]
+    aucs = [(float(event["metrics"]["auc"]), event["step"]) for event in validations]
+    yield "best validation AUC", "{:.6g} at step {:,}".format(*max(aucs)) if aucs else "-"
+    yield "last training loss", _text(latest.get("loss"))
+    yield "samples/s", _text(latest.get("samples_per_second"), "{:,.0f}")
+    yield "training time", format_seconds(latest["seconds"]) if "seconds" in latest else "-"
+    yield "steps", _text(latest.get("step"), "{:,}")
+    yield "ended by", end.get("reason", "not ended")
+
+
+def _comparison_charts(logs: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
+    for title, kind, key in (
+        ("Validation AUC", "evaluation", "auc"), ("Validation log loss", "evaluation", "log_loss"),
+        ("Training loss", "log", "loss"),
+    ):  # fmt: skip
+        # The value of an evaluation is among its metrics, that of a log event among its fields.
+        selected = [[e for e in log if e["event"] == kind and e.get("split") in (None, "validation")] for log in logs]
+        curves = [[(e["step"], float({**e, **e.get("metrics", {})}[key])) for e in events] for events in selected]
+        if any(curves):
+            last_step = max(step for curve in curves for step, _ in curve)
+            plot = chart([curve or [(0, math.nan)] for curve in curves], PLAIN, last_step)
+            yield {"title": title, "colour": "quality", **plot, "last": ""}
+
+
+def _text(value: Any, form: str | None = None) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return form.format(value) if form else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Experiment trackers: Weights & Biases, MLflow, and pruning of Optuna trials."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, pruning of Optuna trials; traces of `torch.profiler`."""
 
 import re
 import time
@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log
+import torch
+
+from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.config import ProfileOptions
 from tritonemb.training.toml import flat
 from tritonemb.utils import require
 
 METRICS = ("auc", "log_loss", "normalized_entropy")
 LOGGED = ("loss", "samples_per_second", "data_wait", "memory_bytes")
+FLUSH_SECONDS = 10
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # MLflow's limits: parameters per request, characters that all stores accept
 
 
@@ -43,6 +47,37 @@ class Scalars(Callback):
     def on_end(self, end: FitEnd | None) -> None:
         if end is not None and end.test is not None:
             Scalars.on_evaluation(self, Evaluation(end.step, 0, "test", end.test, best=False))
+
+
+class TensorBoard(Scalars):
+    """Callback that writes the values of `Scalars` to TensorBoard event files. Raise MissingExtraError without
+    tensorboard.
+
+    On resume, TensorBoard hides values of later steps that an earlier process wrote.
+
+    Args:
+        folder: folder of the event files; every run needs a separate one.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        require("tensorboard", "tensorboard")
+        self._folder = str(folder)
+        self._writer: Any = None  # None if `on_start` failed
+
+    def on_start(self, start: FitStart) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # TensorBoard hides earlier values from purge_step on; values of first_step remain.
+        self._writer = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
+
+    def write(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items() if self._writer is not None else ():
+            self._writer.add_scalar(name, value, step)
+
+    def on_end(self, end: FitEnd | None) -> None:
+        super().on_end(end)
+        if self._writer is not None:
+            self._writer.close()
 
 
 class Tracker(Scalars):
@@ -157,3 +192,26 @@ class OptunaPruning(Callback):
         self._trial.report(value, evaluation.step)
         if self._trial.should_prune():
             raise self._optuna.TrialPruned(f"pruned at step {evaluation.step}, {self._monitor} {value:.6g}")
+
+
+class Profiler(Callback):
+    """Profiles a window of at least one step with `torch.profiler`; writes the trace when it or training ends."""
+
+    def __init__(self, path: Path, options: ProfileOptions) -> None:
+        self.path, self.options = path, options
+
+    def on_start(self, start: FitStart) -> None:
+        warmup = min(1, self.options.profile_start)
+        wait, active = self.options.profile_start - warmup, self.options.profile_steps
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(wait=wait, warmup=warmup, active=active, repeat=1),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self.path)),
+            record_shapes=True,
+        )
+        self._profiler.start()
+
+    def on_step(self, step: StepEnd) -> None:
+        self._profiler.step()
+
+    def on_end(self, end: FitEnd | None) -> None:
+        self._profiler.stop()
