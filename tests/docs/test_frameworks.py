@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -255,6 +256,12 @@ torch.save(score(*torch.load("inputs.pt")).detach(), "scores.pt")
 
 def _train_in_parallel(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.save(_trained_in_parallel(rank), f"{folder}/{rank}.pt")
+    gc.collect()  # DDP must go before its group: its reducer would free the group while it holds the GIL, and may hang
+    dist.destroy_process_group()
+
+
+def _trained_in_parallel(rank: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Clicks()
     te.fuse(model)
@@ -265,8 +272,7 @@ def _train_in_parallel(rank: int, folder: str) -> None:
         optimizer.zero_grad()
         (parallel(user, item) - clicked).square().mean().backward()
         optimizer.step()
-    torch.save(model.state_dict(), f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return model.state_dict()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="gloo meets by a file URL of another form there")

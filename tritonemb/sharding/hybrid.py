@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any, Literal, Self, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -31,6 +32,10 @@ from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_server_table import ParallelModel
 from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.utils import join_names, split_evenly
+
+# Groups of DDP. Its reducer would release the last reference to a group that was destroyed before the model; it holds
+# the GIL while the group's threads end, and a thread of gloo may wait for the GIL.
+_ddp_groups: list[Any] = []
 
 Dense = Literal["ddp", "fsdp"]
 
@@ -368,6 +373,7 @@ def _data_parallel(
     if world.size == 1 or not trainable:
         return model
     if dense == "ddp":
+        _ddp_groups.append(dist.group.WORLD)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
     ranks = init_device_mesh(device.type, (world.size,)) if mesh is None or mesh.ndim > 1 else mesh
     fully_shard(model, mesh=ranks)
