@@ -41,7 +41,7 @@ SIZES = [(64, (64,)), (512, (256, 256)), (2048, (512, 256)), (512, (WIDTH, WIDTH
 @contextmanager
 def network(held_back: list[float]) -> Iterator[None]:
     """Hold messages of the output exchanges back as a network would; lists the seconds of each."""
-    start = RankGroup.start_all_to_all
+    start = RankGroup.all_to_all
 
     def slowly(group: Any, message: Any, send: Any, receive: Any, kind: str) -> Callable[[], Any]:
         arrive = start(group, message, send, receive, kind)
@@ -58,12 +58,12 @@ def network(held_back: list[float]) -> Iterator[None]:
 
         return wait
 
-    with mock.patch.object(RankGroup, "start_all_to_all", slowly):
+    with mock.patch.object(RankGroup, "all_to_all", slowly):
         yield
 
 
 def waited_for(self: Any, values: Any, batch: Any, back: bool) -> Any:
-    return (self.send_back if back else self.send)(values, batch)()
+    return self.start([values], batch, back)()
 
 
 def loss_of(model: te.HybridParallel, dense: Tensor, features: Any, labels: Tensor) -> Tensor:

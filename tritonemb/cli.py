@@ -167,7 +167,6 @@ def _train(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
-    """Run a command of `_SIMPLE`."""
     module_name, class_name, function = _SIMPLE[name]
     module = importlib.import_module(module_name)
     options_class = getattr(module, class_name)

@@ -51,7 +51,7 @@ def record_step(rank: int, world: int) -> list[dict[str, Any]]:
     with bench_overlap.network(held_back):
         for _ in range(3):
             step()
-        start = RankGroup.start_all_to_all  # the slow one
+        start = RankGroup.all_to_all  # the slow one
 
         def recorded(group: Any, message: Any, send: Any, receive: Any, kind: str) -> Any:
             if not kind.startswith("pooled"):
@@ -66,7 +66,7 @@ def record_step(rank: int, world: int) -> list[dict[str, Any]]:
             return wait
 
         held_back.clear()
-        with mock.patch.object(RankGroup, "start_all_to_all", recorded):
+        with mock.patch.object(RankGroup, "all_to_all", recorded):
             found, _ = profiled(step)
     return [event for event in events_of(found, rank, held_back) if event["tid"] != COLLECTIVE]
 

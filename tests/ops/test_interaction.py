@@ -107,11 +107,11 @@ def test_bad_layers():
     good = operands("cross", 3)
     for index, tensor, error, message in (
         (0, torch.randn(3), ValueError, r"inputs must be \[B, W\] with W of at least 1, got \[3\]"),
-        (1, torch.randn(3, 4), ValueError, r"product must be \[3, 5\] for inputs \[3, 5\], got \[3, 4\]"),
-        (2, torch.randn(1, 5), ValueError, r"bias must be \[5\]"),
-        (3, torch.randn(2, 5), ValueError, r"crossed must be \[3, 5\]"),
-        (3, torch.ones(3, 5, dtype=torch.int32), TypeError, "crossed must be one of .*, got torch.int32"),
-        (1, torch.empty(3, 5, device="meta"), ValueError, "product must be on the device of inputs, cpu, got meta"),
+        (1, torch.randn(3, 4), ValueError, r"product must have shape \(3, 5\), got \(3, 4\)"),
+        (2, torch.randn(1, 5), ValueError, r"bias must have shape \(5,\)"),
+        (3, torch.randn(2, 5), ValueError, r"crossed must have shape \(3, 5\)"),
+        (3, torch.ones(3, 5, dtype=torch.int32), TypeError, "crossed must be torch.float32 or .*, got torch.int32"),
+        (1, torch.empty(3, 5, device="meta"), ValueError, "product must be on cpu like the other tensors, got meta"),
     ):
         with pytest.raises(error, match=message):
             cross(*good[:index], tensor, *good[index + 1 :])

@@ -13,8 +13,8 @@ import tritonemb as te
 from tests.helpers import breadth, make_collection
 from tests.ops.row_caches import make_cache, serve
 from tests.strategies import random_batch, rows_of
-from tritonemb.comm import data_parallel, output_exchange
-from tritonemb.comm.data_parallel import GraphDataParallel
+from tritonemb.comm import gradient_exchange, output_exchange
+from tritonemb.comm.gradient_exchange import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, PooledExchange
 from tritonemb.kernels.packing import make_packing
@@ -142,7 +142,7 @@ class TestOpcheck:
         optimizer = te.optim.RowWiseAdagrad(lr=0.1)
         update = ([torch.zeros(10)], [step], [skipped], rate, optimizer.name, list(optimizer.hyperparameters), "a")
         trained = ids.masked_fill(ids == 9, -1) if pooled else None
-        bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
+        bags = (ids, weights, trained, offsets, pooled, pooled and weights is None, True)
         args = ([torch.randn(10, 3, requires_grad=True)], *update, *bags, torch.float32)
         torch.library.opcheck(OPS.bag_fused.default, args)
 
@@ -153,7 +153,7 @@ class TestOpcheck:
         states = [torch.zeros(10, 3) if state.per_element else torch.zeros(10) for state in spec.states]
         counters = [torch.zeros((), dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], torch.tensor(0.1)
         table = ([torch.randn(10, 3)], states, *counters, optimizer, list(spec.hyperparameters))
-        batch = (torch.randn(3, 3), ids, offsets, weights, "a", True, False)
+        batch = ("a", ids, weights, offsets, True, False, True, torch.randn(3, 3))
         torch.library.opcheck(OPS.bag_update_.default, (*table, *batch))
 
     def test_drop_padding(self):
@@ -237,7 +237,7 @@ class TestOpcheck:
                 torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
     def test_broadcast_buffers(self, monkeypatch):
-        monkeypatch.setattr(data_parallel.dist, "broadcast", lambda buffer, *_: buffer.fill_(3.0))
+        monkeypatch.setattr(gradient_exchange.dist, "broadcast", lambda buffer, *_: buffer.fill_(3.0))
         of_graphs, buffers = GraphDataParallel(RankGroup(), torch.nn.Linear(2, 3)), [torch.zeros(2), torch.zeros(())]
         torch.library.opcheck(OPS.broadcast_buffers.default, (buffers, of_graphs.handle))
         OPS.broadcast_buffers(buffers, of_graphs.handle)
@@ -279,7 +279,7 @@ class TestOpcheck:
         codec, num_rows = packed
         packing, saturated = make_packing([[(2, 3)], [(0, 2)]], 5, codec), torch.zeros((), dtype=torch.int64)
         for scale, rows in ((None, None), (torch.tensor(8.0), torch.randperm(num_rows))):
-            args = (torch.randn(num_rows, 5), saturated, scale, rows, *packing)
+            args = (torch.randn(num_rows, 5), *packing, saturated, scale, rows)
             torch.library.opcheck(OPS.quantize_pack.default, args)
 
     @PACKED
@@ -288,7 +288,7 @@ class TestOpcheck:
         packing, saturated = make_packing([[(2, 3)], [(0, 2)]], 5, codec), torch.zeros((), dtype=torch.int64)
         message = torch.zeros(num_rows * packing.row_bytes, dtype=torch.uint8)
         for scale, rows in ((None, None), (torch.tensor(8.0), torch.zeros(7, dtype=torch.int32))):
-            args = (message, torch.bfloat16, saturated, scale, rows, *packing)
+            args = (message, *packing, torch.bfloat16, saturated, scale, rows)
             torch.library.opcheck(OPS.quantize_unpack.default, args)
 
     def test_jagged_permute(self, problem):

@@ -43,7 +43,7 @@ class Events(list[str]):
         next(iter(mlp.parameters())).register_hook(lambda _: self.append("mlp gradient"))
 
     def patch(self):
-        start = RankGroup.start_all_to_all
+        start = RankGroup.all_to_all
 
         def logged(group, message, send, receive, kind):
             arrive = start(group, message, send, receive, kind)
@@ -55,7 +55,7 @@ class Events(list[str]):
 
             return wait
 
-        return mock.patch.object(RankGroup, "start_all_to_all", logged)
+        return mock.patch.object(RankGroup, "all_to_all", logged)
 
     def of(self, *kinds: str) -> list[str]:
         """Without what belongs to ids."""
@@ -179,7 +179,7 @@ def test_a_model_returns_ordinary_tensors(ranks):
 
 
 def waiting(self, values, batch, back):
-    return (self.send_back if back else self.send)(values, batch)()
+    return self.start([values], batch, back)()
 
 
 def trained(rank, world, exchange, overlapped, steps, dense):

@@ -288,14 +288,14 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks, tmp_path, who)
 
 def at_exchange(kind, number, do):
     """Patches this rank: before it sends its `number`th message of a kind."""
-    start, numbers = RankGroup.start_all_to_all, itertools.count(1)
+    start, numbers = RankGroup.all_to_all, itertools.count(1)
 
     def send(group, message, to, receive, kind_of_this):
         if kind_of_this == kind and next(numbers) == number:
             do()
         return start(group, message, to, receive, kind_of_this)
 
-    return mock.patch.object(RankGroup, "start_all_to_all", send)
+    return mock.patch.object(RankGroup, "all_to_all", send)
 
 
 def stopped(rank, who, kind):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from tritonemb.utils import end_with_torchrun
 
-T = TypeVar("T")
 # torch 2.13 renamed it, and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -46,13 +45,11 @@ class Traffic:
         self._lock = threading.Lock()
 
     def add(self, kind: str, total: int, across_nodes: int) -> None:
-        """Count bytes sent to other ranks, and the part sent to other nodes."""
         with self._lock:
             previous = self._sent.get(kind, BytesSent())
             self._sent[kind] = BytesSent(previous.total + total, previous.across_nodes + across_nodes)
 
     def by_kind(self) -> dict[str, BytesSent]:
-        """Return the bytes sent so far, by kind."""
         with self._lock:
             return dict(self._sent)
 
@@ -120,17 +117,13 @@ class RankGroup:
         """Return a group of the same ranks with separate connections, so that another thread can run collectives."""
         return self.subgroup([range(self.size)], backend, timeout)
 
-    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
-        """Send `send[r]` elements of a 1-D message to each rank `r`. Return `receive[r]` elements of each, in order.
-
-        Bytes are counted as `kind`.
-        """
-        return self.start_all_to_all(message, send, receive, kind)()
-
-    def start_all_to_all(
+    def all_to_all(
         self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str
     ) -> Callable[[], Tensor]:
-        """Start an `all_to_all`. Calling the result waits for it."""
+        """Start to send `send[r]` elements of a 1-D message to each rank `r`; bytes are counted as `kind`.
+
+        Calling the result waits for `receive[r]` elements of each rank, in order, and returns them.
+        """
         assert message.shape == (sum(send),), (message.shape, send)
         self._count(kind, [n * message.element_size() for n in send])
         if self.size == 1:
@@ -165,7 +158,6 @@ class RankGroup:
         dist.broadcast(tensor, self.ranks[source], group=self.process_group)
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(group=self.process_group)
 
@@ -176,7 +168,6 @@ class RankGroup:
 
 
 def wait_for(work: Any, result: Tensor) -> Tensor:
-    """Wait for a collective, and return its result."""
     work.wait()
     return result
 
@@ -242,17 +233,3 @@ def control_device(group: RankGroup) -> torch.device:
     if group.process_group is None:
         return torch.device("cpu")
     return torch.device("cpu" if any(device.type == "cpu" for device in group.process_group._device_types) else "cuda")
-
-
-class PerDevice(Generic[T]):
-    """Cache of tensors by device, made outside of inference mode."""
-
-    def __init__(self, make: Callable[[torch.device], T]) -> None:
-        self._make = make
-        self.tensors: dict[torch.device, T] = {}
-
-    def __call__(self, device: torch.device) -> T:
-        if device not in self.tensors:
-            with torch.inference_mode(False):
-                self.tensors[device] = self._make(device)
-        return self.tensors[device]

@@ -10,6 +10,7 @@ Bytes: `4 · B` of lengths per route and owner; 4 per id (8 if an owner has 2³�
 dynamic tables, 4 per deduplicated id for its number of occurrences.
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.group import PerDevice, RankGroup
+from tritonemb.comm.group import RankGroup
 from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import KeyedJaggedTensor, key_major_order
 from tritonemb.layout import partitions_of
@@ -38,7 +39,6 @@ class IdRoute(NamedTuple):
 
     @property
     def max_rows(self) -> int:
-        """Rows of the largest block."""
         return max(stop - first for first, stop in pairwise((*self.first_rows, self.num_rows)))
 
 
@@ -60,7 +60,6 @@ Received = tuple[KeyedJaggedTensor, list[int], RowRoutes | None]
 
 
 def route_key(route: int) -> str:
-    """Return the key of a route's received ids."""
     return str(route)
 
 
@@ -99,7 +98,7 @@ class IdExchange:
         fits_int32 = all(route.max_rows < 2**31 - 1 for route in self.routes) and not self._dynamic
         self._id_dtype = torch.int32 if fits_int32 else torch.int64
         self._missing_row = 2**31 - 1 if fits_int32 else _STRIDE - 1
-        self._tensors = PerDevice(self._make_tensors)
+        self._tensors = functools.cache(torch.inference_mode(False)(self._make_tensors))
 
     def __call__(self, batch: KeyedJaggedTensor, error: ValueError | None = None) -> Received:
         """Exchange the ids of every rank's batch; `error` is the caller's error for this rank's batch.
@@ -135,7 +134,7 @@ class IdExchange:
         sizes = torch.tensor([local_sizes] * group.size, dtype=torch.int64, device=ids.device)
         sizes[:, 1] = lengths.reshape(group.size, -1).sum(1)
         widths = [len(_Sizes._fields)] * group.size
-        message = group.all_to_all(sizes.flatten(), widths, widths, "sizes").view_as(sizes)
+        message = group.all_to_all(sizes.flatten(), widths, widths, "sizes")().view_as(sizes)
         sent, received = ([_Sizes(*values) for values in rank_sizes.tolist()] for rank_sizes in (sizes, message))
         if error is not None:
             raise error
@@ -148,7 +147,7 @@ class IdExchange:
         route_lengths = lengths.reshape(group.size * len(self.routes), bags)[owned].to(torch.int32)
         ids_sent, ids_received = ([s.ids for s in rank_sizes] for rank_sizes in (sent, received))
         packed = self._pack(route_lengths, ids, weights, ids_sent).to(self._device, non_blocking=True)
-        words = self._network.all_to_all(packed, out_words, in_words, "ids")
+        words = self._network.all_to_all(packed, out_words, in_words, "ids")()
         features, source = self._unpack(words, received, in_words, weighted)
         batch_sizes, samples = [s.bags for s in received], sum(s.samples for s in received)
         if not self.returns_rows:
@@ -219,7 +218,6 @@ class IdExchange:
         return weighted == {1}
 
     def _words(self, num_routes: int, sizes: _Sizes, weighted: bool) -> int:
-        """Return the number of 4-byte words of a message."""
         return num_routes * sizes.bags + sizes.ids * (self._id_dtype.itemsize // 4 + weighted)
 
     def _pack(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, counts: list[int]) -> Tensor:

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.comm.async_tensor import AsyncTensor, wait
-from tritonemb.comm.group import PerDevice, RankGroup
+from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
 from tritonemb.ops.bag import Bags, weight_gradient
@@ -74,7 +74,6 @@ class ExchangePrecision:
 
     @property
     def scales_by_size(self) -> bool:
-        """True if `scale_below` depends on the exponent."""
         return self.gradient_scale is None and CODECS[self.backward].scales_gradients
 
     def scale_below(self, exponent: int) -> float:
@@ -94,15 +93,17 @@ class MessageCodec:
     """
 
     def __init__(self, parts: Sequence[Sequence[ColumnRange]], width: int, codec: str) -> None:
-        self.width = width
+        self.width, self._counters = width, list[Tensor]()
 
+        @functools.cache
+        @torch.inference_mode(False)
         def make(device: torch.device) -> tuple[Packing, Tensor]:
-            return make_packing(parts, width, codec, device), torch.zeros((), dtype=torch.int64, device=device)
+            self._counters.append(torch.zeros((), dtype=torch.int64, device=device))
+            return make_packing(parts, width, codec, device), self._counters[-1]
 
-        self._packings = PerDevice(make)
+        self._packings = make
 
     def pack(self, matrix: Tensor, scale: float = 1.0, rows: Tensor | None = None) -> Tensor:
-        """See `ops.quantize_pack`."""
         packing, saturated = self._packings(matrix.device)
         if packing.row_bytes == 0 or matrix.shape[0] == 0:
             return matrix.new_empty(0, dtype=torch.uint8)
@@ -112,19 +113,18 @@ class MessageCodec:
     def unpack(
         self, message: Tensor, num_rows: int, dtype: torch.dtype, scale: float = 1.0, rows: Tensor | None = None
     ) -> Tensor:
-        """See `ops.quantize_unpack`."""
         packing, saturated = self._packings(message.device)
         if packing.row_bytes == 0 or num_rows == 0:
             return message.new_zeros(num_rows, self.width, dtype=dtype)
         return quantize.quantize_unpack(message, packing, dtype, saturated, _scale_tensor(scale, message.device), rows)
 
-    def part_bytes(self, device: torch.device) -> tuple[int, ...]:
-        """Return the bytes per row in each part."""
-        return self._packings(device)[0].part_bytes
+    def sizes(self, counts: Sequence[int], device: torch.device) -> list[int]:
+        """Return the bytes of `counts` rows in the parts of ranks. If there is one part, each rank gets all columns."""
+        return [count * size for count, size in zip(counts, cycle(self._packings(device)[0].part_bytes), strict=False)]
 
     def saturated(self) -> int:
         """Return the number of elements that have saturated. Waits for the device."""
-        return sum(int(count) for _, count in self._packings.tensors.values())
+        return sum(map(int, self._counters))
 
 
 @functools.lru_cache(maxsize=64)
@@ -146,7 +146,7 @@ class OutputExchange(ABC):
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
         self.average, self.kind = average, kind
-        self.codecs: tuple[MessageCodec, ...] = ()
+        self.codecs: tuple[MessageCodec, ...] = ()  # encoder and decoder of vectors, then of gradients
         self.handle = register(self)
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
@@ -165,16 +165,19 @@ class OutputExchange(ABC):
         """Return the shape of the received vectors, or gradients (`back`)."""
 
     @abstractmethod
-    def send(self, values: Tensor, batch: Any) -> Receive:
-        """Send vectors. The result waits for those of this rank's samples."""
-
-    @abstractmethod
-    def send_back(self, grad: Tensor, batch: Any) -> Receive:
-        """Send gradients. The result waits for those of this rank's rows."""
+    def route(self, values: Tensor, batch: Any, back: bool) -> tuple[Any, ...]:
+        """Return the rows to send; their number for and from each rank; their positions in the two messages, or None
+        twice; and the number of samples."""
 
     def start(self, values: Sequence[Tensor], batch: Any, back: bool) -> Receive:
-        """Run `send` or `send_back` for a graph's op, whose argument is a list of tensors."""
-        return (self.send_back if back else self.send)(values[0], batch)
+        """Send vectors, or gradients (`back`). The result waits for those of this rank's samples, or rows."""
+        rows, sent, received, positions, num_samples = self.route(values[0], batch, back)
+        (encoder, decoder), device, dtype = self.codecs[2 * back :][:2], rows.device, rows.dtype
+        scale, kind = (self.precision.scale(num_samples), f"{self.kind} gradients") if back else (1.0, self.kind)
+        num_rows, divisor = self.shape(batch, back)[0], scale * self.average if back else 1.0
+        sizes = encoder.sizes(sent, device), decoder.sizes(received, device)
+        message = self.group.all_to_all(encoder.pack(rows, scale, positions[0]), *sizes, kind)
+        return lambda: decoder.unpack(message(), num_rows, dtype, divisor, positions[1])
 
     def exchange(self, values: Tensor, batch: Any, back: bool) -> Tensor:
         receive = self.start([values], batch, back)
@@ -228,25 +231,25 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
     ctx.ordered, ctx.batch = inputs[1] is not None, inputs[2:]
 
 
-def _finish_back(ctx: Any, started: Tensor, _: Any) -> tuple[Any, ...]:
+def _finish_back(ctx: Any, started: Tensor, _: Any) -> dict[str, Any]:
     """Backward of `start_exchange`: finish the exchange of gradients that the backward of `finish_exchange` started."""
     handle, back, num_rows = ctx.batch
-    values, _ = torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)
-    return [values], None, None, None, None
+    return {"values": [torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)[0]]}
 
 
-def _start_back(ctx: Any, grad: Tensor, order_grad: Tensor) -> tuple[Any, ...]:
+def _start_back(ctx: Any, grad: Tensor, order_grad: Tensor) -> dict[str, Any]:
     handle, back, num_rows = ctx.batch
     started, sent = torch.ops.tritonemb.start_exchange([grad], order_grad, handle, not back, num_rows)
-    return started, sent if ctx.ordered else None, None, None, None
+    return {"started": started, "after": sent if ctx.ordered else None}
 
 
 _SCHEMA = "(Tensor{}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
 define(
-    "start_exchange", _SCHEMA.format("[] values"), _start,
-    lambda values, previous, *_: (values[0].new_empty(1), _order(values[0], previous)), _finish_back, _keep_arguments,
+    "start_exchange", _SCHEMA.format("[] values"),
+    lambda values, previous, *_: (values[0].new_empty(1), _order(values[0], previous)), _start, _finish_back,
+    _keep_arguments,
 )  # fmt: skip
-define("finish_exchange", _SCHEMA.format(" started"), _finish, _finished, _start_back, _keep_arguments)
+define("finish_exchange", _SCHEMA.format(" started"), _finished, _finish, _start_back, _keep_arguments)
 
 
 class PooledExchange(OutputExchange):
@@ -267,11 +270,12 @@ class PooledExchange(OutputExchange):
         by_table = [list(zip(_starts(local_columns), (size for _, size in local_columns), strict=True))]
         self._parts = _PartSums(columns, width)
         forward, backward = self.precision.forward, self.precision.backward
-        self._sent = MessageCodec(by_table if CODECS[forward].row_wise else one_range, local_width, forward)
-        self._received = MessageCodec(self._parts.columns, self._parts.width, forward)
-        self._sent_back = MessageCodec(columns, width, backward)
-        self._received_back = MessageCodec(by_table if CODECS[backward].row_wise else one_range, local_width, backward)
-        self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
+        self.codecs = (
+            MessageCodec(by_table if CODECS[forward].row_wise else one_range, local_width, forward),
+            MessageCodec(self._parts.columns, self._parts.width, forward),
+            MessageCodec(columns, width, backward),
+            MessageCodec(by_table if CODECS[backward].row_wise else one_range, local_width, backward),
+        )
         self._local_columns, self._is_identity = local_columns, group.size == 1 and average == 1
 
     def __call__(self, values: Tensor, batch: Sequence[int]) -> Tensor:
@@ -285,27 +289,17 @@ class PooledExchange(OutputExchange):
         return torch.cat([pieces[part] for part in sorted(self._local_columns)], dim=1)
 
     def shape(self, num_rows: Sequence[int], back: bool) -> tuple[int, int]:
-        if back:
-            return sum(num_rows), self._received_back.width
-        return num_rows[self.group.rank], self._sent_back.width
+        return (sum(num_rows), self.codecs[3].width) if back else (num_rows[self.group.rank], self.codecs[2].width)
 
-    def send(self, matrix: Tensor, num_rows: Sequence[int]) -> Receive:
-        """Send `[sum(num_rows), local columns]` of all samples; receive `[num_rows[rank], width]` of this rank's."""
-        local_rows, dtype = num_rows[self.group.rank], matrix.dtype
-        (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
-        send, receive = [rows * sent for rows in num_rows], [local_rows * size for size in received]
-        message = self.group.start_all_to_all(self._sent.pack(matrix), send, receive, self.kind)
-        return lambda: self._parts.add(self._received.unpack(message(), local_rows, dtype))
+    def route(self, values: Tensor, num_rows: Sequence[int], back: bool) -> tuple[Any, ...]:
+        """`[sum(num_rows), local columns]` of all samples become `[num_rows[rank], width]` of this rank's."""
+        local_rows = [num_rows[self.group.rank]] * self.group.size
+        counts = (local_rows, num_rows) if back else (num_rows, local_rows)
+        return values, *counts, (None, None), sum(num_rows)
 
-    def send_back(self, grad: Tensor, num_rows: Sequence[int]) -> Receive:
-        """Send gradients of this rank's samples; receive this rank's columns of all samples' gradients."""
-        local_rows, total, dtype = num_rows[self.group.rank], sum(num_rows), grad.dtype
-        scale = self.precision.scale(total)
-        sent, (received,) = self._sent_back.part_bytes(grad.device), self._received_back.part_bytes(grad.device)
-        send, receive = [local_rows * size for size in sent], [rows * received for rows in num_rows]
-        packed = self._sent_back.pack(grad, scale)
-        message = self.group.start_all_to_all(packed, send, receive, f"{self.kind} gradients")
-        return lambda: self._received_back.unpack(message(), total, dtype, scale * self.average)
+    def start(self, values: Sequence[Tensor], batch: Any, back: bool) -> Receive:
+        receive = super().start(values, batch, back)
+        return receive if back else lambda: self._parts.add(receive())
 
 
 class SequenceExchange(OutputExchange):
@@ -313,37 +307,23 @@ class SequenceExchange(OutputExchange):
 
     def __init__(self, group: RankGroup, dim: int, precision: ExchangePrecision, average: int = 1) -> None:
         super().__init__(group, precision, average, "rows")
-        self._forward = MessageCodec([[(0, dim)]], dim, self.precision.forward)
-        self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
-        self.codecs = (self._forward, self._backward)
+        names = (self.precision.forward,) * 2 + (self.precision.backward,) * 2
+        self.codecs = tuple(MessageCodec([[(0, dim)]], dim, name) for name in names)
 
     def shape(self, routes: RowRoutes, back: bool) -> tuple[int, int]:
         positions = routes.positions if routes.inverse is None else routes.inverse
-        return (routes.source if back else positions).shape[0], self._forward.width
+        return (routes.source if back else positions).shape[0], self.codecs[0].width
 
-    def send(self, rows: Tensor, routes: RowRoutes) -> Receive:
-        """Send a row per received value, `[N, dim]`; receive a row per id of the batch, `[M, dim]`."""
-        (size,), dtype = self._forward.part_bytes(rows.device), rows.dtype
-        message = self.group.start_all_to_all(
-            self._forward.pack(rows, rows=routes.source), [n * size for n in routes.received],
-            [n * size for n in routes.sent], self.kind,
-        )  # fmt: skip
-        positions = routes.positions if routes.inverse is None else routes.positions[routes.inverse]
-        num_ids = routes.positions.shape[0]
-        return lambda: self._forward.unpack(message(), num_ids, dtype, rows=positions)
-
-    def send_back(self, grad: Tensor, routes: RowRoutes) -> Receive:
-        """Send gradients of this rank's ids, summed over duplicates; receive gradients of this rank's rows."""
-        scale, num_ids, num_rows = self.precision.scale(routes.samples), routes.positions.shape[0], len(routes.source)
-        if routes.inverse is not None and num_ids:
-            offsets = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
-            grad = weight_gradient(grad, routes.inverse, Bags(offsets, pooled=False, checked=False), num_ids)
-        (size,), divisor, dtype = self._backward.part_bytes(grad.device), scale * self.average, grad.dtype
-        message = self.group.start_all_to_all(
-            self._backward.pack(grad, scale, routes.positions), [n * size for n in routes.sent],
-            [n * size for n in routes.received], f"{self.kind} gradients",
-        )  # fmt: skip
-        return lambda: self._backward.unpack(message(), num_rows, dtype, divisor, routes.source)
+    def route(self, rows: Tensor, routes: RowRoutes, back: bool) -> tuple[Any, ...]:
+        """A row per received value, `[N, dim]`, becomes one per id of the batch; gradients of duplicates are added."""
+        inverse, positions = routes.inverse, routes.positions
+        if not back:
+            positions = positions if inverse is None else positions[inverse]
+            return rows, routes.received, routes.sent, (routes.source, positions), routes.samples
+        if inverse is not None and len(positions):
+            bags = Bags(inverse.new_tensor([0, inverse.shape[0]]), pooled=False, checked=False)
+            rows = weight_gradient(rows, inverse, bags, len(positions))
+        return rows, routes.sent, routes.received, (positions, routes.source), routes.samples
 
 
 class OutputExchangeFunction(torch.autograd.Function):
@@ -385,7 +365,8 @@ class _PartSums:
             seen.update(rank_columns)
         inverse = sorted(range(width), key=order.__getitem__)
         in_order = inverse == list(range(width))
-        self._order = None if in_order else PerDevice(lambda device: torch.tensor(inverse, device=device))
+        make = torch.inference_mode(False)(functools.partial(torch.tensor, inverse))
+        self._order = None if in_order else functools.cache(make)
 
     def add(self, matrix: Tensor) -> Tensor:
         """Add the slabs, and return the columns in the order of the result."""
@@ -395,7 +376,7 @@ class _PartSums:
             for slab in slabs[1:]:
                 total[:, : slab.shape[1]] += slab
             matrix = torch.cat([single, total.to(matrix.dtype)], dim=1)
-        return matrix if self._order is None else matrix.index_select(1, self._order(matrix.device))
+        return matrix if self._order is None else matrix.index_select(1, self._order(device=matrix.device))
 
 
 def _starts(columns: Sequence[ColumnRange]) -> list[int]:

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from tritonemb.compiler.exchanges import HideExchanges
-from tritonemb.compiler.graph import is_transformed
+from tritonemb.compiler.graph import HideExchanges, is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import cacheable_functions, call_lookups, merge

@@ -1,21 +1,29 @@
-"""Analysis of Dynamo's graphs: values, side effects and dependencies of nodes; and insertion of nodes."""
+"""Analysis of Dynamo's graphs: values, effects and dependencies of nodes; insertion of nodes; and Inductor's order."""
 
 import functools
 import inspect
 import operator
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from graphlib import TopologicalSorter
+from heapq import heappop, heappush
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.source import ConstantSource
+from torch._higher_order_ops.effects import with_effects
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import Graph, GraphModule, Node, map_arg
 from torch.fx.operator_schemas import normalize_function
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
+
+import tritonemb.comm.output_exchange  # noqa: F401  declares the ops
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 _STATE_SETTERS = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_", "manual_seed")  # prefixes
@@ -42,7 +50,6 @@ class NotSupported(Exception):
 
 
 def require(condition: bool, reason: str) -> None:
-    """Raise `NotSupported` unless `condition` holds."""
     if not condition:
         raise NotSupported(reason)
 
@@ -73,13 +80,11 @@ def is_concatenation(node: Any) -> bool:
 
 
 def concat_dim(node: Node) -> int:
-    """Dimension of a concatenation or a stack."""
     dim: Any = node.kwargs.get("dim", node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else 0))
     return int(dim) % int(value_of(node).dim())
 
 
 def concat_operands(node: Node) -> list[Any]:
-    """Operands of a concatenation or a stack."""
     tensors: Any = node.args[0] if node.args else node.kwargs["tensors"]
     return list(tensors)
 
@@ -118,17 +123,17 @@ def has_side_effect(node: Node, gm: GraphModule) -> bool:
         return True
     if node.op == "call_method":
         return name.strip("_") in _MUTATING
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         graphs = bodies(node, gm)
         return not graphs or any(has_side_effect(inner, body) for body in graphs for inner in body.graph.nodes)
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+    if isinstance(target, (OpOverload, OpOverloadPacket)):
         return _is_mutable(target)
     return name.strip("_") in _MUTATING or name.startswith(_STATE_SETTERS) or _works_in_place(node)
 
 
 def is_random(node: Node) -> bool:
     """Return whether a node draws random numbers; such nodes must not be reordered."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
     name = name_of(node).removesuffix(".default")
     return name in _RANDOM or "dropout" in name or name.startswith("rand")
@@ -208,7 +213,6 @@ def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
 
 
 def name_of(node: Node) -> str:
-    """Name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
@@ -223,7 +227,7 @@ def _may_require_grad(node: Node) -> bool:
 
 def _is_mutable(op: Any) -> bool:
     """Return whether an op mutates its arguments, or has no results and so must have side effects."""
-    if isinstance(op, torch._ops.OpOverload):
+    if isinstance(op, OpOverload):
         schemas = [op._schema]
     else:  # a packet is called without `out`
         schemas = [getattr(op, name)._schema for name in op.overloads() if "out" not in name]
@@ -272,7 +276,6 @@ class Writer:
             return self._known(self.gm.graph.call_function(function, args), value)
 
     def item(self, node: Node, index: Any) -> Node:
-        """Insert `node[index]`."""
         return self(operator.getitem, node, index)
 
     def constant(self, value: Tensor, name: str) -> Node:
@@ -292,3 +295,68 @@ class Writer:
         if "stack_trace" in self._anchor.meta:
             node.meta["stack_trace"] = self._anchor.meta["stack_trace"]
         return node
+
+
+class HideExchanges(CustomGraphPass):
+    """Inductor pass that overlaps exchanges with computation: starts them early, and finishes them late.
+
+    Inductor runs nodes in the order of the graph: an exchange would start and finish before the layers that follow it.
+    In the backward, the layers that were called last come first. It is a value of `post_grad_custom_post_pass`; set
+    `reorder_for_peak_memory=False`, lest Inductor re-sort.
+    """
+
+    def uuid(self) -> object:
+        return get_hash_for_files((__file__,))
+
+    def __call__(self, graph: Graph) -> None:
+        ops = torch.ops.tritonemb
+        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        starts = [node for node in nodes if node.target is ops.start_exchange.default]
+        finishes = [node for node in nodes if node.target is ops.finish_exchange.default]
+        if not finishes:
+            return
+        # Priorities: exchanges in their order, each with its inputs; then other nodes; then the waits.
+        priorities = dict(zip(starts, range(len(starts)), strict=True))
+        for node in reversed(nodes):
+            user_priorities = (priorities[user] for user in node.users if user in priorities)
+            priorities[node] = min([priorities.get(node, len(starts)), *user_priorities])
+        priorities |= dict.fromkeys(finishes, len(starts) + 1)
+        previous = next((node for node in reversed(graph.nodes) if node.op == "placeholder"), graph._root)
+        for node in _sorted(nodes, priorities):
+            previous.append(node)
+            previous = node
+
+
+def _sorted(nodes: list[Node], priorities: dict[Node, int]) -> list[Node]:
+    """Sort nodes topologically; of the nodes that are ready, by priority, then by their previous order."""
+    ranks = {node: (priorities[node], index) for index, node in enumerate(nodes)}
+    sorter, ready, ordered = TopologicalSorter(_predecessors(nodes)), list[tuple[int, int]](), list[Node]()
+    sorter.prepare()
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heappush(ready, ranks[node])
+        ordered.append(nodes[heappop(ready)[1]])
+        sorter.done(ordered[-1])
+    return ordered
+
+
+def _predecessors(nodes: list[Node]) -> dict[Node, set[Node]]:
+    """Nodes that must precede each node: its inputs, and earlier reads and writes that conflict with it."""
+    predecessors = dict[Node, set[Node]]()
+    # Buffers (nodes that allocate memory) of each node's result; last writer of each buffer, and its readers since.
+    buffers, last_writer, readers = dict[Node, set[Node]](), dict[Node, Node](), defaultdict[Node, list[Node]](list)
+    for node in nodes:
+        target = node.args[1] if node.target is with_effects else node.target
+        schema, inputs = getattr(target, "_schema", None), node.all_input_nodes
+        accessed = set[Node]().union(*(buffers.get(value, {value}) for value in inputs))
+        required = {*inputs, *(last_writer[buffer] for buffer in accessed if buffer in last_writer)}
+        if isinstance(target, HigherOrderOperator) or (schema is not None and schema.is_mutable):
+            for buffer in accessed:
+                required |= {*readers.pop(buffer, [])}
+                last_writer[buffer] = node
+        for buffer in accessed:
+            readers[buffer].append(node)
+        is_view = schema is None or any(value.alias_info is not None for value in schema.returns)
+        buffers[node] = accessed if is_view else {node}
+        predecessors[node] = {required_node for required_node in required if required_node in predecessors}
+    return predecessors

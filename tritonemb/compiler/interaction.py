@@ -17,18 +17,13 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
+from tritonemb.compiler import graph
 from tritonemb.compiler.graph import (
-    CONCATENATIONS,
     NotSupported,
     Writer,
-    concat_dim,
     concat_operands,
-    erase_unused,
     expression,
-    has_side_effect,
     is_concatenation,
-    is_only_read,
-    is_random,
     require,
     value_of,
 )
@@ -54,7 +49,7 @@ def fuse_interactions(gm: GraphModule) -> tuple[dict[str, str], list[LeftAlone]]
         except NotSupported as reason:
             left_alone.append(LeftAlone(node.name, "interaction", str(reason)))
     if fused:
-        erase_unused(gm)
+        graph.erase_unused(gm)
     return fused, left_alone
 
 
@@ -95,7 +90,7 @@ def _fuse(gm: GraphModule, product: Node, vectors: Node) -> str:
         out = write(torch.index_select, out, 1, index)
     elif not joins_dense:
         out = write.item(out, (slice(None), slice(begin, None)))
-        out = out if is_only_read(pairs_node) else write(torch.clone, out)
+        out = out if graph.is_only_read(pairs_node) else write(torch.clone, out)
     (next(iter(pairs_node.users)) if joins_dense else pairs_node).replace_all_uses_with(out)
     return f"the interaction of {len(pairs)} pairs of vectors became one kernel"
 
@@ -107,7 +102,7 @@ def _vectors(vectors: Node) -> list[Node]:
     reshaped = vectors.target in _RESHAPES
     sparse_vectors: Any = vectors.args[0] if reshaped else vectors
     is_stacked = is_concatenation(sparse_vectors) or (
-        not reshaped and sparse_vectors.target is torch.stack and concat_dim(sparse_vectors) == 1
+        not reshaped and sparse_vectors.target is torch.stack and graph.concat_dim(sparse_vectors) == 1
     )
     if reshaped and is_stacked:
         is_stacked = value_of(sparse_vectors).dim() == 2 and expression(
@@ -115,7 +110,7 @@ def _vectors(vectors: Node) -> list[Node]:
         ) == expression(batch)
     require(is_stacked, "its vectors are not put together by torch.cat or torch.stack")
     vector_nodes: list[Any] = [part for part in concat_operands(sparse_vectors) if isinstance(part, Node)]
-    if sparse_vectors.target in CONCATENATIONS and not reshaped:  # `x` instead of `x.unsqueeze(1)`
+    if sparse_vectors.target in graph.CONCATENATIONS and not reshaped:  # `x` instead of `x.unsqueeze(1)`
         unsqueezed = ("unsqueeze", torch.unsqueeze)
         is_unsqueezed = (node.target in unsqueezed and node.args[1] in (1, -2) for node in vector_nodes)
         vector_nodes = [n.args[0] if drop else n for n, drop in zip(vector_nodes, is_unsqueezed, strict=True)]
@@ -158,7 +153,7 @@ def _constant(node: Any) -> Tensor:
         return torch.tensor(node)
     require(isinstance(node, Node), "its pairs are not picked by tensors")
     changeable = "its indices are an input or a buffer, which may change; make them in forward, from numbers"
-    require(node.op in ("call_function", "call_method") and not is_random(node), changeable)
+    require(node.op in ("call_function", "call_method") and not graph.is_random(node), changeable)
     args, kwargs = map_arg(node.args, _constant), map_arg(node.kwargs, _constant)
     if node.op == "call_method":
         return getattr(args[0], node.target)(*args[1:], **kwargs)
@@ -166,7 +161,7 @@ def _constant(node: Any) -> Tensor:
 
 
 def _is_undisturbed(first: Node, last: Node, gm: GraphModule) -> bool:
-    while (first := first.next) is not last and not has_side_effect(first, gm):
+    while (first := first.next) is not last and not graph.has_side_effect(first, gm):
         pass
     return first is last
 

@@ -16,22 +16,10 @@ from torch.fx import GraphModule, Node
 from torch.nn.functional import embedding, embedding_bag  # bound at import, as modules may be patched
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonemb.compiler.graph import (
-    NotSupported,
-    arguments,
-    bodies,
-    dependencies,
-    depths,
-    expression,
-    is_transformed,
-    live_nodes,
-    name_of,
-    regions,
-    require,
-    source_path,
-    value_of,
-)
-from tritonemb.ops.row_groups import ID_DTYPES  # with it, torch.ops.tritonemb is registered
+from tritonemb.compiler import graph
+from tritonemb.compiler.graph import NotSupported, arguments, expression, live_nodes, require, source_path, value_of
+from tritonemb.ops.row_groups import ID_DTYPES
+from tritonemb.ops.row_update import FusedTables
 from tritonemb.types import TRAINABLE_DTYPES
 from tritonemb.utils import join_names
 
@@ -50,21 +38,6 @@ class LeftAlone(NamedTuple):
     reason: str  # reason, in words
 
 
-class FusedUpdate(NamedTuple):
-    """State of a fused optimizer that a lookup updates: nodes, then the optimizer's name and constants.
-
-    `name` seeds the table's stochastic rounding.
-    """
-
-    states: tuple[Node, ...]
-    step: Node
-    skipped: Node
-    learning_rate: Node
-    optimizer: str
-    hyperparameters: tuple[float, ...]
-    name: str
-
-
 class LookupIds(NamedTuple):
     """Ids of a lookup: nodes in the graph, or tensors when they are concatenated."""
 
@@ -81,7 +54,6 @@ class LookupIds(NamedTuple):
 
     @property
     def drops_padding(self) -> bool:
-        """Return whether padding is removed from bags."""
         return self.padding_idx is not None and not self.single
 
     @property
@@ -92,15 +64,14 @@ class LookupIds(NamedTuple):
 
 @dataclass(frozen=True)
 class TableLookup:
-    """Lookup in a table."""
-
     node: Node  # the call, or the slice that drops its last bag
     table: str  # path in the user's code
     weight: Node  # `[rows, dim]`
     bags: LookupIds
     checked: bool  # an id out of range raises, else it reads as zero
     dtype: torch.dtype  # of the result
-    update: FusedUpdate | None  # None for a weight with an ordinary gradient
+    update: FusedTables | None  # nodes of a table with a fused optimizer; None for one with an ordinary gradient
+    seed_name: str  # seeds the table's stochastic rounding
 
     @property
     def feature(self) -> str:
@@ -109,7 +80,6 @@ class TableLookup:
 
     @property
     def dim(self) -> int:
-        """Columns of the table."""
         return int(value_of(self.weight).shape[1])
 
     @property
@@ -150,15 +120,15 @@ def match_lookup(node: Node) -> TableLookup | LeftAlone | None:
     args = {_NAMES.get(name, name): value for name, value in arguments(call).items()}
     if closed is not None:
         args |= {"ids": closed.args[0], "offsets": closed.args[1], "trained": None, "include_last_offset": True}
-    if call.target in FUSED_BAGS:  # lists of one table
-        args |= {one: args[f"{one}s"][0] for one in ("weight", "step")} | {"skipped": args["skipped"][0]}
+    if call.target in FUSED_BAGS:
+        args["weight"] = args["weights"][0]
     weight = args.get("weight")
     table = source_path(weight) if isinstance(weight, Node) else node.name
     try:
         require(bool(args), "its arguments do not fit its signature")
         return replace(_read(call, args, table), node=node)
     except NotSupported as reason:
-        return LeftAlone(table.removesuffix(".weight"), name_of(call), str(reason))
+        return LeftAlone(table.removesuffix(".weight"), graph.name_of(call), str(reason))
 
 
 def _closed_bags(node: Node) -> tuple[Any, Any]:
@@ -194,13 +164,9 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
         args["ids"], None if is_single else args.get("offsets"), ended, open_end, args.get("sample_weights"),
         args.get("trained"), is_single, mode == "mean", padding_idx, int(weight.shape[0]),
     )  # fmt: skip
-    update = None
-    if node.target in FUSED_BAGS:
-        values: list[Any] = [args[name] for name in FusedUpdate._fields]
-        values = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
-        update = FusedUpdate(*values)
-    dtype = args.get("dtype", weight.dtype)
-    lookup = TableLookup(node, table, args["weight"], bags, args.get("checked", True), dtype, update)
+    update = FusedTables(*[args[name] for name in FusedTables._fields]) if node.target in FUSED_BAGS else None
+    dtype, checked = args.get("dtype", weight.dtype), args.get("checked", True)
+    lookup = TableLookup(node, table, args["weight"], bags, checked, dtype, update, args.get("name", ""))
     _check_bags(lookup, weight, args)
     return lookup
 
@@ -257,7 +223,7 @@ def next_group(gm: GraphModule) -> LookupGroup | None:
     """Return the first group of a graph, pooled ones first; None if there is none."""
     recognized, trainable = _match_lookups(gm), live_nodes(gm, trainable=True)
     for pooled in (True, False):
-        for region in regions(gm):
+        for region in graph.regions(gm):
             lookups = [lookup for node in region if isinstance(lookup := recognized.get(node), TableLookup)]
             for members in _sets(region, lookups, pooled, trainable):
                 if len(members) > 1:
@@ -275,10 +241,10 @@ def left_alone(gm: GraphModule, merged: list[LookupGroup]) -> list[LeftAlone]:
             unmerged.append(_named(lookup, _why_alone(lookup, lookups, merged)))
         elif lookup is not None:
             unmerged.append(lookup)
-        for body in bodies(node, gm):
+        for body in graph.bodies(node, gm):
             nested = [match for match in map(match_lookup, body.graph.nodes) if match is not None]
             unmerged += [_named(match, f"it is inside {node.target}, whose graph is left alone") for match in nested]
-    if is_transformed(gm):
+    if graph.is_transformed(gm):
         unmerged = [_named(match, "its graph uses transforms of torch.func") for match in unmerged]
     return unmerged
 
@@ -286,7 +252,7 @@ def left_alone(gm: GraphModule, merged: list[LookupGroup]) -> list[LeftAlone]:
 def _named(operation: TableLookup | LeftAlone, reason: str) -> LeftAlone:
     if isinstance(operation, LeftAlone):
         return operation._replace(reason=reason)
-    return LeftAlone(operation.feature, name_of(_closed_bags(operation.node)[0]), reason)
+    return LeftAlone(operation.feature, graph.name_of(_closed_bags(operation.node)[0]), reason)
 
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:
@@ -313,7 +279,7 @@ def _fused_weights(gm: GraphModule) -> Iterator[Node]:
             continue
         if node.target in FUSED_BAGS:
             yield from node.args[0]
-        for body in bodies(node, gm):
+        for body in graph.bodies(node, gm):
             inner = [placeholder for placeholder in body.graph.nodes if placeholder.op == "placeholder"]
             outer = [arg for arg in node.args if isinstance(arg, Node) and arg.op != "get_attr"]
             outer_of = dict(zip(inner, outer, strict=False))
@@ -339,10 +305,10 @@ def _sets(
             # Merged with lookups that a backward pass reaches, an unreached table would get a zero gradient.
             idle = value_of(lookup.weight).requires_grad and lookup.node not in trainable
             by_key[idle, _key(lookup, pooled)].append(lookup)
-    predecessors = dependencies(region) if len(by_key) < len(lookups) else {}
+    predecessors = graph.dependencies(region) if len(by_key) < len(lookups) else {}
     for members in by_key.values():
         if len(members) > 1:
-            depth = depths(predecessors, {lookup.node for lookup in members})
+            depth = graph.depths(predecessors, {lookup.node for lookup in members})
             by_depth: dict[int, list[TableLookup]] = defaultdict(list)
             for lookup in members:
                 by_depth[depth[lookup.node]].append(lookup)
@@ -356,7 +322,7 @@ def _key(lookup: TableLookup, pooled: bool) -> tuple[Hashable, ...]:
         value_of(lookup.weight).device,
         lookup.op_dtype,
         lookup.op_checks,
-        update and (update.optimizer, update.hyperparameters, update.learning_rate),
+        update and (update.optimizer, tuple(update.hyperparameters), update.learning_rate),
     )
 
 

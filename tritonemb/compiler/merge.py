@@ -18,26 +18,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from tritonemb.compiler.graph import (
-    CONCATENATIONS,
-    Writer,
-    concat_operands,
-    dependencies,
-    erase_unused,
-    expression,
-    is_concatenation,
-    is_only_read,
-    reachable,
-    value_of,
-)
+from tritonemb.compiler import graph
+from tritonemb.compiler.graph import Writer, concat_operands, expression, is_concatenation, is_only_read, value_of
 from tritonemb.compiler.lookups import FUSED_BAGS, LookupGroup, LookupIds, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
 from tritonemb.ops.bag import count_unpadded
 from tritonemb.ops.embedding_bag import look_up_eagerly
-from tritonemb.ops.row_update import NOT_ACCUMULATING
+from tritonemb.ops.row_update import NOT_ACCUMULATING, join_tables
 from tritonemb.types import seed_of
 
-_SHAPE_FUNCTIONS = {getitem, add, mul, torch.arange, *CONCATENATIONS, "numel", "new_full", "view", "reshape", "flatten"}
+_SHAPE_FUNCTIONS = {getitem, add, mul, torch.arange, torch.cat, "numel", "new_full", "view", "reshape", "flatten"}
 
 
 def concat_batches(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
@@ -162,7 +152,7 @@ def merge(gm: GraphModule, group: LookupGroup) -> str:
     columns = _replace_results(lookups, batch, out, pooled, write)
     for node in concatenations:
         _join_columns(node, columns, out, write)
-    erase_unused(gm)
+    graph.erase_unused(gm)
     update = " with a fused optimizer" if lookups[0].update else ""
     shape = "pooled, columns side by side" if pooled else "a row for each id"
     return f"{len(lookups)} lookups of {len(tables)} tables became one{update} ({shape})"
@@ -172,7 +162,7 @@ def _move_inputs_before(group: LookupGroup) -> Node:
     """Move the inputs of the group's lookups before the first lookup; return that."""
     position = {node: index for index, node in enumerate(group.region)}
     first = min((lookup.node for lookup in group.lookups), key=position.__getitem__)
-    inputs = reachable([lookup.node for lookup in group.lookups], dependencies(group.region).__getitem__)
+    inputs = graph.reachable([lookup.node for lookup in group.lookups], graph.dependencies(group.region).__getitem__)
     later_inputs = [node for node in group.region[position[first] + 1 :] if node in inputs]
     for node in [*later_inputs, *(node for node in first.graph.nodes if node.op == "get_attr" and first < node)]:
         first.prepend(node)
@@ -183,8 +173,7 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
     """Build the layout, with a key per lookup, and one table for all lookups of a weight."""
     users = list({lookup.weight: lookup for lookup in lookups}.values())
     # Seeds do not depend on the merge, so that stochastic rounding is bitwise identical.
-    seeds = [seed_of(user.update.name if user.update else "") for user in users]
-    rows = [TableRow(0, user.bags.num_rows, user.dim, seed) for user, seed in zip(users, seeds, strict=True)]
+    rows = [TableRow(0, user.bags.num_rows, user.dim, seed_of(user.seed_name)) for user in users]
     columns = [0, *accumulate(lookup.dim for lookup in lookups)] if pooled else [0] * len(lookups)
     key_lookups: list[list[tuple[int, int, int, int]]] = []
     for lookup, column in zip(lookups, columns, strict=False):
@@ -210,12 +199,10 @@ def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, la
     if first.update is None:
         return write(ops.embedding_bag.default, tables, values, offsets, sample_weights, trained_ids, *options, *layout)
     updates: list[Any] = list({lookup.weight: lookup.update for lookup in lookups}.values())
-    states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
+    groups = values if trained_ids is None else trained_ids, None, None, None
     return write(
-        ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
-        [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
-        list(first.update.hyperparameters), values, offsets, sample_weights, None, False, NOT_ACCUMULATING, *options,
-        values if trained_ids is None else trained_ids, None, None, None, *layout,
+        ops.embedding_bag_fused.default, *join_tables(updates), values, offsets, sample_weights, None, False,
+        NOT_ACCUMULATING, *options, *groups, *layout,
     )  # fmt: skip
 
 

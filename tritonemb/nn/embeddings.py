@@ -11,7 +11,8 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.dynamic_modules import DynamicModule, become_dynamic
 from tritonemb.nn.single_table import SingleTable
 from tritonemb.ops.bag import Bags, are_ascending, check_ascending, count_unpadded, drop_padding, single_bag_offsets
-from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
+from tritonemb.ops.registry import plain_eager
+from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
 from tritonemb.types import TRAINABLE_DTYPES, Device

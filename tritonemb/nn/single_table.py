@@ -11,8 +11,8 @@ from tritonemb import ops
 from tritonemb.memory import MIN_REUSED_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, as_torch_error, bag, weight_gradient
-from tritonemb.ops.registry import CPU, choose_cached
-from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
+from tritonemb.ops.registry import CPU, choose_cached, plain_eager
+from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.fused_update import FusedGroup

@@ -3,6 +3,7 @@
 from tritonemb.layout import NO_ROW, POLICIES, WAYS, segment_offsets
 from tritonemb.ops.embedding_bag import (
     BagGradient,
+    FusedLookup,
     bag_fused,
     embedding_bag,
     embedding_bag_fused,
@@ -17,7 +18,7 @@ from tritonemb.ops.row_groups import RowGroups, row_groups, row_groups_async
 from tritonemb.ops.row_update import FusedTables, row_gradients_, row_update_
 
 __all__ = [
-    "NO_ROW", "POLICIES", "WAYS", "BagGradient", "FusedTables", "Packing", "RowGroups", "bag_fused",
+    "NO_ROW", "POLICIES", "WAYS", "BagGradient", "FusedLookup", "FusedTables", "Packing", "RowGroups", "bag_fused",
     "block_bucketize", "cross", "embedding_bag", "embedding_bag_fused", "fused_lookup", "interaction",
     "jagged_permute", "make_packing", "move_rows_", "pinned_lookup", "quantize_pack", "quantize_unpack",
     "row_cache_allocate_", "row_cache_look_up_", "row_cache_translate", "row_gradients_", "row_groups",

@@ -9,8 +9,9 @@ Without bounds checks, a position with a negative id is ignored (`drop_padding` 
 """
 
 import functools
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from torch import Tensor
 from tritonemb.errors import offsets_do_not_ascend
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
 from tritonemb.memory import empty_result
-from tritonemb.ops.registry import CPU, choose_cached, define, kernel
-from tritonemb.ops.row_groups import ID_DTYPES, RowGroups, check_ids, plain_eager
+from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, choose_cached, define, kernel, plain_eager, unflatten
+from tritonemb.ops.row_groups import ID_DTYPES, row_groups
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
 
@@ -59,15 +60,15 @@ def bag(
     at the next lookup, or in `te.check_errors`.
     """
     trained_ids = None if trained_ids is values else trained_ids
-    dtypes = weight.dtype, None if sample_weights is None else sample_weights.dtype, dtype or weight.dtype
-    options = *bags[1:], weight.shape[0], *dtypes
-    return _differentiable(_GRAD, weight, sample_weights, None, values, trained_ids, bags.offsets, *options)
+    sample_dtype = None if sample_weights is None else sample_weights.dtype
+    form = _Form(weight.shape[0], weight.dtype, sample_dtype, dtype or weight.dtype)
+    return _differentiable(_GRAD, _Factors(weight, sample_weights, None), values, trained_ids, bags, form)
 
 
 def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> Tensor:
     """Gradient of the table, from that of the result of a lookup of `values` `[N]`; differentiable in `grad`."""
-    options = bags.pooled, bags.mean, False, num_rows, grad.dtype, None, grad.dtype
-    return _differentiable(_WEIGHT, None, None, grad, values, None, bags.offsets, *options)
+    form = _Form(num_rows, grad.dtype, None, grad.dtype)
+    return _differentiable(_WEIGHT, _Factors(None, None, grad), values, None, bags._replace(checked=False), form)
 
 
 def single_bag_offsets(num_values: int, device: torch.device) -> Tensor:
@@ -103,14 +104,6 @@ def check_ascending(offsets: Tensor, num_values: int) -> None:
             raise offsets_do_not_ascend("weight", bag, int(offsets[bag]), int(offsets[bag + 1]), num_values)
 
 
-def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    """Replace `padding_idx` in `values` `[N]` by -1; offsets as in `Bags`. Raise RuntimeError for an id out of
-    range."""
-    if plain_eager(values, offsets) and not values.is_meta:
-        return _drop_padding(values, offsets, padding_idx, num_rows)
-    return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)
-
-
 def count_unpadded(ids: Tensor, offsets: Tensor) -> Tensor:
     """Ids per bag without padding, at least 1, `[B, 1]`; `ids` are from `drop_padding`."""
     cumulative = torch.nn.functional.pad(torch.cumsum(ids >= 0, 0), (1, 0))
@@ -121,126 +114,138 @@ def count_unpadded(ids: Tensor, offsets: Tensor) -> Tensor:
 _WEIGHT, _SAMPLE_WEIGHTS, _GRAD = range(3)  # the factors of F
 
 
-def _differentiable(*args: Any) -> Tensor:
+class _Factors(NamedTuple):
+    """Factors of F; a derivative has None for the factor that it is by."""
+
+    weight: Any
+    sample_weights: Any
+    grad: Any
+
+
+class _Form(NamedTuple):
+    """Rows of the table, and dtypes of the factors."""
+
+    num_rows: int
+    weight_dtype: torch.dtype
+    sample_dtype: torch.dtype | None
+    dtype: torch.dtype
+
+
+def _differentiable(
+    by: int, factors: _Factors, values: Tensor, trained_ids: Tensor | None, bags: Bags, form: _Form
+) -> Any:
     """Derivative of F by one factor, which is differentiable in turn."""
-    if torch.compiler.is_compiling():
-        return torch.ops.tritonemb.bag(*args)
-    transformed = torch._C._functorch.maybe_current_level()
-    if not torch.is_grad_enabled() and not transformed:
-        return _derivative(*args)
-    return (_Derivative if transformed else _EagerDerivative).apply(*args)
+    transformed = not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level()
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() or transformed):
+        return _derivative(by, factors, values, trained_ids, bags, form)
+    function = _Derivative if transformed else _EagerDerivative
+    return function.apply(by, *factors, values, trained_ids, *bags, *form)
 
 
-def _derivative(*args: Any) -> Tensor:
-    """Derivative of F by one factor, without autograd; in plain eager mode without the dispatcher."""
-    return (_derive if plain_eager(*args[1:7]) and not args[4].is_meta else torch.ops.tritonemb.bag)(*args)
-
-
-def _derive(
-    by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, trained_ids: Tensor | None,
-    offsets: Tensor, pooled: bool, mean: bool, checked: bool, num_rows: int, weight_dtype: torch.dtype,
-    sample_dtype: torch.dtype | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Compute the derivative of F by the factor `by`, which is None; the last three arguments are dtypes of factors.
+def _derive(by: int, factors: _Factors, values: Tensor, trained_ids: Tensor | None, bags: Bags, form: _Form) -> Tensor:
+    """Compute the derivative of F by the factor `by`.
 
     `trained_ids`: ids for the derivatives of the result, if different from `values`.
     """
+    weight, sample_weights, grad = factors
     if by == _GRAD:
-        return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
-    layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
+        return look_up(weight.contiguous(), values, sample_weights, bags, form.dtype)
+    layout = layout_of((BagTable("weight", bags.mean, form.num_rows, grad.shape[1]),), bags.pooled, values.device)
     if by == _SAMPLE_WEIGHTS:
         derive = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
-        return derive([weight.contiguous()], values, offsets, grad, layout).to(sample_dtype)
-    check_ids(values)
-    groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
+        return derive([weight.contiguous()], values, bags.offsets, grad, layout).to(form.sample_dtype)
+    groups = row_groups(values, bags.offsets, layout)
     sum_dtype = torch.promote_types(grad.dtype, torch.float32)
-    sums = empty_result((num_rows, grad.shape[1]), sum_dtype, grad.device).zero_()
-    row_gradients_([sums], grad, offsets, sample_weights, groups, layout)
-    return sums.to(weight_dtype)
+    sums = empty_result((form.num_rows, grad.shape[1]), sum_dtype, grad.device).zero_()
+    row_gradients_([sums], grad, bags.offsets, sample_weights, groups, layout)
+    return sums.to(form.weight_dtype)
 
 
-def _shape(
-    by: int, weight: Any, _s: Any, grad: Any, values: Tensor, _t: Any, offsets: Tensor, pooled: bool, _m: bool,
-    _c: bool, num_rows: int, weight_dtype: torch.dtype, sample_dtype: torch.dtype, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def _shape(by: int, factors: _Factors, values: Tensor, _: Any, bags: Bags, form: _Form) -> Tensor:
     if by == _SAMPLE_WEIGHTS:
-        return values.new_empty(values.shape[0], dtype=sample_dtype)
+        return values.new_empty(values.shape[0], dtype=form.sample_dtype)
     if by == _WEIGHT:
-        return grad.new_empty(num_rows, grad.shape[1], dtype=weight_dtype)
-    return empty_bags(weight, values, offsets, pooled, dtype)
+        return factors.grad.new_empty(form.num_rows, factors.grad.shape[1], dtype=form.weight_dtype)
+    return empty_bags(factors.weight, values, bags, form.dtype)
 
 
-def empty_bags(weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, dtype: torch.dtype) -> Tensor:
-    """Allocate the result of a lookup, for tracing."""
-    return weight.new_empty(offsets.shape[0] - 1 if pooled else values.shape[0], weight.shape[1], dtype=dtype)
+def empty_bags(weight: Tensor, values: Tensor, bags: Bags, dtype: torch.dtype) -> Tensor:
+    num_rows = bags.offsets.shape[0] - 1 if bags.pooled else values.shape[0]
+    return weight.new_empty(num_rows, weight.shape[1], dtype=dtype)
 
 
-def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: Bags, sample_weights: Tensor) -> Tensor:
+def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: Bags, sample_weights: Tensor) -> Any:
     """Gradient of the per-sample weights, `[N]`."""
-    options = bags.pooled, bags.mean, False, weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype
-    return _derivative(_SAMPLE_WEIGHTS, weight, None, grad, values, None, bags.offsets, *options)
+    form = _Form(weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype)
+    return _derivative(_SAMPLE_WEIGHTS, _Factors(weight, None, grad), values, None, bags._replace(checked=False), form)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.by, *factors, values, trained_ids, offsets = inputs[:7]
-    ctx.options, needs = inputs[7:], ctx.needs_input_grad[1:4]
+def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    ctx.by, factors, values, trained_ids, bags, ctx.form = inputs
+    ctx.bags, needs = bags._replace(offsets=None), ctx.needs_input_grad[1:4]
     # Save a factor only if the derivative by another one reads it: else it may be changed in between.
     saved = [factor if any(needs[:i]) or any(needs[i + 1 :]) else None for i, factor in enumerate(factors)]
-    ctx.save_for_backward(*saved, values if trained_ids is None else trained_ids, offsets)
+    ctx.save_for_backward(*saved, values if trained_ids is None else trained_ids, bags.offsets)
 
 
 def _backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     *factors, values, offsets = ctx.saved_tensors
-    pooled, mean, _, *num_rows_and_dtypes = ctx.options
     factors[ctx.by] = grad_output
-    options = pooled, mean, False, *num_rows_and_dtypes
+    bags = ctx.bags._replace(offsets=offsets, checked=False)
     gradients: list[Tensor | None] = []
     for by, needed in enumerate(ctx.needs_input_grad[1:4]):
-        operands = [None if factor == by else value for factor, value in enumerate(factors)]
-        gradients.append(_differentiable(by, *operands, values, None, offsets, *options) if needed else None)
+        operands = _Factors(*[None if factor == by else value for factor, value in enumerate(factors)])
+        gradients.append(_differentiable(by, operands, values, None, bags, ctx.form) if needed else None)
     return None, *gradients, *[None] * 10
+
+
+SHARED_ARGUMENTS["*Bags"] = Bags, "Tensor offsets, bool pooled, bool mean, bool checked"
+SHARED_ARGUMENTS["*Factors"] = _Factors, "Tensor? weight, Tensor? sample_weights, Tensor? grad"
+SHARED_ARGUMENTS["*Form"] = (
+    _Form,
+    "SymInt num_rows, ScalarType weight_dtype, ScalarType? sample_dtype, ScalarType dtype",
+)
+_KINDS = (None, _Factors, None, None, Bags, _Form)
+_derivative = define(
+    "bag", "(int by, *Factors, Tensor values, Tensor? trained, *Bags, *Form) -> Tensor", _shape, _derive, _backward,
+    _save,
+)  # fmt: skip
 
 
 class _Derivative(torch.autograd.Function):
     """Derivative of F by one factor; the derivatives of the result are those by the other factors."""
 
-    forward, setup_context, backward = staticmethod(_derivative), staticmethod(_save), staticmethod(_backward)
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _derivative(*unflatten(inputs, *_KINDS))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save(ctx, unflatten(inputs, *_KINDS), output)
 
 
 class _EagerDerivative(torch.autograd.Function):
     """`_Derivative` for calls that are neither transformed nor traced: half the overhead."""
 
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _derivative(*inputs)
-        _save(ctx, inputs, output)
-        return output
-
     backward = staticmethod(_backward)
 
-
-define(
-    "bag",
-    "(int by, Tensor? weight, Tensor? sample_weights, Tensor? grad, Tensor values, Tensor? trained, Tensor offsets, "
-    "bool pooled, bool mean, bool checked, SymInt num_rows, ScalarType weight_dtype, "
-    "ScalarType? sample_dtype, ScalarType dtype) -> Tensor",
-    _derive, _shape, _backward, _save,
-)  # fmt: skip
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        arguments = unflatten(inputs, *_KINDS)
+        output = _derivative(*arguments)
+        _save(ctx, arguments, output)
+        return output
 
 
 class BagTable(NamedTuple):
     """Shape and pooling of a table; its name is for error messages, and seeds its stochastic rounding."""
 
+    name: str
+    mean: bool
     num_rows: int
     dim: int
-    mean: bool = False
-    name: str = "weight"
-
-    @classmethod
-    def from_weight(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> Self:
-        """Describe the table `weight` `[rows, dim]`."""
-        num_rows, dim = weight.shape
-        return cls(num_rows, dim, mean, name)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -257,24 +262,20 @@ def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) 
         return build_layout(rows, key_lookups, names, names, pooled, device)
 
 
-def look_up(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
-    checked: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def look_up(weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, dtype: torch.dtype) -> Any:
     """Run `bag` by the kernel of the tensors' device, without autograd and dispatcher."""
-    layout = layout_of((BagTable.from_weight(weight, mean),), pooled, values.device)
-    name = choose_cached("embedding_bag", values.device, (weight.dtype,))
+    offsets, pooled, mean, checked = bags
     try:
-        if name == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
+        copies = not pooled and checked and sample_weights is None and dtype == weight.dtype
+        if copies and choose_cached("embedding_bag", values.device, (dtype,)) == CPU:
             out = empty_result((values.shape[0], weight.shape[1]), dtype)
             return torch.index_select(weight.detach(), 0, values, out=out)  # as fast as a kernel of our own
-        return kernel("embedding_bag", values.device, (weight.dtype,))(
-            [weight], values, offsets, sample_weights, layout, checked, dtype
-        )
+        layout = layout_of((BagTable("weight", mean, *weight.shape),), pooled, values.device)
+        read = kernel("embedding_bag", values.device, (weight.dtype,))
+        return read([weight], values, offsets, sample_weights, layout, checked, dtype)
     except (ValueError, IndexError) as error:
-        raise as_torch_error(
-            error, values if checked else values[:0], weight.shape[0], pooled
-        ) from None  # [:0]: padding
+        ids = values if checked else values[:0]  # padding
+        raise as_torch_error(error, ids, weight.shape[0], pooled) from None
 
 
 def as_torch_error(
@@ -302,7 +303,7 @@ def as_torch_error(
 
 
 def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    layout = layout_of((BagTable(num_rows, 1),), True, values.device)
+    layout = layout_of((BagTable("weight", False, num_rows, 1),), True, values.device)
     try:
         return kernel("drop_padding", values.device)(values, offsets, padding_idx, layout)
     except ValueError as error:
@@ -321,10 +322,10 @@ def _close_bags(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 define("close_bags", "(Tensor values, Tensor offsets) -> (Tensor, Tensor, Tensor)", _close_bags, _close_bags)
-BAGS = "Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype"
-define(
+# Replace `padding_idx` in `values` `[N]` by -1; offsets as in `Bags`. Raise RuntimeError for an id out of range.
+drop_padding = define(
     "drop_padding",
     "(Tensor values, Tensor offsets, int padding_idx, SymInt num_rows) -> Tensor",
-    _drop_padding,
     lambda values, *_: torch.empty_like(values),
+    _drop_padding,
 )

@@ -17,14 +17,11 @@ from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
 from tritonemb.layout import Layout, cached_fact, devices_of, dtypes_of, unpack_names
-from tritonemb.ops import registry
-from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
-from tritonemb.ops.registry import define, eager, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, plain_eager, row_groups, ungrouped
+from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
+from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
+from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, row_groups, ungrouped
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
-    SCHEMA,
-    TABLES,
     FusedTables,
     accumulate_,
     check_not_accumulating,
@@ -37,20 +34,19 @@ from tritonemb.ops.row_update import (
 
 def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
-    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, trained_ids: Tensor | None = None,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """Look up `values` `[N]` in `weights` `[T]`; returns `[B, width]`, or `[N, width]` if the layout is not pooled.
 
-    `trained_ids` `[N]`: ids of the rows that get gradients, if different from `values`; -1 for none. Raise TypeError
-    for ids other than int32 or int64; raise ValueError for tables on another device than the batch and, on the CPU, for
-    an id out of range or offsets that do not ascend.
+    Raise TypeError for ids other than int32 or int64; raise ValueError for tables on another device than the batch and,
+    on the CPU, for an id out of range or offsets that do not ascend.
     """
     check_ids(values)
     check_devices(weights, values, layout)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, tables=weights):
         return _read(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
-        list(weights), values, offsets, sample_weights, trained_ids, check_bounds, output_dtype, *layout
+        list(weights), values, offsets, sample_weights, None, check_bounds, output_dtype, *layout
     )
 
 
@@ -73,50 +69,48 @@ def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> 
 
 
 def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """Allocate the result of a lookup, for tracing."""
     num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.shape[0]
     return values.new_empty(num_rows, layout.width, dtype=dtype)
 
 
-define(
+_sample_weight_gradient = define(
     "sample_weight_gradient",
-    "(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
-    f"{registry.LAYOUT}) -> Tensor",
-    lambda grad, weights, values, offsets, sample_weights, *layout: kernel(
+    "(Tensor grad, Tensor[] weights, *Batch, *Layout) -> Tensor",
+    lambda _g, _w, _v, _o, sample_weights, _: torch.empty_like(sample_weights),
+    lambda grad, weights, values, offsets, sample_weights, layout: kernel(
         "sample_weight_gradient", grad.device, cached_fact(weights, dtypes_of)
-    )(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype),
-    lambda _g, _w, _v, _o, sample_weights, *_: torch.empty_like(sample_weights),
+    )(weights, values, offsets, grad, layout).to(sample_weights.dtype),
 )
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, values, offsets, sample_weights, trained_ids, _, _, *layout = inputs
-    ctx.layout = Layout(*layout)
+def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    weights, values, offsets, sample_weights, trained_ids, _, _, ctx.layout = inputs
     ctx.save_for_backward(*weights, values, offsets, sample_weights, trained_ids, *ctx.layout[:3])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor) -> dict[str, Any]:
     *weights, values, offsets, sample_weights, trained_ids, tables, lookups, key_starts = ctx.saved_tensors
     layout = ctx.layout._replace(tables=tables, lookups=lookups, key_starts=key_starts)
-    weight_grads: list[Tensor | None] = [None] * len(weights)
-    sample_weight_grad = None
     trained_ids = values if trained_ids is None else trained_ids
-    ops = torch.ops.tritonemb
+    ops, gradients = torch.ops.tritonemb, dict[str, Any]()
     if any(ctx.needs_input_grad[0]):
         groups = ops.row_groups(trained_ids, offsets, *layout)
-        gradients = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
-        weight_grads = [g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad[0], strict=True)]
-    if sample_weights is not None and ctx.needs_input_grad[3]:
-        sample_weight_grad = ops.sample_weight_gradient(grad, weights, trained_ids, offsets, sample_weights, *layout)
-    return weight_grads, None, None, sample_weight_grad, None, None, None, *([None] * len(layout))
+        sums = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
+        needed = zip(sums, ctx.needs_input_grad[0], strict=True)
+        gradients["weights"] = [weight_grad if is_needed else None for weight_grad, is_needed in needed]
+    if ctx.needs_input_grad[3]:
+        derivative = ops.sample_weight_gradient(grad, weights, trained_ids, offsets, sample_weights, *layout)
+        gradients["sample_weights"] = derivative
+    return gradients
 
 
 define(
     "embedding_bag",
-    f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
-    f"{registry.LAYOUT}) -> Tensor",
-    lambda weights, *batch: _read(weights, *batch[:3], Layout(*batch[6:]), *batch[4:6]),
-    lambda weights, values, offsets, _s, _t, _c, dtype, *layout: empty_output(values, offsets, Layout(*layout), dtype),
+    "(Tensor[] weights, *Batch, Tensor? trained, bool check_bounds, ScalarType output_dtype, *Layout) -> Tensor",
+    lambda weights, values, offsets, _s, _t, _c, dtype, layout: empty_output(values, offsets, layout, dtype),
+    lambda weights, values, offsets, sample_weights, _, check_bounds, dtype, layout: _read(
+        weights, values, offsets, sample_weights, layout, check_bounds, dtype
+    ),
     _backward,
     _save,
 )
@@ -157,22 +151,16 @@ def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
     return grad.new_zeros(1)
 
 
-registry.mark_effectful(
-    define(
-        "pinned_update", "(Tensor grad, Tensor ticket, int handle) -> Tensor", _update_pinned,
-        lambda grad, ticket, handle: grad.new_empty(1),
-    )
+_pinned_update = define(
+    "pinned_update", "(Tensor grad, Tensor ticket, int handle) -> Tensor", lambda grad, *_: grad.new_empty(1),
+    _update_pinned,
 )  # fmt: skip
 
 
-def _save_ticket(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.handle = inputs[2]
-    ctx.save_for_backward(inputs[1])
-
-
-def _backward_pinned(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-    torch.ops.tritonemb.pinned_update(grad, *ctx.saved_tensors, ctx.handle)
-    return (None,) * 7
+def _backward_pinned(ctx: Any, grad: Tensor) -> dict[str, Any]:
+    _, ticket, handle, *_ = ctx.inputs
+    _pinned_update(grad, ticket, handle)
+    return {}
 
 
 # Lookup `[num_rows, width]` of a batch with pinned cache slots, for compiled graphs: it calls `read_pinned` and, in the
@@ -183,42 +171,26 @@ pinned_lookup = define(
     "pinned_lookup",
     "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
     " -> Tensor",
-    lambda weight, ticket, handle, trained, *shape: table_set_of(handle).read_pinned(int(ticket), trained),
     lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
+    lambda weight, ticket, handle, trained, *shape: table_set_of(handle).read_pinned(int(ticket), trained),
     _backward_pinned,
-    _save_ticket,
 )
-
-
-def embedding_bag_fused(
-    tables: FusedTables, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | None,
-    layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
-    accumulator: int = NOT_ACCUMULATING, shared: bool = False,
-) -> Tensor:  # fmt: skip
-    """Look up like `embedding_bag`; the backward updates weights, states and counters in place, or accumulates.
-
-    Args:
-        groups: groups of the ids; if None, the backward groups the ids, which must not change until then.
-        pending: int64 `[]`, number of micro-batches in the accumulator.
-        accumulator: handle of the accumulator of the gradients, or NOT_ACCUMULATING to apply them.
-        shared: whether the gradients are applied immediately, together with other ranks; see `shared_update`.
-    """
-    check_ids(values, layout.multiplicity)
-    check_devices(tables.weights, values, layout)
-    batch = values, offsets, sample_weights, pending, shared, accumulator, check_bounds, output_dtype
-    if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-        inputs = _Inputs(tables, *batch, UngroupedIds.record(values) if groups is None else groups, layout)
-        return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
-    if groups is None:
-        groups = row_groups(values, offsets, layout) if shared else ungrouped(values)
-    return torch.ops.tritonemb.embedding_bag_fused(*tables, *batch, *groups, *layout)
 
 
 def _versions(*tensors: Tensor | None) -> list[int]:
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class _Inputs(NamedTuple):
+class FusedLookup(NamedTuple):
+    """Lookup like `embedding_bag`, whose backward updates weights, states and counters in place, or accumulates.
+
+    Attributes:
+        pending: int64 `[]`, number of micro-batches in the accumulator.
+        shared: whether the gradients are applied immediately, together with other ranks; see `shared_update`.
+        accumulator: handle of the accumulator of the gradients, or NOT_ACCUMULATING to apply them.
+        groups: groups of the ids; if None, the backward groups the ids, which must not change until then.
+    """
+
     tables: FusedTables
     values: Tensor
     offsets: Tensor
@@ -228,71 +200,69 @@ class _Inputs(NamedTuple):
     accumulator: int
     check_bounds: bool
     output_dtype: torch.dtype
-    groups: RowGroups | UngroupedIds
+    groups: RowGroups | UngroupedIds | None
     layout: Layout
 
     def read(self) -> Tensor:
-        return _read(
-            self.tables.weights, self.values, self.offsets, self.sample_weights, self.layout, self.check_bounds,
-            self.output_dtype,
-        )  # fmt: skip
+        batch = self.values, self.offsets, self.sample_weights, self.layout
+        return _read(self.tables.weights, *batch, self.check_bounds, self.output_dtype)
 
     def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         """Update or accumulate; return the gradient of the per-sample weights, computed before the update."""
         # Group the ids, unless the forward did.
         sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
-        groups: RowGroups | Tensor = self.values
+        groups: Any = self.values
         if isinstance(self.groups, RowGroups):
             groups = self.groups
-        elif [self.groups.version] != _versions(self.values):
+        elif self.groups is not None and [self.groups.version] != _versions(self.values):
             raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
-        elif self.shared or self.groups.fork_point is not None:
+        elif self.groups is not None and (self.shared or self.groups.fork_point is not None):
             groups = self.groups.group(self.values, self.offsets, self.layout)
         if needs_sample_weight_grad:
-            derive = torch.ops.tritonemb.sample_weight_gradient
-            sample_weight_grad = derive(grad, self.tables.weights, *batch, *self.layout)
+            sample_weight_grad = _sample_weight_gradient(grad, self.tables.weights, *batch, self.layout)
         if self.accumulator == NOT_ACCUMULATING:
             row_update_(self.tables, grad, self.offsets, self.sample_weights, groups, self.layout)
         elif self.shared:
-            assert isinstance(groups, RowGroups)
             shared_update(self.accumulator, grad, *batch, groups, self.layout)
         else:
-            assert self.pending is not None
             accumulate_(self.pending, self.accumulator, grad, *batch)
         return sample_weight_grad
 
 
-_KINDS = (FusedTables, *[None] * 8, RowGroups, Layout)
+def embedding_bag_fused(lookup: FusedLookup) -> Tensor:
+    """Run a lookup; returns `[B, width]`, or `[N, width]` if the layout is not pooled."""
+    tables, values, offsets, sample_weights, *options, groups, layout = lookup
+    check_ids(values, layout.multiplicity)
+    check_devices(tables.weights, values, layout)
+    if plain_eager(values, offsets, sample_weights, tables=tables.weights):
+        lookup = lookup if groups is not None else lookup._replace(groups=UngroupedIds.record(values))
+        return fused_lookup(tables.weights[0], sample_weights, lookup.read, lookup.take_gradient)
+    if groups is None:
+        groups = row_groups(values, offsets, layout) if lookup.shared else ungrouped(values)
+    return torch.ops.tritonemb.embedding_bag_fused(*tables, values, offsets, sample_weights, *options, *groups, *layout)
 
 
 def _look_up_fused(*args: Any) -> Tensor:
-    inputs = _Inputs(*unflatten(args, *_KINDS))
+    inputs = FusedLookup(*args)
     check_not_accumulating(inputs.tables.learning_rate)
     return inputs.read()
 
 
 def _shape(*args: Any) -> Tensor:
-    inputs = _Inputs(*unflatten(args, *_KINDS))
+    inputs = FusedLookup(*args)
     return empty_output(inputs.values, inputs.offsets, inputs.layout, inputs.output_dtype)
 
 
-def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.inputs = inputs
+def _backward_fused(ctx: Any, grad: Tensor) -> dict[str, Any]:
+    return {"sample_weights": FusedLookup(*ctx.inputs).take_gradient(grad, ctx.needs_input_grad[_SAMPLE_WEIGHTS])}
 
 
-def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    inputs, index = _Inputs(*unflatten(ctx.inputs, *_KINDS)), len(FusedTables._fields) + 2  # of sample_weights
-    sample_weight_grad = inputs.take_gradient(grad, ctx.needs_input_grad[index])
-    lists = [[None] * len(tensors) for tensors in inputs.tables[:4]]
-    num_following = 5 + len(RowGroups._fields) + len(Layout._fields)
-    return *lists, *([None] * (index - 4)), sample_weight_grad, *([None] * num_following)
-
-
+_SAMPLE_WEIGHTS = len(FusedTables._fields) + 2  # number of the argument of fused lookups
 define(
     "embedding_bag_fused",
-    f"({TABLES}, {registry.BATCH}, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
-    f"ScalarType output_dtype, {registry.IDS_OR_GROUPS}, {registry.LAYOUT}) -> Tensor",
-    _look_up_fused, _shape, _backward_fused, _save_fused,
+    "(*FusedTables, *Batch, Tensor? pending, bool shared, int accumulator, bool check_bounds, "
+    "ScalarType output_dtype, *IdsOrGroups, *Layout) -> Tensor",
+    _shape, _look_up_fused, _backward_fused,
 )  # fmt: skip
 
 
@@ -319,24 +289,21 @@ def bag_fused(
     The backward calls `collect` with the gradient of the result; under tracing, it updates the table in place.
     """
     check_ids(values)
-    trained_ids, weight = None if trained_ids is values else trained_ids, table.weights[0]
-    offsets, pooled, mean, checked = bags
-    if not plain_eager(weight, values, offsets, sample_weights):
-        batch = values, offsets, sample_weights, trained_ids, pooled, mean, checked, dtype
-        return torch.ops.tritonemb.bag_fused(*table, name, *batch)
-    read = partial(look_up, weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+    trained_ids = None if trained_ids is values else trained_ids
+    if not plain_eager(table.weights[0], values, bags.offsets, sample_weights):
+        return torch.ops.tritonemb.bag_fused(*table, name, values, sample_weights, trained_ids, *bags, dtype)
+    read = partial(look_up, table.weights[0], values, sample_weights, bags, dtype)
     ids = values if trained_ids is None else trained_ids
-    return _look_up_with_versions(table, name, ids, sample_weights, bags, read, collect)
+    return _look_up_with_versions(partial(BagGradient, table, name, ids, sample_weights, bags), read, collect)
 
 
 def _look_up_with_versions(
-    table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, read: Read,
-    collect: Callable[[BagGradient], None],
-) -> Tensor:  # fmt: skip
+    lookup: "partial[BagGradient]", read: Read, collect: Callable[[BagGradient], None]
+) -> Tensor:
     """Look up one table in plain eager mode; the backward raises if the versions of the batch have changed."""
-    weight = table.weights[0]
+    table, name, ids, sample_weights, bags = lookup.args
     reads_table = sample_weights is not None and sample_weights.requires_grad
-    inputs = ids, bags.offsets, sample_weights, weight if reads_table else None
+    inputs = ids, bags.offsets, sample_weights, table.weights[0] if reads_table else None
     versions = _versions(*inputs)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
@@ -345,12 +312,11 @@ def _look_up_with_versions(
             raise changed_in_place(name)
         sample_weight_grad = None
         if needs_sample_weight_grad:
-            assert sample_weights is not None
-            sample_weight_grad = sample_weight_gradient(grad, weight, ids, bags, sample_weights)
-        collect(BagGradient(table, name, ids, sample_weights, bags, grad))
+            sample_weight_grad = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
+        collect(lookup(grad))
         return sample_weight_grad
 
-    return fused_lookup(weight, sample_weights, read, take_gradient)
+    return fused_lookup(table.weights[0], sample_weights, read, take_gradient)
 
 
 def changed_in_place(name: str) -> RuntimeError:
@@ -361,60 +327,57 @@ def changed_in_place(name: str) -> RuntimeError:
     )
 
 
-_BAG_KINDS = (FusedTables, *[None] * 9)
+_BAG_KINDS = (FusedTables, None, None, None, None, Bags, None)
 
 
-def _look_up_bag(*args: Any) -> Tensor:
-    table, name, *batch = unflatten(args, *_BAG_KINDS)
+def _look_up_bag(
+    table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, _: Any, bags: Bags, dtype: torch.dtype
+) -> Tensor:
     check_not_accumulating(table.learning_rate)
-    values, offsets, sample_weights, _, pooled, mean, checked, dtype = batch
-    layout = layout_of((BagTable.from_weight(table.weights[0], mean, name),), pooled, values.device)
-    return _read(table.weights, values, offsets, sample_weights, layout, checked, dtype)
+    return _read(table.weights, values, bags.offsets, sample_weights, _layout(table, name, bags), bags.checked, dtype)
 
 
-def _shape_of_bag(*args: Any) -> Tensor:
-    table, _, values, offsets, _, _, pooled, _, _, dtype = unflatten(args, *_BAG_KINDS)
-    return empty_bags(table.weights[0], values, offsets, pooled, dtype)
+def _layout(table: FusedTables, name: str, bags: Bags) -> Layout:
+    weight = table.weights[0]
+    return layout_of((BagTable(name, bags.mean, *weight.shape),), bags.pooled, weight.device)
 
 
-def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    table, name, values, offsets, sample_weights, trained_ids, pooled, mean, *_ = unflatten(ctx.inputs, *_BAG_KINDS)
-    index, ids, sample_weight_grad = len(FusedTables._fields) + 3, values if trained_ids is None else trained_ids, None
-    if sample_weights is not None and ctx.needs_input_grad[index]:
-        bags = Bags(offsets, pooled, mean)
-        sample_weight_grad = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
-    torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
-    lists = [[None] * len(tensors) for tensors in table[:4]]
-    return *lists, *[None] * (index - 4), sample_weight_grad, *[None] * 5
+def _backward_bag(ctx: Any, grad: Tensor) -> dict[str, Any]:
+    table, name, values, sample_weights, trained_ids, bags, _ = ctx.inputs
+    ids, gradients = values if trained_ids is None else trained_ids, {}
+    if ctx.needs_input_grad[_SAMPLE_WEIGHTS]:
+        derivative = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
+        gradients["sample_weights"] = derivative
+    _bag_update_(table, name, ids, sample_weights, bags, grad)
+    return gradients
 
 
 define(
-    "bag_fused", f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor", _look_up_bag, _shape_of_bag,
-    _backward_bag, _save_fused,
+    "bag_fused",
+    "(*FusedTables, str name, Tensor values, Tensor? sample_weights, Tensor? trained, *Bags, ScalarType dtype) "
+    "-> Tensor",
+    lambda table, _n, values, _s, _t, bags, dtype: empty_bags(table.weights[0], values, bags, dtype),
+    _look_up_bag, _backward_bag,
 )  # fmt: skip
 
 
 def look_up_eagerly(*args: Any) -> Tensor:
     """Run `tritonemb::bag_fused` without the dispatcher, in plain eager mode."""
-    table, name, values, offsets, sample_weights, trained_ids, pooled, mean, *_ = unflatten(args, *_BAG_KINDS)
-
-    def update(gradient: BagGradient) -> None:
-        eager["bag_update_"](*table, gradient.grad, ids, offsets, sample_weights, name, pooled, mean)
-
-    ids, read = values if trained_ids is None else trained_ids, partial(_look_up_bag, *args)
-    return _look_up_with_versions(table, name, ids, sample_weights, Bags(offsets, pooled, mean), read, update)
+    arguments = unflatten(args, *_BAG_KINDS)
+    table, name, values, sample_weights, trained_ids, bags, _ = arguments
+    lookup = partial(BagGradient, table, name, values if trained_ids is None else trained_ids, sample_weights, bags)
+    return _look_up_with_versions(lookup, partial(_look_up_bag, *arguments), lambda gradient: _bag_update_(*gradient))
 
 
-def _update_bag(*args: Any) -> None:
-    table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
-    layout = layout_of((BagTable.from_weight(table.weights[0], mean, name),), pooled, values.device)
-    update_rows(table, grad, offsets, sample_weights, ungrouped(values), layout)
+def _update_bag(
+    table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, grad: Tensor
+) -> None:
+    update_rows(table, grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
 
 
-define(
+_bag_update_ = define(
     "bag_update_",
-    f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, {registry.BATCH}, str name, bool pooled, "
-    "bool mean) -> ()",
+    "(*MutableTables, str name, Tensor values, Tensor? sample_weights, *Bags, Tensor grad) -> ()",
+    lambda *_: None,
     _update_bag,
-    lambda *args: None,
 )

@@ -1,20 +1,19 @@
 """`tritonemb::jagged_permute` and `block_bucketize`: reorder the ids of a batch for an exchange, without a host
-synchronization; see `kernels/jagged.py`."""
+synchronization; see `kernels/jagged.py`. Both raise TypeError or ValueError for unsupported dtypes or shapes."""
 
 import torch
 from torch import Tensor
 
 from tritonemb.jagged import OFFSET_DTYPES
-from tritonemb.ops.registry import define, eager, kernel
-from tritonemb.ops.row_groups import check_ids, plain_eager
+from tritonemb.ops.registry import check_tensor, define
+from tritonemb.ops.row_groups import check_ids
 
 
 def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Select the keys `order` of a batch, in that order. Raise TypeError or ValueError for unsupported dtypes or
-    shapes.
+    """Select the keys `order` of a batch, in that order.
 
     Args:
         values: `[N]` ids, int32 or int64.
@@ -30,8 +29,8 @@ def jagged_permute(
     num_values = values.shape[0] if num_values is None else num_values
     if num_values < 0:
         raise ValueError(f"num_values must not be negative, got {num_values}")
-    _check(values, offsets, order, "order", weights, num_keys)
-    out = _call("jagged_permute", values, offsets, order, weights, num_keys, num_values)
+    weights = _check(values, offsets, ("order", order), weights, num_keys)
+    out = _permute(values, offsets, order, weights, num_keys, num_values)
     return out[0], out[1], None if weights is None else out[2]
 
 
@@ -40,14 +39,10 @@ def block_bucketize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Sort the ids of a batch by owner, rank `id // block_sizes[key]`, and make them local, `id % block_sizes[key]`.
 
-    Raise TypeError or ValueError for unsupported dtypes or shapes, or no owners.
-
     Args:
-        values: `[N]` ids, int32 or int64.
-        offsets: `[K * B + 1]` int32 or int64, ascending from 0. Values beyond the last one stay at the end, unchanged.
+        values, offsets, weights: as in `jagged_permute`. Values beyond the last offset stay at the end, unchanged.
         block_sizes: int64 `[K]` on the same device: rows of the key's table per owner (the last one has the remainder).
-        num_owners: number of ranks, `W`.
-        weights: `[N]`, any dtype; no gradient flows to them.
+        num_owners: number of ranks, `W`, at least 1.
 
     Returns:
         values: `[N]` local ids, relative to the owner's first row, sorted by owner, then key, sample and position. An
@@ -58,32 +53,24 @@ def block_bucketize(
     """
     if num_owners < 1:
         raise ValueError(f"num_owners must be at least 1, got {num_owners}")
-    _check(values, offsets, block_sizes, "block_sizes", weights, block_sizes.numel())
-    out = _call("block_bucketize", values, offsets, block_sizes, weights, num_owners)
+    weights = _check(values, offsets, ("block_sizes", block_sizes), weights, block_sizes.numel())
+    out = _bucketize(values, offsets, block_sizes, weights, num_owners)
     return out[0], out[1], out[2], None if weights is None else out[3]
 
 
-def _call(
-    op: str, values: Tensor, offsets: Tensor, by_key: Tensor, weights: Tensor | None, *sizes: int
-) -> tuple[Tensor, ...]:
-    weights = None if weights is None else weights.detach()
-    call = eager[op] if plain_eager(values, offsets, by_key, weights) else getattr(torch.ops.tritonemb, op)
-    return call(values, offsets, by_key, weights, *sizes)
-
-
 def _check(
-    values: Tensor, offsets: Tensor, by_key: Tensor, by_key_name: str, weights: Tensor | None, num_keys: int
-) -> None:
+    values: Tensor, offsets: Tensor, by_key: tuple[str, Tensor], weights: Tensor | None, num_keys: int
+) -> Tensor | None:
+    """Raise unless the arguments fit each other; return the weights without gradient."""
     check_ids(values)
-    if offsets.dtype not in OFFSET_DTYPES or offsets.dim() != 1:
-        raise TypeError(f"offsets must be int32 or int64 and 1-D, got {offsets.dtype} {tuple(offsets.shape)}")
-    if by_key.dtype != torch.int64 or by_key.dim() != 1:
-        raise TypeError(f"{by_key_name} must be int64 and 1-D, got {by_key.dtype} {tuple(by_key.shape)}")
+    check_tensor("offsets", offsets, OFFSET_DTYPES, (None,), values.device)
+    check_tensor(*by_key, (torch.int64,), (None,), values.device)
     num_bags = offsets.shape[0] - 1
     if num_bags < 0 or (num_bags % num_keys if num_keys else num_bags):
         raise ValueError(f"offsets must have a multiple of {num_keys} (keys) plus 1 elements, got {num_bags + 1}")
     if weights is not None and weights.shape != values.shape:
         raise ValueError(f"weights must have the shape of values, {tuple(values.shape)}, got {tuple(weights.shape)}")
+    return None if weights is None else weights.detach()
 
 
 def _jagged_permute_fake(
@@ -94,17 +81,16 @@ def _jagged_permute_fake(
     return values.new_empty(num_values), offsets.new_empty(order.shape[0] * batch_size + 1), out_weights
 
 
-_BATCH = "Tensor values, Tensor offsets, Tensor {}, Tensor? weights"
-define(
+_permute = define(
     "jagged_permute",
-    f"({_BATCH.format('order')}, SymInt num_keys, SymInt num_values) -> (Tensor, Tensor, Tensor)",
-    lambda values, *args: kernel("jagged_permute", values.device)(values, *args),
+    "(Tensor values, Tensor offsets, Tensor order, Tensor? weights, SymInt num_keys, SymInt num_values) "
+    "-> (Tensor, Tensor, Tensor)",
     _jagged_permute_fake,
 )
-define(
+_bucketize = define(
     "block_bucketize",
-    f"({_BATCH.format('block_sizes')}, SymInt num_owners) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda values, *args: kernel("block_bucketize", values.device)(values, *args),
+    "(Tensor values, Tensor offsets, Tensor block_sizes, Tensor? weights, SymInt num_owners) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     lambda values, offsets, block_sizes, weights, num_owners: (
         values.new_empty(values.shape[0]),
         offsets.new_empty(num_owners * (offsets.shape[0] - 1)),

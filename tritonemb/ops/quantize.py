@@ -1,20 +1,18 @@
-"""`tritonemb::quantize_pack` and `quantize_unpack`: codec of quantized communication; see `kernels/quantize.py`."""
+"""`tritonemb::quantize_pack` and `quantize_unpack`: codec of quantized communication; see `kernels/quantize.py`.
 
-from typing import Any
+Both raise TypeError or ValueError for unsupported dtypes or shapes, and several devices.
+"""
 
 import torch
 from torch import Tensor
 
 from tritonemb.kernels.packing import Packing, make_packing
-from tritonemb.ops.registry import define, eager, kernel
-from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
+from tritonemb.ops.registry import SHARED_ARGUMENTS, check_tensor, define
+from tritonemb.ops.row_groups import ID_DTYPES
 
 __all__ = ["Packing", "make_packing", "quantize_pack", "quantize_unpack"]
 
 MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_PACKING = "Tensor pieces, str codec, SymInt width, SymInt[] part_bytes, SymInt widest, SymInt vector, bool complete"
-_OPTIONS = f"Tensor(a!) saturated, Tensor? scale, Tensor? rows, {_PACKING}"
-assert [argument.split()[-1] for argument in _PACKING.split(", ")] == list(Packing._fields)
 
 
 def quantize_pack(
@@ -22,8 +20,7 @@ def quantize_pack(
 ) -> Tensor:
     """Encode a matrix as the message that `packing` describes: permuted, multiplied by `scale`, and quantized.
 
-    Not differentiable: the backward of an exchange is another exchange. Raise TypeError or ValueError for unsupported
-    dtypes or shapes, or several devices.
+    Not differentiable: the backward of an exchange is another exchange.
 
     Args:
         matrix: `[R, packing.width]` float32, float16 or bfloat16.
@@ -35,13 +32,11 @@ def quantize_pack(
     Returns uint8 `[R * packing.row_bytes]`, of which part `p` has `R * packing.part_bytes[p]` bytes.
     """
     matrix = matrix.detach()
-    _check(matrix, "matrix", MATRIX_DTYPES, packing, saturated, scale, rows)
-    if matrix.dim() != 2 or matrix.shape[1] != packing.width:
-        raise ValueError(f"matrix must be [rows, {packing.width}] like its packing, got {tuple(matrix.shape)}")
+    check_tensor("matrix", matrix, MATRIX_DTYPES, (None, packing.width), matrix.device)
+    _check(matrix, packing, saturated, scale, rows)
     if rows is not None and rows.shape[0] != matrix.shape[0]:
         raise ValueError(f"rows must have one element per row of the matrix, {matrix.shape[0]}, got {rows.shape[0]}")
-    call = eager["quantize_pack"] if plain_eager(matrix, saturated, scale, rows) else torch.ops.tritonemb.quantize_pack
-    return call(matrix, saturated, scale, rows, *packing)
+    return _pack(matrix, packing, saturated, scale, rows)
 
 
 def quantize_unpack(
@@ -52,74 +47,50 @@ def quantize_unpack(
 
     Args:
         message: uint8 `[M * packing.row_bytes]`.
-        packing: from `make_packing`, on the same device, with every column in exactly one part.
+        packing: with every column in exactly one part, or else a ValueError is raised.
         dtype: dtype of the result: float32, float16 or bfloat16.
         saturated: int64 `[]`, counter of finite elements out of the range of `dtype`.
         scale: float32 `[]`; the result is multiplied by its reciprocal.
         rows: int32 or int64 `[R]`: the row of the message for each row of the result; zeros for one out of range.
 
-    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 if a row has no columns. Raise TypeError or ValueError
-    for unsupported dtypes or shapes, several devices, and missing or duplicate columns.
+    Returns `[R, packing.width]`; without `rows`, `R = M`, or 0 if a row has no columns.
     """
-    _check(message, "message", (torch.uint8,), packing, saturated, scale, rows)
+    check_tensor("message", message, (torch.uint8,), (None,), message.device)
+    _check(message, packing, saturated, scale, rows)
     if dtype not in MATRIX_DTYPES:
         raise TypeError(f"dtype must be one of {MATRIX_DTYPES}, got {dtype}")
-    if message.dim() != 1 or message.shape[0] % max(1, packing.row_bytes):
-        raise ValueError(f"message must be 1-D, of rows of {packing.row_bytes} bytes, got {tuple(message.shape)}")
+    if message.shape[0] % max(1, packing.row_bytes):
+        raise ValueError(f"message must have rows of {packing.row_bytes} bytes, got {message.shape[0]} bytes")
     if not packing.complete:
         raise ValueError("unpacking needs a packing with every column exactly once; this one omits or repeats columns")
-    is_eager = plain_eager(message, saturated, scale, rows)
-    call = eager["quantize_unpack"] if is_eager else torch.ops.tritonemb.quantize_unpack
-    return call(message, dtype, saturated, scale, rows, *packing)
+    return _unpack(message, packing, dtype, saturated, scale, rows)
 
 
-def _check(
-    source: Tensor, name: str, dtypes: tuple[torch.dtype, ...], packing: Packing, saturated: Tensor,
-    scale: Tensor | None, rows: Tensor | None,
-) -> None:  # fmt: skip
-    arguments: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int | None]] = [
-        (name, source, dtypes, None),
-        ("packing", packing.pieces, (torch.int64,), 2),
-        ("saturated", saturated, (torch.int64,), 0),
-        ("scale", scale, (torch.float32,), 0),
-        ("rows", rows, ID_DTYPES, 1),
-    ]
-    for argument, tensor, allowed, num_dims in arguments:
-        if tensor is None:
-            continue
-        if tensor.dtype not in allowed:
-            raise TypeError(f"{argument} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
-        if num_dims is not None and tensor.dim() != num_dims:
-            raise ValueError(f"{argument} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
-        if tensor.device != source.device:
-            raise ValueError(
-                f"{argument} is on {tensor.device}, {name} on {source.device}; move one of them with .to()"
-            )
+def _check(source: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None, rows: Tensor | None) -> None:
+    device = source.device
+    check_tensor("packing", packing.pieces, (torch.int64,), (None, None), device)
+    check_tensor("saturated", saturated, (torch.int64,), (), device)
+    if scale is not None:
+        check_tensor("scale", scale, (torch.float32,), (), device)
+    if rows is not None:
+        check_tensor("rows", rows, ID_DTYPES, (None,), device)
 
 
 def _unpack_fake(
-    message: Tensor, dtype: torch.dtype, _s: Tensor, _scale: Tensor | None, rows: Tensor | None, *packing: Any
+    message: Tensor, packing: Packing, dtype: torch.dtype, _s: Tensor, _scale: Tensor | None, rows: Tensor | None
 ) -> Tensor:
-    layout = Packing(*packing)
-    num_rows = message.shape[0] // max(1, layout.row_bytes) if rows is None else rows.shape[0]
-    return message.new_empty(num_rows, layout.width, dtype=dtype)
+    num_rows = message.shape[0] // max(1, packing.row_bytes) if rows is None else rows.shape[0]
+    return message.new_empty(num_rows, packing.width, dtype=dtype)
 
 
-define(
+_COUNTED = "Tensor(a!) saturated, Tensor? scale, Tensor? rows"
+SHARED_ARGUMENTS["*Packing"] = (
+    Packing,
+    "Tensor pieces, str codec, SymInt width, SymInt[] part_bytes, SymInt widest, SymInt vector, bool complete",
+)
+_pack = define(
     "quantize_pack",
-    f"(Tensor matrix, {_OPTIONS}) -> Tensor",
-    lambda matrix, saturated, scale, rows, *packing: kernel("quantize_pack", matrix.device)(
-        matrix, Packing(*packing), saturated, scale, rows
-    ),
-    lambda matrix, _s, _c, _r, *packing: matrix.new_empty(
-        matrix.shape[0] * Packing(*packing).row_bytes, dtype=torch.uint8
-    ),
+    f"(Tensor matrix, *Packing, {_COUNTED}) -> Tensor",
+    lambda matrix, packing, *_: matrix.new_empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8),
 )
-define(
-    "quantize_unpack",
-    f"(Tensor message, ScalarType dtype, {_OPTIONS}) -> Tensor",
-    lambda message, dtype, saturated, scale, rows, *packing: kernel("quantize_unpack", message.device)(
-        message, Packing(*packing), dtype, saturated, scale, rows
-    ),
-    _unpack_fake,
-)
+_unpack = define("quantize_unpack", f"(Tensor message, *Packing, ScalarType dtype, {_COUNTED}) -> Tensor", _unpack_fake)

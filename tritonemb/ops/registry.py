@@ -12,14 +12,14 @@ import importlib
 import importlib.util
 import itertools
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout
+from tritonemb.layout import Layout, TensorList, dtypes_of
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
 REFERENCE, CPU, TRITON, TORCH = "reference", "cpu", "triton", "torch"
@@ -80,12 +80,10 @@ def explain_choice(op: str, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def ops() -> tuple[str, ...]:
-    """Names of the ops that have kernels."""
     return tuple(_FILES)
 
 
 def kernels_of(op: str) -> tuple[str, ...]:
-    """Names of the implementations of an op."""
     return (REFERENCE, CPU, TRITON, TORCH) if _FILES[op] in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 
@@ -136,45 +134,55 @@ def load(op: str, name: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(f"tritonemb.kernels.{file}"), function)
 
 
-# Arguments that schemas of several ops share. NamedTuples are passed flat; `unflatten` rebuilds them.
-LAYOUT = (
-    "Tensor tables, Tensor lookups, Tensor key_starts, str table_names, str feature_names, SymInt multiplicity, "
-    "SymInt num_rows, SymInt width, bool pooled"
-)
-GROUPS = "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
-IDS_OR_GROUPS = "Tensor rows, Tensor? starts, Tensor? order, Tensor? num_groups"  # see `ungrouped`
-BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
-
-assert [argument.split()[-1] for argument in LAYOUT.split(", ")] == list(Layout._fields)
-
-
+# Arguments that several ops share, by their name in the schemas of `define`: a NamedTuple, which is passed flat, or
+# None for single arguments; and the schema of its fields.
+SHARED_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "*Layout": (
+        Layout,
+        "Tensor tables, Tensor lookups, Tensor key_starts, str table_names, str feature_names, SymInt multiplicity, "
+        "SymInt num_rows, SymInt width, bool pooled",
+    ),
+    "*Batch": (None, "Tensor values, Tensor offsets, Tensor? sample_weights"),
+}
 # Ops that do work on the host, which a replay of a CUDA graph would skip.
 _EXCHANGES = "start_exchange", "finish_exchange", "broadcast_buffers"
 _HOST_OPS = "pinned_lookup", "pinned_update", "shared_update", "accumulate_", *_EXCHANGES
+_EFFECTFUL = "pinned_update", "shared_update"  # no compiler may remove them when their results are unused
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _library = torch.library.Library("tritonemb", "FRAGMENT")
-eager: dict[str, Callable[..., Any]] = {}  # implementations by op, to call without the dispatcher
 
 
 def define(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any],
+    name: str, schema: str, fake: Callable[..., Any], run: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None, save: Callable[..., None] | None = None,
-) -> Any:  # fmt: skip
+) -> Callable[..., Any]:  # fmt: skip
     """Define `tritonemb::name`, with less overhead than `torch.library.custom_op`: 140 µs per call of a long schema.
 
-    Args:
-        schema: arguments and results; alias annotations mark the arguments that the op mutates.
-        run: implementation for all devices.
-        fake: function that returns results without values, for tracing.
-        backward, save: autograd formula `backward(ctx, *grads)`, after `save(ctx, inputs, output)`; without them the op
-            is not differentiable.
-    """
-    host_tags = (torch.Tag.cudagraph_unsafe,) * (name in _HOST_OPS)
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *host_tags))
-    op = getattr(torch.ops.tritonemb, name).default
-    is_mutated = [argument.alias_info is not None for argument in op._schema.arguments]
+    Return a function that calls the op with NamedTuples; without the dispatcher in plain eager mode, if no gradient is
+    recorded.
 
-    def run_and_bump_versions(*args: Any) -> Any:
-        result, mutated = run(*args), list[Tensor]()
+    Args:
+        schema: arguments, `SHARED_ARGUMENTS` among them, and results; alias annotations mark the arguments that the op
+            mutates.
+        fake: function that returns results without values, for tracing.
+        run: implementation for all devices; by default the kernel of that name for the device of the last tensor.
+        backward, save: autograd formula `backward(ctx, *grads)`, after `save(ctx, inputs, output)`, which sets
+            `ctx.inputs` by default. The formula returns the gradients of all arguments, or those that it has by name;
+            without one the op is not differentiable.
+    """
+    arguments, _, results = schema.removeprefix("(").partition(") -> ")
+    shared = [SHARED_ARGUMENTS.get(argument, (None, argument)) for argument in arguments.split(", ")]
+    kinds = [kind for kind, text in shared for _ in range(1 if kind else text.count(",") + 1)]
+    host_tags = (torch.Tag.cudagraph_unsafe,) * (name in _HOST_OPS)
+    flat_schema = f"{name}({', '.join(text for _, text in shared)}) -> {results}"
+    _library.define(flat_schema, tags=(torch.Tag.pt2_compliant_tag, *host_tags))
+    op = getattr(torch.ops.tritonemb, name).default
+    names = [argument.name for argument in op._schema.arguments]
+    is_mutated = [argument.alias_info is not None for argument in op._schema.arguments]
+    run_kernel = functools.partial(_run_kernel, name) if run is None else run
+
+    def run_flat(*args: Any) -> Any:
+        result, mutated = run_kernel(*unflatten(args, *kinds)), list[Tensor]()
         for argument in itertools.compress(args, is_mutated):
             mutated += [argument] if isinstance(argument, Tensor) else argument
         torch.autograd.graph.increment_version([tensor for tensor in mutated if not tensor.is_inference()])
@@ -185,25 +193,87 @@ def define(
             _allow_update_in_backward()
         if host_tags:
             _partition_at(op.name())
-        return fake(*args)
+        return fake(*unflatten(args, *kinds))
 
-    def raise_no_derivative(ctx: Any, *grads: Tensor) -> None:
-        raise RuntimeError(f"{op} has no autograd formula")
+    def run_save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        if save is not None:
+            save(ctx, unflatten(inputs, *kinds), output)
+        elif backward is not None:
+            ctx.inputs = unflatten(inputs, *kinds)
 
-    eager[name] = run_and_bump_versions if any(is_mutated) else run
-    run_undispatched: Any = torch._disable_dynamo(eager[name])  # type: ignore[attr-defined]
+    def run_backward(ctx: Any, *grads: Any) -> Any:
+        if backward is None:
+            raise RuntimeError(f"{op} has no autograd formula")
+        gradients = backward(ctx, *grads)
+        if not isinstance(gradients, dict):
+            return gradients
+        nones = [[None] * len(needed) if isinstance(needed, list) else None for needed in ctx.needs_input_grad]
+        return tuple(gradients.get(argument, none) for argument, none in zip(names, nones, strict=True))
+
+    def call(*args: Any) -> Any:
+        flat: list[Any] = []
+        for kind, argument in zip(kinds, args, strict=True):
+            flat += [argument] if kind is None else argument
+        if not torch.compiler.is_compiling():
+            tensors = [*_tensors(flat)]
+            needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            if not needs_gradient and plain_eager(*tensors) and not tensors[0].is_meta:
+                return run_flat(*flat)
+        return op(*flat)
+
+    run_undispatched: Any = torch._disable_dynamo(run_flat)  # type: ignore[attr-defined]
     _library.impl(name, run_undispatched, "CompositeExplicitAutograd")
     torch.library.register_fake(op, run_fake, lib=_library)
     if not any(is_mutated):
-        torch.library.register_autograd(op, backward or raise_no_derivative, setup_context=save, lib=_library)
-    return op
+        torch.library.register_autograd(op, run_backward, setup_context=run_save, lib=_library)
+    if name in _EFFECTFUL:
+        from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+        _register_effectful_op(op, _EffectType.ORDERED)
+    return call
 
 
-def mark_effectful(op: Any) -> None:
-    """Mark an op as having side effects, so that no compiler removes it when its result is unused."""
-    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """Tensors among arguments, and in lists of them."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from _tensors(arg)
 
-    _register_effectful_op(op, _EffectType.ORDERED)
+
+def _run_kernel(name: str, *args: Any) -> Any:
+    tensors = [*_tensors(args)]
+    return kernel(name, tensors[-1].device, dtypes_of(tensors) if _FILES[name] in _BY_TORCH else ())(*args)
+
+
+def check_tensor(
+    name: str, tensor: Tensor, dtypes: Collection[torch.dtype], shape: Sequence[int | None], device: torch.device
+) -> None:
+    """Raise TypeError or ValueError unless the tensor is as required; None in `shape` is any size."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    sizes = zip(shape, tensor.shape, strict=False)
+    if tensor.dim() != len(shape) or any(wanted is not None and wanted != size for wanted, size in sizes):
+        text = str(tuple(shape)).replace("None", "N")
+        raise ValueError(f"{name} must have shape {text}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}; move one with .to()")
+
+
+def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
+    """Return whether a kernel can be called without the dispatcher: no trace, no transform, no tensor subclass.
+
+    The dispatcher takes up to half a millisecond per call of a custom op with lists of tables. The tensors of a
+    `TensorList` are known to be plain.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level()
+    ):
+        return False
+    return _PLAIN_TYPES.issuperset(map(type, tensors if isinstance(tables, TensorList) else (*tensors, *tables)))
 
 
 @functools.cache

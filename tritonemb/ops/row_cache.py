@@ -5,20 +5,16 @@ documented, or an unknown policy.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS
-from tritonemb.ops.registry import define, eager, kernel
-from tritonemb.ops.row_groups import plain_eager
+from tritonemb.ops.registry import check_tensor, define, kernel
 
 _STATE = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
-_DIRECTORY = "Tensor{} tags, Tensor(b!)[] used, Tensor(c!)[] pins"
-_OPTIONS = "Tensor tables, Tensor num_sets, Tensor now, str policy"
 
 
 def row_cache_look_up_(
@@ -39,7 +35,7 @@ def row_cache_look_up_(
     Returns int64 `[N]`: the slot of the row in its table; -1 if it is not cached; the row if the table has no cache.
     """
     _check(tags, used, pins, rows, tables, num_sets, now, policy)
-    return _call("row_cache_look_up_", tags, used, pins, rows, tables, num_sets, now, policy)
+    return _look_up(tags, used, pins, rows, tables, num_sets, now, policy)
 
 
 def row_cache_allocate_(
@@ -56,7 +52,7 @@ def row_cache_allocate_(
     """
     _check(tags, used, pins, rows, tables, num_sets, now, policy)
     _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
-    return _call("row_cache_allocate_", tags, used, pins, rows, slots, tables, num_sets, now, policy)
+    return _allocate(tags, used, pins, rows, slots, tables, num_sets, now, policy)
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
@@ -71,7 +67,7 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     _check_tensor("starts", starts, torch.int32, (num_entries + 1,), device)
     _check_tensor("order", order, torch.int32, (num_entries,), device)
     _check_tensor("num_groups", num_groups, torch.int64, (), device)
-    return _call("row_cache_translate", slots, starts, order, num_groups)
+    return _translate(slots, starts, order, num_groups)
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
@@ -87,30 +83,11 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
             distinct.
     """
     _check_moves(destinations, sources, to_rows, from_rows)
-    _call("move_rows_", destinations, sources, to_rows, from_rows)
-
-
-def _call(op: str, *args: Any) -> Any:
-    """Call an op; in plain eager mode without the dispatcher."""
-    lists = [[arg] if isinstance(arg, Tensor) else arg for arg in args if not isinstance(arg, str)]
-    if plain_eager(*itertools.chain(*lists)):
-        return eager[op](*args)
-    return getattr(torch.ops.tritonemb, op)(*[arg if isinstance(arg, Tensor | str) else list(arg) for arg in args])
-
-
-def _run(op: str, *args: Any) -> Any:
-    if op in ("row_cache_look_up_", "row_cache_allocate_"):
-        _check_sets(tags=args[0], num_sets=args[-3])
-    return kernel(op, next(arg for arg in reversed(args) if isinstance(arg, Tensor)).device)(*args)
+    _move(destinations, sources, to_rows, from_rows)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    if tensor.dtype != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-    if tensor.shape != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}")
+    check_tensor(name, tensor, (dtype,), shape, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
@@ -174,23 +151,33 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
             raise ValueError(f"destinations[{pair}] has overlapping rows: strides {destination.stride()}")
 
 
-_SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {  # op -> schema and fake
-    "row_cache_look_up_": (
-        f"({_DIRECTORY.format('[]')}, Tensor rows, {_OPTIONS}) -> Tensor",
-        lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
-    ),
-    "row_cache_allocate_": (
-        f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_OPTIONS}) -> Tensor",
-        lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
-    ),
-    "row_cache_translate": (
-        "(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
-        lambda slots, _s, order, _n: slots.new_empty(order.shape[0]),
-    ),
-    "move_rows_": (
-        "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
-        lambda *_: None,
-    ),
-}
-for _op, (_schema, _fake) in _SCHEMAS.items():
-    define(_op, _schema, functools.partial(_run, _op), _fake)
+def _run(op: str, tags: Sequence[Tensor], *args: Any) -> Any:
+    *_, num_sets, now, _ = args
+    _check_sets(tags, num_sets)
+    return kernel(op, now.device)(tags, *args)
+
+
+_look_up = define(
+    "row_cache_look_up_",
+    "(Tensor[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor rows, Tensor tables, Tensor num_sets, Tensor now, "
+    "str policy) -> Tensor",
+    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
+    functools.partial(_run, "row_cache_look_up_"),
+)
+_allocate = define(
+    "row_cache_allocate_",
+    "(Tensor(a!)[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor rows, Tensor(d!) slots, Tensor tables, "
+    "Tensor num_sets, Tensor now, str policy) -> Tensor",
+    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
+    functools.partial(_run, "row_cache_allocate_"),
+)
+_translate = define(
+    "row_cache_translate",
+    "(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
+    lambda slots, _s, order, _n: slots.new_empty(order.shape[0]),
+)
+_move = define(
+    "move_rows_",
+    "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
+    lambda *_: None,
+)

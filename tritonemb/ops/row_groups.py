@@ -1,16 +1,14 @@
 """`tritonemb::row_groups`: distinct rows of a batch, and the positions of each; see `kernels/row_groups.py`."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout, TensorList
-from tritonemb.ops.registry import LAYOUT, define, kernel
+from tritonemb.layout import Layout
+from tritonemb.ops.registry import SHARED_ARGUMENTS, define, plain_eager
 
 ID_DTYPES = (torch.int32, torch.int64)
-_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -46,9 +44,7 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     Raise TypeError or ValueError for ids of another dtype than int32 or int64, or of another shape.
     """
     check_ids(values, layout.multiplicity)
-    if plain_eager(values, offsets):
-        return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
-    return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
+    return RowGroups(*_group(values, offsets, layout))
 
 
 def row_groups_async(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups | None:
@@ -92,7 +88,6 @@ class UngroupedIds(NamedTuple):
 
     @classmethod
     def record(cls, values: Tensor) -> Self:
-        """Record the state at the lookup."""
         fork_point, version = None, 0 if values.is_inference() else values._version
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(values.device)
@@ -125,21 +120,6 @@ def wait_for_groups(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_streams[device])
 
 
-def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
-    """Return whether a kernel can be called without the dispatcher: no trace, no transform, no tensor subclass.
-
-    The dispatcher takes up to half a millisecond per call of a custom op with lists of tables. The tensors of a
-    `TensorList` are known to be plain.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level()
-    ):
-        return False
-    return _PLAIN_TYPES.issuperset(map(type, tensors if isinstance(tables, TensorList) else (*tensors, *tables)))
-
-
 def check_ids(values: Tensor, multiplicity: int = 1) -> None:
     """Raise unless dtype, shape and size of `values` are valid for ids, each looking up `multiplicity` rows."""
     if values.dtype not in ID_DTYPES:
@@ -150,8 +130,8 @@ def check_ids(values: Tensor, multiplicity: int = 1) -> None:
         raise ValueError(f"a batch may look up at most {2**31 - 1} rows, got {values.shape[0] * multiplicity}")
 
 
-def _shapes(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
-    capacity = values.shape[0] * Layout(*layout).multiplicity
+def _shapes(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, ...]:
+    capacity = values.shape[0] * layout.multiplicity
     return (
         values.new_empty(capacity, dtype=torch.int64),
         values.new_empty(capacity + 1, dtype=torch.int32),
@@ -160,9 +140,6 @@ def _shapes(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]
     )
 
 
-define(
-    "row_groups",
-    f"(Tensor values, Tensor offsets, {LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
-    lambda values, offsets, *layout: kernel("row_groups", values.device)(values, offsets, Layout(*layout)),
-    _shapes,
-)
+SHARED_ARGUMENTS["*RowGroups"] = RowGroups, "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
+SHARED_ARGUMENTS["*IdsOrGroups"] = RowGroups, "Tensor rows, Tensor? starts, Tensor? order, Tensor? num_groups"
+_group = define("row_groups", "(Tensor values, Tensor offsets, *Layout) -> (Tensor, Tensor, Tensor, Tensor)", _shapes)

@@ -7,8 +7,9 @@ the result is bitwise identical to that of a step on all samples at once.
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
@@ -17,9 +18,8 @@ from torch import Tensor
 
 from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of
 from tritonemb.memory import empty_result
-from tritonemb.ops import registry
-from tritonemb.ops.registry import BATCH, CPU, TRITON, choose_cached, define, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, ungrouped, wait_for_groups
+from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, TRITON, choose_cached, define, kernel, plain_eager
+from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups, ungrouped, wait_for_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite, customs
 
 SKIP = get_args(NonFinite).index("skip")
@@ -54,15 +54,22 @@ class FusedTables(NamedTuple):
     hyperparameters: list[float]
 
     def states_of(self, table: int) -> list[Tensor]:
-        """Optimizer states of a table."""
         return self.states[table :: len(self.weights)]
 
 
-SCHEMA = (
+def join_tables(tables: Sequence[FusedTables]) -> FusedTables:
+    """Join sets of one table, with the same optimizer and learning rate, to one set."""
+    weights, states, steps, skipped, *_ = zip(*tables, strict=True)
+    lists: Any = weights, zip(*states, strict=True), steps, skipped  # states by name, then by table
+    return FusedTables(*([*chain.from_iterable(tensors)] for tensors in lists), *tables[0][4:])  # type: ignore[call-arg, arg-type]
+
+
+_TABLES = (
     "Tensor{a}[] weights, Tensor{b}[] states, Tensor{c}[] steps, Tensor{d}[] skipped, Tensor learning_rate, "
     "str optimizer, float[] hyperparameters"
 )
-TABLES = SCHEMA.format(a="", b="", c="", d="")
+SHARED_ARGUMENTS["*FusedTables"] = FusedTables, _TABLES.format(a="", b="", c="", d="")
+SHARED_ARGUMENTS["*MutableTables"] = FusedTables, _TABLES.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
 
 
 def row_update_(
@@ -131,7 +138,6 @@ def update_rows(
 
 
 def _concat_gradients(grad: Tensor | Sequence[Tensor], layout: Layout) -> Tensor:
-    """Concatenate the gradients of lookups to that of the output."""
     if isinstance(grad, Tensor):
         return grad
     if layout.pooled:
@@ -150,10 +156,9 @@ def record_update(learning_rate: Tensor) -> None:
 
 define(
     "row_update_",
-    f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, Tensor offsets, Tensor? sample_weights, "
-    f"{registry.IDS_OR_GROUPS}, {registry.LAYOUT}) -> ()",
-    lambda *args: update_rows(*unflatten(args, FusedTables, None, None, None, RowGroups, Layout)),
-    lambda *args: None,
+    "(*MutableTables, Tensor grad, Tensor offsets, Tensor? sample_weights, *IdsOrGroups, *Layout) -> ()",
+    lambda *_: None,
+    update_rows,
 )
 
 
@@ -171,8 +176,10 @@ def row_gradients_(
     kernel(*choice)(sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
 
 
-def _dense_gradients(*args: Any) -> list[Tensor]:
-    grad, weights, offsets, sample_weights, groups, layout = unflatten(args, None, None, None, None, RowGroups, Layout)
+def _dense_gradients(
+    grad: Tensor, weights: Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    layout: Layout,
+) -> list[Tensor]:  # fmt: skip
     for weight in weights:
         if weight.dtype.itemsize < 2:
             raise TypeError(f"tables of {weight.dtype} cannot be trained; use float32, float16 or bfloat16")
@@ -187,10 +194,9 @@ def _dense_gradients(*args: Any) -> list[Tensor]:
 
 define(
     "row_gradients",
-    "(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, "
-    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor[]",
-    _dense_gradients,
+    "(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, *RowGroups, *Layout) -> Tensor[]",
     lambda grad, weights, *_: [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
+    _dense_gradients,
 )
 
 
@@ -229,13 +235,11 @@ class Accumulator:
         return self.handle if self.is_open else NOT_ACCUMULATING
 
     def pop_all(self) -> list[Any]:
-        """Remove and return the accumulated gradients."""
         gradients, self.gradients = self.gradients, []
         return gradients
 
-    def open(
-        self, apply: Callable[[list[Any]], None], learning_rates: Iterable[Tensor] = ()
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def open(self, apply: Callable[[list[Any]], None], learning_rates: Iterable[Tensor] = ()) -> Iterator[None]:
         """Accumulate gradients in the block, then apply them; an exception discards them. Raise RuntimeError if open
         already.
 
@@ -243,10 +247,7 @@ class Accumulator:
         """
         if self.is_open:
             raise RuntimeError("accumulate() is already active")
-        return self._block(apply, {rate.data_ptr() for rate in learning_rates})
-
-    @contextmanager
-    def _block(self, apply: Callable[[list[Any]], None], rates: set[int]) -> Iterator[None]:
+        rates = {rate.data_ptr() for rate in learning_rates}
         self.is_open = True
         _accumulated_rates.update(rates)
         try:
@@ -279,7 +280,7 @@ def _accumulate(
 
 
 accumulate_ = define(
-    "accumulate_", f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()", _accumulate, lambda *args: None
+    "accumulate_", "(Tensor(a!) pending, int handle, Tensor grad, *Batch) -> ()", lambda *_: None, _accumulate
 )
 
 
@@ -300,7 +301,6 @@ def shared_update(
 
 
 def table_set_of(handle: int) -> Any:
-    """Return the table set of the accumulator `handle`."""
     reference = Accumulator._instances[handle].tables
     tables = None if reference is None else reference()
     assert tables is not None, "the tables of this graph have been deleted"
@@ -311,8 +311,7 @@ def table_set_of(handle: int) -> Any:
 _queued_updates: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
 
-def _update_after_backward(handle: int, grad: Tensor, *args: Any) -> Tensor:
-    batch = unflatten(args, None, None, None, RowGroups, Layout)
+def _update_after_backward(handle: int, grad: Tensor, *batch: Any) -> Tensor:
     update = partial(table_set_of(handle).update_shared, grad.clone(), *batch)
     task = torch._C._current_graph_task_id()
     if task < 0:
@@ -333,13 +332,11 @@ def _run_queued(task: int) -> None:
         update()
 
 
-registry.mark_effectful(
-    define(
-        "shared_update",
-        f"(int handle, Tensor grad, {BATCH}, {registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
-        _update_after_backward,
-        lambda _, grad, *args: grad.new_empty(1),
-    )
+define(
+    "shared_update",
+    "(int handle, Tensor grad, *Batch, *RowGroups, *Layout) -> Tensor",
+    lambda _, grad, *args: grad.new_empty(1),
+    _update_after_backward,
 )
 
 

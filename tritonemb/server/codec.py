@@ -51,7 +51,7 @@ class TableCodecs:
         rows = []
         for number, message in zip(numbers, messages, strict=True):
             codec, dtype = self._codecs[number], self._dtypes[number]
-            (row_bytes,) = codec.part_bytes(message.device)
+            (row_bytes,) = codec.sizes([1], message.device)
             rows.append(codec.unpack(message, message.numel() // row_bytes, dtype, scale))
         return rows
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from tritonemb.comm.async_tensor import to_ordinary
-from tritonemb.comm.data_parallel import GraphDataParallel
+from tritonemb.comm.gradient_exchange import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features

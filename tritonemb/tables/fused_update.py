@@ -19,6 +19,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite
 from tritonemb.ops.bag import Bags, BagTable, layout_of, single_bag_offsets
+from tritonemb.ops.row_update import join_tables
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.optimizer import OptimizedTables
 
@@ -153,19 +154,13 @@ def _update(gradients: list[ops.BagGradient]) -> None:
     """Update tables, one gradient each, in one call of `ops.row_update_`."""
     first = gradients[0]
     pooled, device = first.bags.pooled, first.grad.device
-    bag_tables = tuple(BagTable.from_weight(g.table.weights[0], g.bags.mean, g.name) for g in gradients)
+    bag_tables = tuple(BagTable(g.name, g.bags.mean, *g.table.weights[0].shape) for g in gradients)
     layout = layout_of(bag_tables, pooled, device)
     values, offsets = _concat_ids(gradients)
     grads = [gradient.grad for gradient in gradients]
-    tables = [gradient.table for gradient in gradients]
-    fused_tables = first.table._replace(
-        weights=[table.weights[0] for table in tables],
-        states=[table.states[index] for index in range(len(first.table.states)) for table in tables],
-        steps=[table.steps[0] for table in tables],
-        skipped=[table.skipped[0] for table in tables],
-    )
+    tables = join_tables([gradient.table for gradient in gradients])
     grad = grads[0] if len(grads) == 1 else grads
-    ops.row_update_(fused_tables, grad, offsets, _concat_sample_weights(gradients), values, layout)
+    ops.row_update_(tables, grad, offsets, _concat_sample_weights(gradients), values, layout)
 
 
 def _concat_ids(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:

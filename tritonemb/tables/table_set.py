@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of, make_layout, set_row_ids
-from tritonemb.ops.row_groups import plain_eager
+from tritonemb.ops.registry import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
@@ -272,10 +272,10 @@ class TableSet(OptimizedTables):
         elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # may have been grouped ahead on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
+        options = self.counters["pending"], shared, accumulator, check_bounds, self.dtype_of(fused.weights)
         return ops.embedding_bag_fused(
-            fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
-            self.counters["pending"], accumulator, shared,
-        )  # fmt: skip
+            ops.FusedLookup(fused, values, offsets, sample_weights, *options, groups, layout)
+        )
 
     def _assign_rows(self, features: Features, groups: Groups | None, occurrences: Tensor | None) -> AssignedRows:
         assert not isinstance(groups, Lookup | ops.RowGroups)

@@ -59,7 +59,7 @@ class Ranks:
         """Concatenate the 1-D CPU tensors of all ranks on rank 0; empty on other ranks. Collective."""
         sizes: list[int] = self.control.all_gather_object(values.shape[0])
         send_sizes = [values.shape[0]] + [0] * (self.size - 1)
-        return self.control.all_to_all(values, send_sizes, sizes if self.is_first else [0] * self.size, "evaluation")
+        return self.control.all_to_all(values, send_sizes, sizes if self.is_first else [0] * self.size, "evaluation")()
 
     @contextmanager
     def monitor_failures(self) -> Iterator[None]:
