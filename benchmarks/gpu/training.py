@@ -24,7 +24,8 @@ from benchmarks.measuring.peers import FbgemmTables, OurTables, Tables
 from benchmarks.measuring.workload import Batch, Workload
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.layout import NO_ROW, WAYS
-from tritonemb.tables.lookup import PrefetchedFeatures, released_before
+from tritonemb.tables.cache import released_before
+from tritonemb.tables.table_set import PrefetchedFeatures
 
 STEPS = 10  # of one sample
 COMPARED_STEPS = 3

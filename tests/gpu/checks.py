@@ -24,7 +24,7 @@ from tritonemb.ops.registry import CPU as CPU_KERNELS
 from tritonemb.ops.registry import REFERENCE, TRITON, use_kernels
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.table_set import PrefetchedFeatures
 
 CORE = (
     "forward-dim128", "forward-none", "sample_weights-mean", "group-int64", "update-row_wise_adagrad",

@@ -23,8 +23,9 @@ from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import use_kernels
 from tritonemb.tables import dynamic_table
+from tritonemb.tables import table as table_module
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.lookup import prefetch
+from tritonemb.tables.table_set import prefetch
 
 EXTREMES = [-(2**63), -(2**32) - 7, -1, 0, 1, 2**31, 2**32 + 1, 2**63 - 1]
 IDS = torch.tensor(sorted({*EXTREMES, *(7**n % 2**61 * (-1) ** n for n in range(1, 60))}))
@@ -607,9 +608,10 @@ def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
     collection.table_set.lock.device = torch.device("cuda")
     call = dynamic_table.kernel
-    monkeypatch.setattr(
-        dynamic_table, "kernel", lambda op, *device: (done.append((current[0].name, op)), call(op, *device))[1]
-    )
+    for module in (dynamic_table, table_module):
+        monkeypatch.setattr(
+            module, "kernel", lambda op, *device: (done.append((current[0].name, op)), call(op, *device))[1]
+        )
     batch, evicting = (prefetch(collection, bag(*ids)) for ids in ((1, 2), ()))
     done.clear()
     step(collection, batch)  # waits for the prefetches; records its update

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tritonemb.storage.store import record_of
-from tritonemb.tables import cache
-from tritonemb.tables.cache import RowTransfer
+from tritonemb.tables import cache_storage
+from tritonemb.tables.cache_storage import RowTransfer
 
 RECORD = record_of(4, torch.float32, ())
 
@@ -33,7 +33,7 @@ def test_writes_that_nobody_waits_for_take_little_memory(monkeypatch, size):
     store = Slow()
     table = SimpleNamespace(store=store, record=RECORD, weight=torch.zeros(20, 4), _buffers={})
     most = 10 * RECORD.num_bytes
-    monkeypatch.setattr(cache, "MAX_PENDING_BYTES", most)
+    monkeypatch.setattr(cache_storage, "MAX_PENDING_BYTES", most)
     mover = RowTransfer(torch.device("cpu"))
     for _ in range(50):
         mover.write([(table, torch.arange(size), torch.arange(size))])

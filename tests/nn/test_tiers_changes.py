@@ -13,7 +13,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents
 from tests.nn.tiers import not_interpreted, outputs_of, seeded, varied_steps
 from tritonemb import ops
-from tritonemb.tables.lookup import Lookup
+from tritonemb.tables.cache import Pins
 
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
@@ -153,8 +153,8 @@ def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lookup, "release", interrupt)
-        patch.setattr(Lookup, "__del__", lambda pinned: Lookup.release(pinned))
+        patch.setattr(Pins, "release", interrupt)
+        patch.setattr(Pins, "__del__", lambda pinned: Pins.release(pinned))
         out = mine(batch_of([1, 2], [3])).sum()
         with pytest.raises(KeyboardInterrupt):
             out.backward()
@@ -179,13 +179,13 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
     main = threading.get_ident()
     mine = make("host")
     sent = [mine.group(batch_of([1, 2], [3]))]
-    sent[0].ready = Stream()
+    sent[0].pins.ready = Stream()
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _device: reader if threading.get_ident() == main else other
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(mine.cache, "device", torch.device("cuda"))
-    mine.cache.acquire(sent[0])
+    sent[0].acquire(mine.cache)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(sent.clear).result()  # the last that refers to it
         thread.submit(mine.cache._unpin_released).result()

@@ -17,7 +17,7 @@ from tests.nn.tiers import not_interpreted, outputs_of, same, seeded, varied_ste
 from tritonemb.storage import StorageError
 from tritonemb.storage.disk import RowFile
 from tritonemb.storage.memory import HostRows
-from tritonemb.tables.cache import RowTransfer
+from tritonemb.tables.cache_storage import RowTransfer
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]

@@ -162,7 +162,7 @@ def test_what_keys_mean_is_not_made_while_slots_move(monkeypatch):
         mine(random_batch(ROWS, ["f", "g"], 10, 4)).sum().backward()
         asked[0].result(60)
     assert len(mine.cache.storage.layouts) == 2
-    for _, own in mine.cache.storage.layouts.values():
+    for own in mine.cache.storage.layouts.values():
         assert own.tables[:, NUM_ROWS].tolist() == [table.weight.shape[0] for table in mine.tables]
         assert own.tables[:, NUM_ROWS].min() > 64
 
@@ -173,7 +173,7 @@ def test_slots_of_one_table_are_not_numbered_like_those_of_another():
     for ids in (range(40), range(39, -1, -1)):
         batch = te.KeyedJaggedTensor.from_lists({"a": [list(ids)], "b": [[*ids, *range(100, 300)]]})
         mine(batch).sum().backward()
-    (_, own), *_ = mine.cache.storage.layouts.values()
+    own, *_ = mine.cache.storage.layouts.values()
     numbers = [(int(table[FIRST_ROW]), int(table[FIRST_ROW] + table[NUM_ROWS])) for table in own.tables]
     assert numbers[0][1] <= numbers[1][0]
     assert numbers[1][1] <= own.num_rows

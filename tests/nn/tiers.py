@@ -20,8 +20,8 @@ from tritonemb.kernels.row_cache import set_of
 from tritonemb.layout import NO_ROW
 from tritonemb.nn.collections import TableCollection
 from tritonemb.storage.memory import HostRows
+from tritonemb.tables.lookup_tables import Groups
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import Groups
 from tritonemb.types import CacheConfig, Placement
 
 # Triton's interpreter serves one thread at a time, and a table on disk has one of its own.

@@ -34,7 +34,7 @@ from tritonemb.sharding import (
     TableWise,
 )
 from tritonemb.sharding.placement import ShardGroups
-from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.table_set import PrefetchedFeatures
 
 EXACT = ExchangePrecision("fp32", "fp32")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -33,7 +35,7 @@ from tritonemb.sharding import (
     TableRowWise,
     TableWise,
 )
-from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.table_set import PrefetchedFeatures
 from tritonemb.types import CacheConfig
 
 SMALLEST = CacheConfig(rows=1)
@@ -384,8 +386,26 @@ def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
     return whole_state(collection, groups.world)
 
 
+def busy_after_accumulation(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """States after accumulated steps, where other rows are prefetched before updates of whole rows are applied."""
+    groups = groups_of(case.local or None)
+    collection = case.sharded(groups)
+    for update in collection._whole_row_updates.values():
+        update.flush = partial(_bring_and_flush, collection, update.flush)
+    for step in range(3):
+        with collection.accumulate():
+            for micro in case.batches(step):
+                collection(micro[rank]).sum().backward()
+    return whole_state(collection, groups.world)
+
+
+def _bring_and_flush(collection: Any, flush: Callable[[], None]) -> None:
+    bring_some(collection, 3, 300)
+    flush()
+
+
 @pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
-@pytest.mark.parametrize("steps", [twice, with_other_caches, busy])
+@pytest.mark.parametrize("steps", [twice, with_other_caches, busy, busy_after_accumulation])
 def test_no_bit_depends_on_what_caches_hold(ranks, steps, way):
     case = gathered(way, "row_wise_adagrad")
     expected = ranks(2).run(steps, case)

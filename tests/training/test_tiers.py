@@ -15,12 +15,11 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.tables.options import TableOptions
 from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.trackers import TensorBoard
 from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter
-from tritonemb.types import CacheConfig
+from tritonemb.types import CacheConfig, TableOptions
 
 
 def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, jobs.Record, Any]:

@@ -4,9 +4,10 @@ from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.models import DLRM, MLP, CrossNetwork, DCNv2, DotInteraction
 from tritonemb.nn.tiled_linear import TiledLinear
+from tritonemb.tables.cache import sequence_number
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.dynamic_table import DynamicStatistics, DynamicTable
-from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
+from tritonemb.tables.table_set import PrefetchedFeatures, prefetch
 
 __all__ = [
     "DLRM", "MLP", "CacheStatistics", "CrossNetwork", "DCNv2", "DotInteraction", "DynamicStatistics",

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.nn.collections import FusedModule
-from tritonemb.nn.dynamic_modules import DynamicModule
-from tritonemb.nn.embeddings import Embedding, EmbeddingBag
+from tritonemb.nn.embeddings import DynamicModule, Embedding, EmbeddingBag
 from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, reason_not_fusable
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from tritonemb.tables.fused_update import FusedGroup

@@ -16,9 +16,9 @@ from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.fused_update import FusedGroup
+from tritonemb.tables.lookup_tables import check_not_data_parallel
 from tritonemb.tables.optimizer import States, check_optimizer
 from tritonemb.tables.table import keep_dtypes, new_states
-from tritonemb.tables.table_set import check_not_data_parallel
 from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)

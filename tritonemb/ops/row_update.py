@@ -253,7 +253,8 @@ class Accumulator:
         try:
             yield
             self.is_open = False
-            apply(self.pop_all())
+            if gradients := self.pop_all():
+                apply(gradients)
         finally:
             self.is_open = False
             self.pop_all()

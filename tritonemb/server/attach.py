@@ -24,8 +24,7 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.row_leases import LeaseClient, ShardedLeases
 from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
-from tritonemb.tables.cached_server_table import ParallelModel, ShardedServerTables
-from tritonemb.tables.server_table import ServerTable
+from tritonemb.tables.server_table import ParallelModel, ServerTable, ShardedServerTables
 from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import Closeable, join_names, on_error
 

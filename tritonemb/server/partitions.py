@@ -14,8 +14,10 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import NO_ROW, nonzero
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.spec import CollectionSpec
+from tritonemb.tables.batch import AssignedRows, RowBatch
+from tritonemb.tables.cached_lookup import PinnedBatch, prefetch_batch
 from tritonemb.tables.dynamic_table import DynamicTable, find_all
-from tritonemb.tables.lookup import AssignedRows, Lookup, assign_rows, prefetch_batch
+from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import CacheConfig
@@ -178,21 +180,20 @@ class Partitions:
         if lr not in (None, self.tables.current_learning_rate):
             self.tables.set_learning_rate(lr)
         # Rows of tables on disk are pinned, others are grouped directly.
-        if (lookup := self.pin(rows)) is None:
-            batch, layout = self._batch(rows), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
-            groups = ops.row_groups(batch.values(), batch.offsets(), layout)
-            lookup = Lookup(batch.values(), batch.offsets(), None, groups, layout)
-        self.tables.update.step(self.tables, grads, lookup, [] if self.tables.cache is None else [lookup])
+        if (pinned := self.pin(rows)) is not None and pinned.pins is not None:
+            self.tables.update.step(self.tables, grads, pinned.rows, [pinned.pins])
+            return
+        batch, layout = self._batch(rows), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
+        groups = ops.row_groups(batch.values(), batch.offsets(), layout)
+        row_batch = RowBatch(batch.values(), batch.offsets(), None, groups, layout)
+        self.tables.update.step(self.tables, grads, row_batch)
 
-    def pin(self, rows: Sequence[Tensor]) -> Lookup | None:
+    def pin(self, rows: Sequence[Tensor]) -> PinnedBatch | None:
         """Prefetch rows of tables on disk, -1: none, and pin their slots until release. None for tables in memory."""
         if self.tables is None or self.tables.cache is None:
             return None
         assigned = AssignedRows(self._batch(rows), None, None, True, torch.tensor(self.dynamic[0].clock))
-        empty = assigned.features.values()[:0]
-        layout = self.tables.layout(self.tables.feature_names, empty.device)
-        unread = Lookup(empty, empty, None, ops.RowGroups(*[empty] * 4), layout, assigned=assigned)
-        return prefetch_batch(self.tables, assigned.features, unread)
+        return prefetch_batch(self.tables, assigned.features, assigned)
 
     @contextmanager
     def memory(
@@ -202,8 +203,8 @@ class Partitions:
 
         Rows of tables on disk are pinned meanwhile, and then marked dirty if `dirty`.
         """
-        pinned = self.pin([rows.get(number, NO_ROWS) for number in self.numbers])
-        result = {}
+        batch = self.pin([rows.get(number, NO_ROWS) for number in self.numbers])
+        pinned, result = None if batch is None else batch.pins, {}
         for number, slots in rows.items():
             if pinned is not None:
                 (pinned_rows, pinned_slots), known = pinned.rows_of(self.numbers.index(number)), nonzero(slots >= 0)
@@ -214,7 +215,7 @@ class Partitions:
             yield result
         finally:
             if pinned is not None:
-                pinned.dirty = dirty
+                pinned.is_dirty = dirty
                 pinned.release()
 
     def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:

@@ -24,7 +24,7 @@ from tritonemb.server.partitions import cat
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import IoFuture
-from tritonemb.tables.cached_server_table import RowStore
+from tritonemb.tables.server_table import RowStore
 from tritonemb.tables.table_set import TableSet
 
 
@@ -181,8 +181,8 @@ class LeaseClient(CollectionClient, RowStore):
         return [(rows[positions] - offset, positions) for positions, offset in zip(slices, offsets, strict=False)]
 
     def _write_back(self) -> None:
-        if (lessee := self._lessee()) is not None:
-            lessee.write_back()
+        if (lessee := self._lessee()) is not None and lessee.cache is not None:
+            lessee.cache.write_back()
             self.send_transfers()
 
     def flush(self) -> None:

@@ -30,14 +30,13 @@ from tritonemb.sharding.placement import (
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.tables.cached_server_table import RowStore, ShardedServerTables
-from tritonemb.tables.cached_table import CachedTable, is_metadata_only, only_parameters
+from tritonemb.tables.cached_table import CachedTable, metadata_kind
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.lookup_tables import Groups, require_gradients, table_type
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.server_table import ServerTable, TableService
+from tritonemb.tables.server_table import RowStore, ServerTable, ShardedServerTables, TableService
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import Groups, TableSet, require_gradients, table_type
+from tritonemb.tables.table_set import PrefetchedFeatures, TableSet
 
 PIECE_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
 # Batch; row groups of each replicated table set; and for each ID exchange the ids received, and their row groups for
@@ -329,7 +328,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         steps = [LocalShard(step, is_primary=primary and not n) for n, step in enumerate(counters)]
         result = {f"{prefix}step": TableShards((), torch.int64, steps)}
         if self.configs[0].placement == "server":
-            for config in self.configs if not is_metadata_only() else ():
+            for config in self.configs if not metadata_kind() else ():
                 assert self.service is not None
                 server_tensors: Any = self.service.tensors(config.name)
                 result |= {f"{prefix}{config.name}.{name}": value for name, value in server_tensors.items()}
@@ -347,7 +346,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
     def _get_dynamic_state(self) -> dict[str, Any]:
         """Return the state of dynamic tables, with rows by rank, then by id; a collective if there are such tables."""
         result: dict[str, Any] = {}
-        if only_parameters() or not any(config.is_dynamic for config in self.configs):
+        if metadata_kind() == "parameters" or not any(config.is_dynamic for config in self.configs):
             return result
         local_tables = {placed.table: table for placed, table in self.dynamic_tables()}
         num_rows = [local_tables[n].num_rows if n in local_tables else 0 for n in range(len(self.configs))]

@@ -11,8 +11,7 @@ from tritonemb.comm.output_exchange import ColumnRange, OutputExchangeFunction, 
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.sharding.collection import Exchanged, ShardedCollection, ShardedLookup
 from tritonemb.sharding.placement import Scheme
-from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.table_set import PrefetchedFeatures, TableSet
 from tritonemb.utils import split_evenly
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")

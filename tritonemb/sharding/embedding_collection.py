@@ -13,8 +13,8 @@ from tritonemb.comm.id_exchange import IdExchange, Received
 from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, OutputExchangeFunction, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
-from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.tables.table_set import Groups, TableSet
+from tritonemb.tables.lookup_tables import Groups
+from tritonemb.tables.table_set import PrefetchedFeatures, TableSet
 
 
 class ShardedEmbeddingCollection(ShardedCollection):

@@ -29,8 +29,8 @@ from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
-from tritonemb.tables.cached_server_table import ParallelModel
-from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.server_table import ParallelModel
+from tritonemb.tables.table_set import PrefetchedFeatures
 from tritonemb.utils import join_names, split_evenly
 
 # Groups of DDP. Its reducer would release the last reference to a group that was destroyed before the model; it holds

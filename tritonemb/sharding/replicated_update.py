@@ -27,8 +27,9 @@ from tritonemb.kernels.triton_utils import row_sum_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, Layout, make_layout, pack_names, set_row_ids
 from tritonemb.ops.row_update import record_update
 from tritonemb.optimizers import SGD, Optimizer
-from tritonemb.tables.lookup import FindReplicaRows, Lookup, row_sums
-from tritonemb.tables.table_set import LocalUpdate, TableSet
+from tritonemb.tables.batch import RowBatch, row_sums
+from tritonemb.tables.cache import Pins
+from tritonemb.tables.lookup_tables import FindReplicaRows, LocalUpdate, LookupTables
 from tritonemb.types import TableConfig
 from tritonemb.utils import on_error
 
@@ -43,7 +44,8 @@ def needs_whole_rows(optimizer: Optimizer) -> bool:
 class ShardUpdate(LocalUpdate):
     """Update of rows that only this rank has: tables cannot diverge, however dense layers are averaged."""
 
-    is_of_shards = True
+    def check(self, tables: LookupTables) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class ReplicatedUpdate(ShardUpdate):
         """Number of replicas, which divides sums of gradients."""
         return self.exchange.group.size
 
-    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+    def replica_rows(self, tables: LookupTables) -> FindReplicaRows | None:
         group, cache = self.prefetch_group, tables.cache
         if group is None:
             return None
@@ -80,14 +82,16 @@ class ReplicatedUpdate(ShardUpdate):
         return find
 
     @torch.no_grad()
-    def step(self, tables: TableSet, grad: Tensor | list[Tensor], lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
+    def step(
+        self, tables: LookupTables, grad: Tensor | list[Tensor], batch: RowBatch, pins: Sequence[Pins] = ()
+    ) -> None:
         """Update the rows of all replicas' batches in place, and unpin them; a collective."""
         pinned, configs, optimizer = PinnedRows(tables, pins), tables.configs, tables.optimizer
         assert optimizer is not None
         with on_error(pinned.release):
             # `max_gradient` bounds the mean over replicas.
             bound = None if optimizer.max_gradient is None else optimizer.max_gradient * self.num_replicas
-            sums = self._gather_gradients(configs, pinned.by_row(RowSums(*row_sums(grad, lookup, bound))))
+            sums = self._gather_gradients(configs, pinned.by_row(RowSums(*row_sums(grad, batch, bound))))
             if self.whole_row_update is not None:
                 gradients = zip(self.blocks, configs, sums.rows, sums.sums, strict=True)
                 updates = [_BlockUpdate(b, n, t, pinned, *fields) for n, (b, t, *fields) in enumerate(gradients)]
@@ -109,21 +113,21 @@ class ReplicatedUpdate(ShardUpdate):
         if self.whole_row_update is None:
             return sums
         values, offsets, layout = _to_batch(tables, sums)  # merges rows that several ranks have
-        lookup = Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout)
-        return RowSums(*row_sums(sums.sums, lookup))
+        batch = RowBatch(values, offsets, None, ops.row_groups(values, offsets, layout), layout)
+        return RowSums(*row_sums(sums.sums, batch))
 
 
 class PinnedRows:
     """Rows of a table set for one update; rows of cached tables are in cache slots that batches have pinned.
 
-    Row numbers are the same on every rank, slots are not. No method is a collective. `pins`: lookups of the batches to
+    Row numbers are the same on every rank, slots are not. No method is a collective. `pins`: those of the batches to
     update, which are marked dirty, and unpinned by `release`.
     """
 
-    def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
+    def __init__(self, tables: LookupTables, pins: Sequence[Pins] = ()) -> None:
         self.tables, self.configs, self._pins = tables, tables.configs, pins
         for pinned in pins:
-            pinned.dirty = True
+            pinned.is_dirty = True
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and their slots
         for table, cached_table in enumerate([] if tables.cache is None else tables.cache.tables):
             if cached_table is not None:
@@ -158,7 +162,7 @@ class PinnedRows:
         return result
 
     def row_ids(self) -> list[Tensor | None]:
-        """Return int64 rows by slot for each table, None if it is not cached; for use within `TableSet.memory`."""
+        """Return int64 rows by slot for each table, None if it is not cached; for use within `LookupTables.memory`."""
         cache, tables = self.tables.cache, range(len(self.configs))
         return [cache.row_ids(table) if cache is not None and table in self._slots else None for table in tables]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonemb.layout import NO_ROW, NUM_ROWS, TABLE_SIZE, WAYS
 from tritonemb.memory import advise_huge_pages, empty_pinned
-from tritonemb.storage.store import CacheDirectory, Counts, Initializer, Record, StorageError, cpu_kernels
+from tritonemb.storage.store import CacheDirectory, Counts, Initializer, IoFuture, Record, StorageError, cpu_kernels
 
 Policy = Literal["lru", "lfu"]
 RowFile = Any  # `disk.RowFile`; disk.py imports this module
@@ -44,6 +44,14 @@ class HostRows:
     def fields(self) -> dict[str, Tensor]:
         """Return views of the fields of all rows, `[num_rows, size]` or `[num_rows]`; writes go to the store."""
         return self.record.views(self._bytes)
+
+    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
+        """Copy rows, see `DiskRows.read`."""
+        return IoFuture.finished(lambda: records.copy_(self._bytes[rows]))
+
+    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
+        """Overwrite rows, see `DiskRows.write`."""
+        return IoFuture.finished(lambda: self._bytes.index_copy_(0, rows, records))
 
 
 class HostCache:

@@ -133,6 +133,14 @@ class IoFuture:
     def finish(self) -> None:
         self._done.set()
 
+    @classmethod
+    def finished(cls, work: Callable[[], object]) -> Self:
+        """Run an operation in this thread, and return its future."""
+        future = cls()
+        future.run(work)
+        future.finish()
+        return future
+
 
 _Operation = tuple[Callable[[], None], IoFuture]
 

@@ -7,12 +7,18 @@ a prefetched batch sees every update of the batches before it: staleness 0 at an
 A prefetch copies the counts of all tables to the host in one synchronization. It synchronizes more often while overflow
 slots are used or grown, and for transfers from disk. It therefore runs in another thread and on another stream than
 training. Up to that copy its tensors are padded to the batch's number of ids with rows of a table without slots.
+
+Releases of pins have sequence numbers. Which pins are released by the time that a thread prefetches a batch is
+nondeterministic, and so is which rows are evicted; which pins were released when the batch was submitted is not.
 """
 
+import enum
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 import torch
@@ -21,17 +27,99 @@ from torch import Tensor
 from tritonemb import jagged, ops
 from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, build_layout
 from tritonemb.storage.memory import HostRows
-from tritonemb.storage.store import CacheDirectory, IoFuture
-from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
+from tritonemb.storage.store import CacheDirectory
+from tritonemb.tables.batch import RowBatch
+from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, RowTransfer, TableRows, synchronize
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.tables.dynamic_table import CachedHashTable
-from tritonemb.tables.lookup import Lookup, sequence_number
 from tritonemb.tables.table import Table
 
-MAX_PENDING_BYTES = 1 << 28  # bounds the host memory of pending writes to disk; beyond it, wait for the oldest write
-TableRows = tuple[CachedTable, Tensor, Tensor]  # a table, distinct rows of it, and their slots
 Compacted = tuple[Sequence[Tensor], list[list[int]]]  # by flag: positions where it is set, and their number per table
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # rows of the counters
+
+_sequence_numbers = itertools.count(1)
+_released_before: ContextVar[int | None] = ContextVar("released_before", default=None)
+
+
+def sequence_number() -> int:
+    """Return the next sequence number, larger than those of earlier releases of pins, smaller than of later ones."""
+    return next(_sequence_numbers)
+
+
+@contextmanager
+def released_before(number: int) -> Iterator[None]:
+    """Unpin only batches released before the sequence number `number` for what this thread prefetches in the block."""
+    token = _released_before.set(number)
+    try:
+        yield
+    finally:
+        _released_before.reset(token)
+
+
+class PinState(enum.Enum):
+    """State of a batch's rows: prefetched; used by a lookup; free to be evicted, once streams have read them."""
+
+    PINNED = enum.auto()
+    ACQUIRED = enum.auto()
+    RELEASED = enum.auto()
+
+
+class Pins:
+    """Pinned slots of a batch, until they are released or deleted.
+
+    Attributes:
+        tables, rows, slots: int64 `[n]`: table number, row in the table, and slot.
+        cache: cache of the slots, until release.
+        ready: event recorded after the transfers, on a GPU.
+        state: see `PinState`.
+        is_dirty: whether the rows were updated; they are written back after release.
+        stream: stream that reads the slots.
+        number, events: sequence number of the release, and events recorded then; the slots are reused after them.
+    """
+
+    def __init__(self, tables: Tensor, rows: Tensor, slots: Tensor, cache: "RowCache") -> None:
+        self.tables, self.rows, self.slots, self.cache = tables, rows, slots, cache
+        self.ready: torch.cuda.Event | None = None
+        self.state = PinState.PINNED
+        self.is_dirty = False
+        self.stream: torch.cuda.Stream | None = None
+        self.number = 0
+        self.events: Sequence[torch.cuda.Event] = ()
+
+    def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
+        """Return the pinned rows of a table, ascending, and their slots."""
+        table_mask = self.tables == table
+        return self.rows[table_mask], self.slots[table_mask]
+
+    def acquire(self, batch: RowBatch) -> bool:
+        """Make this thread's stream wait for the slots of `batch`; return False if they were acquired before."""
+        if self.state is not PinState.PINNED:
+            return False
+        self.state = PinState.ACQUIRED
+        if self.ready is not None:
+            self.stream = torch.cuda.current_stream(self.cache.device)
+            self.stream.wait_event(self.ready)
+            ids = batch.values, batch.offsets, batch.sample_weights
+            for tensor in (*ids, *batch.groups, self.tables, self.rows, self.slots):
+                if tensor is not None:
+                    tensor.record_stream(self.stream)
+        return True
+
+    def release(self) -> None:
+        """Queue the slots to be unpinned by a later prefetch. All updates have been submitted to this thread's stream.
+
+        Called by any thread, possibly by garbage collection.
+        """
+        if self.state is not PinState.RELEASED:
+            self.state, cache = PinState.RELEASED, self.cache
+            del self.cache  # has a queue of released pins; a cycle would keep its memory until it is collected
+            if cache.device.type == "cuda":
+                streams = torch.cuda.current_stream(cache.device), self.stream
+                self.events = [stream.record_event() for stream in streams if stream is not None]
+            self.number = sequence_number()
+            cache.releases.append(self)
+
+    def __del__(self) -> None:
+        self.release()
 
 
 class RowCache:
@@ -59,7 +147,7 @@ class RowCache:
         # Transfers and releases.
         self._transfer = RowTransfer(self.device)
         self._last_transfer: torch.cuda.Event | None = None  # recorded after the latest transfer
-        self._releases: deque[Lookup] = deque()  # released batches whose slots are still pinned
+        self.releases: deque[Pins] = deque()  # released, but still pinned in the directory
         self._failure: BaseException | None = None  # of a transfer; the cache is unusable after it
         for table in self.tables:
             if table is not None:
@@ -75,72 +163,44 @@ class RowCache:
                 by_table[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *counts])
         return by_table
 
-    def pin(self, lookup: Lookup, invalid: Tensor | None, released_before: int | None) -> bool:
-        """Pin the rows of a batch and its replica rows in slots, and replace rows by slots in `lookup`.
+    def pin(self, batch: RowBatch, replica_rows: Tensor | None, invalid: Tensor | None) -> tuple[RowBatch, Pins] | None:
+        """Pin the rows of a batch and replica rows; return the batch with slots instead of rows, None if no row is.
 
-        Return False if nothing was pinned. A StorageError leaves the cache in an undefined state.
+        See `released_before` for evictions. A StorageError leaves the cache in an undefined state.
 
         Args:
-            lookup: batch of table rows, one key per lookup; its layout is already that of the slots.
+            batch: batch of table rows, one key per lookup; its layout is already that of the slots.
             invalid: bool `[]`, on the device. If true, or if no row is cached, only earlier releases take effect.
-            released_before: unpin only batches released before this sequence number; None: all released batches.
         """
         # Find the table of each distinct row, padding included.
-        groups, first_rows = lookup.groups, self._first_rows
+        groups, first_rows = batch.groups, self._first_rows
         local_rows = groups.rows[: int(groups.num_groups) if jagged.is_host_readable(groups.num_groups) else None]
         local_rows = linear = local_rows if invalid is None else torch.where(invalid, first_rows[-1], local_rows)
-        if lookup.replica_rows is not None:
-            linear = torch.cat([local_rows, lookup.replica_rows]).unique()
+        if replica_rows is not None:
+            linear = torch.cat([local_rows, replica_rows]).unique()
         tables = torch.searchsorted(first_rows, linear, right=True) - 1
         # Pin the rows. A batch without cached rows does not count as a lookup.
-        with self._exclusive(released_before):
+        with self._exclusive(_released_before.get()):
             slots, pinned = self._pin(linear, tables)
             if invalid is not None and not pinned.numel():
                 self._clock -= 1
-                return False
-            lookup.tables, lookup.slots = tables.index_select(0, pinned), slots.index_select(0, pinned)
-            lookup.rows = linear.index_select(0, pinned) - first_rows.index_select(0, lookup.tables)
-            lookup.on_release = self.release
+                return None
+            pinned_tables, pinned_slots = tables.index_select(0, pinned), slots.index_select(0, pinned)
+            pinned_rows = linear.index_select(0, pinned) - first_rows.index_select(0, pinned_tables)
+            pins = Pins(pinned_tables, pinned_rows, pinned_slots, self)
         # Replace rows by slots in the values and groups of the local batch.
-        if lookup.replica_rows is not None:
+        if replica_rows is not None:
             index = torch.searchsorted(linear, local_rows)
             tables, slots = tables[index], slots[index]
         rows, by_group, size = groups.rows.clone(), torch.full_like(groups.rows, -1), local_rows.numel()
         rows[:size], by_group[:size] = self._first_slots.index_select(0, tables) + slots, slots
-        lookup.values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
-        lookup.groups, lookup.ready = groups._replace(rows=rows), self._event()
-        return True
-
-    def acquire(self, lookup: Lookup) -> bool:
-        """Make this thread's stream wait for the pinned slots of a batch; return False if they were acquired before.
-
-        ValueError if another collection's cache pinned them.
-        """
-        if lookup.acquired or lookup.on_release is None:
-            return False
-        if lookup.on_release != self.release:
-            raise ValueError("another collection made these groups; use group() of the one that is called")
-        lookup.acquired = True
-        if lookup.ready is not None:
-            lookup.stream = torch.cuda.current_stream(self.device)
-            lookup.stream.wait_event(lookup.ready)
-            ids = lookup.values, lookup.offsets, lookup.sample_weights
-            for tensor in (*ids, *lookup.groups, lookup.tables, lookup.rows, lookup.slots):
-                if tensor is not None:
-                    tensor.record_stream(lookup.stream)
-        return True
+        values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
+        pins.ready = self._event()
+        return batch._replace(values=values, groups=groups._replace(rows=rows)), pins
 
     def row_ids(self, table: int) -> Tensor:
         """Return the row in each slot of a table, int64 `[slots]`. The caller holds `storage.lock`."""
         return self._directory.table_views[0][table]
-
-    def release(self, lookup: Lookup) -> None:
-        """Queue a batch to be unpinned by a later prefetch."""
-        if self.device.type == "cuda":
-            streams = torch.cuda.current_stream(self.device), lookup.stream
-            lookup.events = [stream.record_event() for stream in streams if stream is not None]
-        lookup.number = sequence_number()
-        self._releases.append(lookup)
 
     def write_back(self) -> None:
         """Write dirty rows to their stores; they stay in their slots."""
@@ -161,32 +221,28 @@ class RowCache:
 
         Batches keep their slots. With `unpinned` all rows are evicted first; RuntimeError if a batch has pinned some.
         """
+        index, directory = self.tables.index(table), self._directory
         with self._lock, torch.inference_mode(False):
             with self._exclusive():
                 self._transfer.finish_writes()
                 synchronize(self.device)
             if unpinned:
-                index = self.tables.index(table)
-                if bool((self._directory.table_views[2][index] > 0).any()):
+                if bool((directory.table_views[2][index] > 0).any()):
                     raise RuntimeError(
                         f"a batch has pinned rows of table {table.config.name!r}; finish its backward pass, or drop "
                         "it, first"
                     )
-                self._directory.clear(index)
+                directory.clear(index)
             try:
                 yield
             finally:
                 with self._exclusive():
-                    self._reload(table)
-
-    def _reload(self, table: CachedTable) -> None:
-        index, directory = self.tables.index(table), self._directory
-        table_slots = directory.slice_of(index)
-        rows, order = directory.tags[table_slots].sort()
-        for slots in self._chunks(index, order[rows != NO_ROW]):
-            self._transfer.read([self._transfer_rows(READ, index, directory.tags[table_slots][slots], slots)])
-        directory.dirty[table_slots] = False
-        synchronize(self.device)
+                    table_slots = directory.slice_of(index)
+                    tags, (rows, order) = directory.tags[table_slots], directory.tags[table_slots].sort()
+                    for slots in self._chunks(index, order[rows != NO_ROW]):
+                        self._transfer.read([self._transfer_rows(READ, index, tags[slots], slots)])
+                    directory.dirty[table_slots] = False
+                    synchronize(self.device)
 
     @contextmanager
     def _exclusive(self, released_before: int | None = None) -> Iterator[None]:
@@ -208,14 +264,14 @@ class RowCache:
                 raise
 
     def _unpin_released(self, released_before: int | None = None) -> None:
-        while self._releases and (released_before is None or self._releases[0].number < released_before):
-            released = self._releases.popleft()
+        while self.releases and (released_before is None or self.releases[0].number < released_before):
+            released = self.releases.popleft()
             for event in released.events:
                 torch.cuda.current_stream(self.device).wait_event(event)
             with torch.inference_mode(False):
                 slots = self._directory.first_slots[released.tables] + released.slots
                 self._directory.pins.index_add_(0, slots, torch.full_like(slots, -1, dtype=torch.int32))
-                if released.dirty:
+                if released.is_dirty:
                     self._directory.dirty.index_fill_(0, slots, True)
 
     def _pin(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,14 +295,14 @@ class RowCache:
         to_read = list[TableRows]()
         missing_by_table = zip(rows[missing].split(misses), slots[missing].split(misses), strict=True)
         for index, (table_rows, table_slots) in enumerate(missing_by_table):
-            if isinstance(table := self.tables[index], CachedHashTable):
-                stored_mask = ~table.is_new(table_rows)
+            if (table := self.tables[index]) is not None and table.new_rows is not None:
+                stored_mask = torch.isin(table_rows, table.new_rows[0], assume_unique=True, invert=True)
                 table_rows, table_slots = table_rows[stored_mask], table_slots[stored_mask]
             if table_rows.numel():
                 to_read.append(self._transfer_rows(READ, index, table_rows, table_slots))
         self._transfer.read(to_read)
         for index, table in enumerate(self.tables):
-            if isinstance(table, CachedHashTable):
+            if table is not None and table.new_rows is not None:
                 table_mask = tables == index
                 new_slots = table.initialize_slots(rows[table_mask], slots[table_mask])
                 directory.dirty.index_fill_(0, new_slots + directory.starts[index], True)
@@ -313,6 +369,19 @@ class RowCache:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
 
+def create_cache(tables: Sequence[Table]) -> RowCache | None:
+    """Create the cache of a collection's tables, None if all are on the device; ValueError for different policies."""
+    if not (cached := [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]):
+        return None
+    policies = {config.cache.policy: config.name for config in cached}
+    if len(policies) > 1:
+        raise ValueError(
+            f"tables {sorted(policies.values())} have caches with different policies, {sorted(policies)}; put them "
+            "into separate collections"
+        )
+    return RowCache(tables, cached[0].cache.policy)
+
+
 def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compacted:
     """Return the positions where each flag, bool `[n]`, is set, and their number per table; `tables` ascend."""
     masks = torch.stack(tuple(flags))
@@ -325,69 +394,3 @@ def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> Compac
     totals = [sum(table_counts) for table_counts in sizes]
     by_flag = flagged[: sum(totals)].split(totals)
     return [positions - number * num_rows for number, positions in enumerate(by_flag)], sizes
-
-
-class RowTransfer:
-    """Copies rows and states between slots and stores, for one thread at a time; disk writes are asynchronous."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._writes: deque[tuple[IoFuture, int]] = deque()  # pending writes with their sizes in bytes
-        self._pending_bytes = 0
-
-    def write(self, transfers: Sequence[TableRows]) -> None:
-        """Start to write distinct rows; their slots may be reused at once. StorageError if an earlier write failed."""
-        on_disk = []
-        for table, rows, slots in transfers:
-            if isinstance(table.store, HostRows):
-                _move(table.store.fields(), Table.tensors(table), rows, slots)
-                continue
-            rows, order = rows.sort()
-            records, target = self._records(table, rows)
-            _move(table.record.views(records), Table.tensors(table), target, slots[order])
-            on_disk.append((table.store, rows, records))
-        host_rows = _on_host([rows for _, rows, _ in on_disk])  # on a GPU this also waits for the records
-        for (store, _, records), rows in zip(on_disk, host_rows, strict=True):
-            self._writes.append((store.write(rows, records), records.numel()))
-            self._pending_bytes += records.numel()
-            self.finish_writes(MAX_PENDING_BYTES)
-
-    def finish_writes(self, max_pending: int = -1) -> None:
-        """Wait until at most `max_pending` bytes of writes are pending, -1: none. StorageError if a write failed."""
-        while self._writes and (self._pending_bytes > max_pending or self._writes[0][0].done()):
-            future, size = self._writes.popleft()
-            self._pending_bytes -= size
-            future.wait()
-
-    def read(self, transfers: Sequence[TableRows]) -> None:
-        """Read rows, ascending, into slots. StorageError if a read failed."""
-        on_disk = []
-        for table, rows, slots in transfers:
-            if isinstance(table.store, HostRows):
-                _move(Table.tensors(table), table.store.fields(), slots, rows)
-            else:
-                on_disk.append((table, table.store, rows, slots))
-        host_rows, pending = _on_host([rows for _, _, rows, _ in on_disk]), []
-        for (table, store, _, slots), rows in zip(on_disk, host_rows, strict=True):
-            records, source = self._records(table, slots)
-            pending.append((table, slots, store.read(rows, records), records, source))
-        for table, slots, future, records, source in pending:
-            future.wait()
-            _move(Table.tensors(table), table.record.views(records), slots, source)
-        if pending and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
-
-    def _records(self, table: CachedTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return empty records in host memory, one per row, and their row numbers on the device."""
-        size, pin = (rows.numel(), table.record.num_bytes), self._device.type == "cuda"
-        records = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        return records, torch.arange(rows.numel(), device=self._device)
-
-
-def _move(to: dict[str, Tensor], source: dict[str, Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    ops.move_rows_(list(to.values()), [source[name] for name in to], to_rows, from_rows)
-
-
-def _on_host(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Copy int64 tensors to the host, in one synchronization."""
-    return torch.cat(tensors).cpu().split([tensor.numel() for tensor in tensors]) if tensors else ()

@@ -1,17 +1,23 @@
-"""Device memory of the slots of cached tables, its layouts, and the caches' statistics."""
+"""Device memory of the slots of cached tables, its layouts, its transfers, and the caches' statistics."""
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, set_row_ids
-from tritonemb.storage.store import CacheDirectory
+from tritonemb.storage.memory import HostRows
+from tritonemb.storage.store import CacheDirectory, IoFuture
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
+MAX_PENDING_BYTES = 1 << 28  # bounds the host memory of pending writes to disk; beyond it, wait for the oldest write
 MIN_GROWTH = 256  # slots by which an overflow grows at least, as each growth synchronizes and copies the table's slots
+TableRows = tuple[CachedTable, Tensor, Tensor]  # a table, distinct rows of it, and their slots
 
 
 @dataclass(frozen=True)
@@ -53,22 +59,21 @@ class CacheStorage:
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:
         self._tables, self._directory = list(tables), directory
         self.lock = threading.RLock()  # held while the tables' tensors are used, or replaced by larger ones
-        # By keys: the layouts of whole tables and of their slots.
-        self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}
+        self.layouts: dict[tuple[str, ...], Layout] = {}  # of slots, by keys
 
-    def add_layout(self, keys: tuple[str, ...], table_layout: Layout) -> tuple[Layout, Layout]:
-        """Add a layout of whole tables, and derive that of their slots.
+    def slot_layout(self, keys: tuple[str, ...], table_layout: Layout) -> Layout:
+        """Return the layout of slots, from that of whole tables with these keys. Thread-safe.
 
         An overflow has distinct rows, so a table's slot numbers are reserved up to its sets' slots plus its rows.
         """
-        with self.lock:  # against a concurrent growth
-            if keys not in self.layouts:
+        if keys not in self.layouts:
+            with self.lock, torch.inference_mode(False):  # against a concurrent growth; used in training as well
                 rows, in_sets = table_layout.tables.clone(), self._directory.in_sets
                 rows[1:, FIRST_ROW] += rows.new_tensor(in_sets).cumsum(0)[: len(rows) - 1]
-                slot_layout = table_layout._replace(tables=rows, num_rows=table_layout.num_rows + sum(in_sets))
-                self._update_layouts(slot_layout)
-                self.layouts[keys] = table_layout, slot_layout
-            return self.layouts[keys]
+                layout = table_layout._replace(tables=rows, num_rows=table_layout.num_rows + sum(in_sets))
+                self._update_layouts(layout)
+                self.layouts.setdefault(keys, layout)
+        return self.layouts[keys]
 
     def grow_overflows(self, shortages: Sequence[int]) -> None:
         """Grow the overflows of all tables by at least `shortages` slots. One thread at a time may call this."""
@@ -83,7 +88,7 @@ class CacheStorage:
             for index, number in enumerate(num_new):
                 if number:
                     self._resize(index)
-            self._update_layouts(*[slot_layout for _, slot_layout in self.layouts.values()])
+            self._update_layouts(*self.layouts.values())
             synchronize(directory.device)  # other streams may read the new ones at once
 
     def _resize(self, index: int) -> None:
@@ -110,3 +115,69 @@ def synchronize(device: torch.device) -> None:
     """Wait for all streams of a GPU; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class RowTransfer:
+    """Copies rows and states between slots and stores, for one thread at a time; disk writes are asynchronous."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._writes: deque[tuple[IoFuture, int]] = deque()  # pending writes with their sizes in bytes
+        self._pending_bytes = 0
+
+    def write(self, transfers: Sequence[TableRows]) -> None:
+        """Start to write distinct rows; their slots may be reused at once. StorageError if an earlier write failed."""
+        on_disk = []
+        for table, rows, slots in transfers:
+            if isinstance(table.store, HostRows):
+                _move(table.store.fields(), Table.tensors(table), rows, slots)
+                continue
+            rows, order = rows.sort()
+            records, target = self._records(table, rows)
+            _move(table.record.views(records), Table.tensors(table), target, slots[order])
+            on_disk.append((table.store, rows, records))
+        host_rows = _on_host([rows for _, rows, _ in on_disk])  # on a GPU this also waits for the records
+        for (store, _, records), rows in zip(on_disk, host_rows, strict=True):
+            self._writes.append((store.write(rows, records), records.numel()))
+            self._pending_bytes += records.numel()
+            self.finish_writes(MAX_PENDING_BYTES)
+
+    def finish_writes(self, max_pending: int = -1) -> None:
+        """Wait until at most `max_pending` bytes of writes are pending, -1: none. StorageError if a write failed."""
+        while self._writes and (self._pending_bytes > max_pending or self._writes[0][0].done()):
+            future, size = self._writes.popleft()
+            self._pending_bytes -= size
+            future.wait()
+
+    def read(self, transfers: Sequence[TableRows]) -> None:
+        """Read rows, ascending, into slots. StorageError if a read failed."""
+        on_disk = []
+        for table, rows, slots in transfers:
+            if isinstance(table.store, HostRows):
+                _move(Table.tensors(table), table.store.fields(), slots, rows)
+            else:
+                on_disk.append((table, table.store, rows, slots))
+        host_rows, pending = _on_host([rows for _, _, rows, _ in on_disk]), []
+        for (table, store, _, slots), rows in zip(on_disk, host_rows, strict=True):
+            records, source = self._records(table, slots)
+            pending.append((table, slots, store.read(rows, records), records, source))
+        for table, slots, future, records, source in pending:
+            future.wait()
+            _move(Table.tensors(table), table.record.views(records), slots, source)
+        if pending and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
+
+    def _records(self, table: CachedTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return empty records in host memory, one per row, and their row numbers on the device."""
+        size, pin = (rows.numel(), table.record.num_bytes), self._device.type == "cuda"
+        records = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        return records, torch.arange(rows.numel(), device=self._device)
+
+
+def _move(to: dict[str, Tensor], source: dict[str, Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    ops.move_rows_(list(to.values()), [source[name] for name in to], to_rows, from_rows)
+
+
+def _on_host(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """Copy int64 tensors to the host, in one synchronization."""
+    return torch.cat(tensors).cpu().split([tensor.numel() for tensor in tensors]) if tensors else ()

@@ -19,9 +19,10 @@ from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.memory import HostRows
 from tritonemb.storage.snapshot import restore, snapshot_header
 from tritonemb.storage.store import Counts, Field, InitialValues, Record, StorageError, record_of
-from tritonemb.tables.table import Table, draw_seed
+from tritonemb.tables.table import Table, draw_seed, initialize
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
+MAX_CACHED_ROWS = 1 << 18  # cached per table on servers by default, without `CacheConfig(rows=...)`
 CHUNK_BYTES = 1 << 26  # bytes of records per transfer; bounds temporary host memory
 
 
@@ -29,12 +30,16 @@ class CachedTable(Table):
     """Table with a cache on the device, weight `[num_slots, embedding_dim]` and states, and a store of all rows.
 
     `state_dict` has the whole table, read from the store. A table on disk is created without writing its rows, and
-    takes space for trained rows only. ValueError if it has an `init`, which would need the whole table in memory;
-    StorageError if there is not enough memory or disk space.
+    takes space for trained rows only. A record of a dynamic table has the row's id as well: the random numbers of
+    stochastic rounding depend on it. ValueError if a table on disk has an `init`, which would need the whole table in
+    memory; StorageError if there is not enough memory or disk space.
     """
 
     store: HostRows | DiskRows  # all rows with their states
     num_sets: int  # sets of the cache, of `WAYS` slots
+    # New rows of a dynamic table, and their ids, of a batch that is not pinned yet. They are initialized in their slots
+    # instead of being read from the store.
+    new_rows: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         if config.placement == "disk" and config.init is not None:
@@ -43,23 +48,38 @@ class CachedTable(Table):
                 "out, or load values with load_state_dict"
             )
         self.config = config
-        self.num_sets = -(-self._num_cached_rows() // WAYS)
+        num_cached_rows = config.cache.num_device_rows(self.row_config.num_embeddings)
+        if config.placement == "server" and config.cache.rows is None:
+            num_cached_rows = min(num_cached_rows, MAX_CACHED_ROWS)
+        self.num_sets = -(-num_cached_rows // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states, config.is_dynamic)
         self._cache: Callable[[], Any] | None = None
         self.closed_counts = Counts()  # of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
 
-    def _num_cached_rows(self) -> int:
-        return self.config.cache.num_device_rows(self.row_config.num_embeddings)
-
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
         try:
             super()._allocate(num_rows, states, device)
+            if self.config.is_dynamic:
+                self.register_buffer("id", torch.zeros(num_rows, dtype=torch.int64, device=self.weight.device))
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
                 f"table {self.config.name!r}: cannot allocate {num_rows * self.record.num_bytes:,} bytes of device "
                 f"memory for {num_rows:,} cached rows ({error}); reduce CacheConfig(rows=...)"
             ) from error
+
+    def row_ids(self) -> Tensor | None:
+        return self._buffers.get("id")
+
+    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """Write initial values to the slots of a pinned batch's new rows, and return these; `rows` ascend."""
+        assert self.new_rows is not None
+        (new_rows, ids), self.new_rows = self.new_rows, None
+        new_slots = slots[torch.searchsorted(rows, new_rows)]
+        states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
+        initialize([self], states, ids, new_slots, torch.zeros_like(new_slots, dtype=torch.int32))
+        self.get_buffer("id").index_copy_(0, new_slots, ids)
+        return new_slots
 
     @property
     def has_store(self) -> bool:
@@ -103,7 +123,7 @@ class CachedTable(Table):
             if seed is None:
                 seed = draw_seed() if self.config.init is None else 0
             with torch.device("cpu"):  # overrides the user's default device
-                self.store = self.empty_store(seed) if self.config.placement == "disk" else self._host_rows(seed)
+                self.store = self.new_store(seed) if self.config.placement == "disk" else self._host_rows(seed)
 
     def _host_rows(self, seed: int) -> HostRows:
         config, gpu = self.row_config, self.weight.device if self.weight.is_cuda else None
@@ -119,39 +139,24 @@ class CachedTable(Table):
         config = self.config
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
-    def read_records(self, rows: Tensor) -> dict[str, Tensor]:
-        """Read rows, ascending and distinct, from the store; return their fields."""
-        if isinstance(self.store, HostRows):
-            return {name: field[rows] for name, field in self.store.fields().items()}
-        records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
-        self.store.read(rows, records).wait()
-        return self.record.views(records)
-
-    def write_records(self, rows: Tensor, fields: Mapping[str, Tensor]) -> None:
-        """Write all fields of rows, ascending and distinct, to the store."""
-        if isinstance(self.store, HostRows):
-            for name, field in self.store.fields().items():
-                field[rows] = fields[name].to(field)
+    def _chunks(
+        self, rows: Tensor | None = None, read: bool = True, write: bool = False
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Read and write rows of the store, ascending, all by default, in chunks; yield their positions and fields."""
+        if isinstance(self.store, HostRows) and rows is None:
+            yield slice(None), self.store.fields()
             return
-        records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
-        for name, field in self.record.views(records).items():
-            field.copy_(fields[name])
-        self.store.write(rows, records).wait()
-
-    def _chunks(self, read: bool = True, write: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Read and write the store in chunks of rows; yield each chunk's first row and its fields."""
-        if isinstance(self.store, HostRows):
-            yield 0, self.store.fields()
-            return
-        step = max(1, CHUNK_BYTES // self.record.num_bytes)
-        for first in range(0, self.row_config.num_embeddings, step):
-            rows = torch.arange(first, min(first + step, self.row_config.num_embeddings), device="cpu")
-            records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
+        size, step = self.row_config.num_embeddings, max(1, CHUNK_BYTES // self.record.num_bytes)
+        size = size if rows is None else rows.numel()
+        for first in range(0, size, step):
+            last = min(first + step, size)
+            chunk = torch.arange(first, last, device="cpu") if rows is None else rows[first:last]
+            records = torch.zeros(last - first, self.record.num_bytes, dtype=torch.uint8, device="cpu")
             if read:
-                self.store.read(rows, records).wait()
-            yield first, self.record.views(records)
+                self.store.read(chunk, records).wait()
+            yield slice(first, last), self.record.views(records)
             if write:
-                self.store.write(rows, records).wait()
+                self.store.write(chunk, records).wait()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return weight and states of the whole table: views of host memory, or copies from disk.
@@ -169,11 +174,11 @@ class CachedTable(Table):
             views = self.store.fields()
             return {field.name: _with_own_storage(views[field.name], field) for field in self.record.fields}
         tensors: dict[str, Tensor] = {}
-        for first, fields in self._chunks():
+        for chunk, fields in self._chunks():
             for name, values in fields.items():
                 if name not in tensors:
                     tensors[name] = values.new_empty((self.config.num_embeddings, *values.shape[1:]))
-                tensors[name][first : first + values.shape[0]] = values
+                tensors[name][chunk] = values
         return tensors
 
     def disk_tensors(self) -> dict[str, Tensor] | None:
@@ -191,9 +196,9 @@ class CachedTable(Table):
         """Write weight or states of the whole table; fields without a tensor are unchanged."""
         names = [field.name for field in self.record.fields if field.name in tensors]
         with self._reloading():
-            for first, fields in self._chunks(read=len(names) < len(self.record.fields), write=True):
+            for chunk, fields in self._chunks(read=len(names) < len(self.record.fields), write=True):
                 for name in names:
-                    fields[name].copy_(tensors[name][first : first + fields[name].shape[0]])
+                    fields[name].copy_(tensors[name][chunk])
 
     @torch.no_grad()
     def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
@@ -202,23 +207,20 @@ class CachedTable(Table):
             for _, fields in self._chunks(write=True):
                 function(fields)
 
-    def restore_store(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
-        """Restore snapshots of this table into a new store, for `replace_store`; for errors see `restore`."""
-        seed = int(snapshot_header(base)["seed"])
-        with _temporary_path(self.config) as path:
-            restore(path, base, increments)
-            return DiskRows.open(path, **self._store_options(seed))
+    def new_store(self, seed: int = 0, snapshots: Sequence[str | Path] = ()) -> DiskRows:
+        """Create a store for `replace_store`, of the initial values of a seed, or of snapshots of this table.
 
-    def empty_store(self, seed: int = 0) -> DiskRows:
-        """Create a store without written rows, for `replace_store`; rows read as the initial values of a seed."""
-        with _temporary_path(self.config) as path:
-            return DiskRows.create(path, **self._store_options(seed))
-
-    def _store_options(self, seed: int) -> dict[str, Any]:
+        For errors of snapshots, a base and its increments, see `restore`.
+        """
         c, cache = self.row_config, self.config.cache
+        seed = int(snapshot_header(snapshots[0])["seed"]) if snapshots else seed
         identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
         values, host_rows = self._initial_values(seed), cache.num_host_rows(c.num_embeddings)
-        return {"identity": identity, "initializer": values, "host_rows": host_rows, "policy": cache.policy}
+        with _temporary_path(self.config) as path:
+            if snapshots:
+                restore(path, snapshots[0], snapshots[1:])
+            make = DiskRows.open if snapshots else DiskRows.create
+            return make(path, identity=identity, initializer=values, host_rows=host_rows, policy=cache.policy)
 
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store, and reload cached rows from the new one."""
@@ -322,14 +324,9 @@ def metadata_only(parameters: bool = False) -> Iterator[None]:
         _metadata_only.reset(token)
 
 
-def is_metadata_only() -> bool:
-    """Return whether this is a block of `metadata_only`."""
-    return bool(_metadata_only.get())
-
-
-def only_parameters() -> bool:
-    """Return whether this is a block of `metadata_only(parameters=True)`."""
-    return _metadata_only.get() == "parameters"
+def metadata_kind() -> str:
+    """Return "parameters" in a block of `metadata_only(parameters=True)`, "disk" in another one, else ""."""
+    return _metadata_only.get()
 
 
 class DiskTensor(Tensor):

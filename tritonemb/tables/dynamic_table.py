@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonemb.layout import (
     DISTINCT,
@@ -33,14 +33,12 @@ from tritonemb.layout import (
     renumber,
     segment_offsets,
 )
-from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_cache import move_rows_
-from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.tables.admission import Sketch, admits
-from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, only_parameters
-from tritonemb.tables.table import Table, draw_seed, load_named_tensors
+from tritonemb.tables.cached_table import CachedTable, metadata_kind
+from tritonemb.tables.table import Table, draw_seed, initialize, load_named_tensors
 from tritonemb.types import AdmissionConfig, Device, TableConfig
 from tritonemb.utils import require
 
@@ -162,7 +160,7 @@ def insert_batch(
                 table.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
                 table.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
-        if is_step and not all(isinstance(table, CachedHashTable) for table in tables):
+        if is_step and not all(isinstance(table, CachedTable) for table in tables):
             initialize(tables, tables[0].state_names, ids, new_rows, table_numbers)
     # Advance the clocks and count.
     if is_step:
@@ -203,15 +201,6 @@ def _admit(tables: Sequence["DynamicTable"], pending: PendingInsert) -> None:
         if (admission := table.config.admission) != AdmissionConfig():
             table_ids = pending.ids[begin:end], occurrences[begin:end]
             pending.admitted[begin:end] = admits(admission, *table_ids, table.seed, table.sketch)
-
-
-def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: Tensor, numbers: Tensor) -> None:
-    """Write initial values and zero states to rows of the tables with these numbers; negative rows are skipped."""
-    kernel("initialize_rows_", rows.device)(
-        [table.weight.detach() for table in tables],
-        [table.get_buffer(name) for name in states for table in tables],
-        [(table.seed, table.config.bound) for table in tables], ids, rows, numbers,
-    )  # fmt: skip
 
 
 class Lock:
@@ -280,6 +269,7 @@ class DynamicTable(Table):
     """
 
     index: DynamicIndex
+    zeroes_states = False
 
     def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
         index_device = torch.empty(0, device=device).device
@@ -300,16 +290,6 @@ class DynamicTable(Table):
         self.lock = Lock(index_device)
         self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
         super().__init__(config, states, device)
-
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        config = self.config
-        # A batch that touches a new huge page waits 0.25 ms for the system to clear it; all others are a sixth faster.
-        weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
-        self.weight = nn.Parameter(advise_huge_pages(weight))
-        for spec in states:
-            shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
-            state = torch.empty(shape, dtype=torch.float32, device=self.weight.device)
-            self.register_buffer(spec.name, advise_huge_pages(state) if spec.per_element else state)
 
     @property
     def row_config(self) -> TableConfig:
@@ -376,12 +356,6 @@ class DynamicTable(Table):
             self.count(evictions=expired.numel())
             self._call("dynamic_remove_", expired)
             self.record_removed(expired)
-
-    def initial_values(self, ids: Tensor) -> Tensor:
-        """Return the initial values of ids, `[N, embedding_dim]`."""
-        values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
-        fill_initial_(values, self.seed, self.config.bound, rows=ids)
-        return values
 
     def add(self, ids: Tensor) -> Tensor:
         """Assign rows to distinct new ids, ascending, of a table without evictions; the rows are not initialized."""
@@ -563,7 +537,7 @@ class DynamicTable(Table):
         return empty | ({} if self.sketch is None else self.sketch.templates())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if only_parameters():
+        if metadata_kind() == "parameters":
             return
         destination.update({prefix + name: tensor for name, tensor in self.get_state().items()})
 
@@ -660,50 +634,11 @@ class DynamicTable(Table):
         return table
 
 
-class CachedHashTable(CachedTable):
-    """Table with a device cache whose rows are assigned to ids on first use.
-
-    A record has the row's id as well: the random numbers of stochastic rounding depend on it. New rows are initialized
-    in their slots instead of being read from the store.
-    """
-
-    _new_rows: tuple[Tensor, Tensor] | None = None  # new rows and their ids, of a batch that is not pinned yet
-
-    seed: int
-
-    initial_values: Any = DynamicTable.initial_values
-
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        CachedTable._allocate(self, num_rows, states, device)
-        self.register_buffer("id", torch.zeros(num_rows, dtype=torch.int64, device=self.weight.device))
-
-    def row_ids(self) -> Tensor | None:
-        return self._buffers["id"]
-
-    def set_new_rows(self, rows: Tensor, ids: Tensor) -> None:
-        """Set the new rows, and their ids, of the batch that is pinned next."""
-        self._new_rows = rows, ids
-
-    def is_new(self, rows: Tensor) -> Tensor:
-        """Return which of a batch's distinct rows are new, bool `[N]`, and need not be read."""
-        new_rows = rows[:0] if self._new_rows is None else self._new_rows[0]
-        return torch.isin(rows, new_rows, assume_unique=True)
-
-    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
-        """Write initial values to the slots of a pinned batch's new rows, and return these; `rows` ascend."""
-        (new_rows, ids), self._new_rows = self._new_rows or (rows[:0], rows[:0]), None
-        new_slots = slots[torch.searchsorted(rows, new_rows)]
-        states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
-        initialize([self], states, ids, new_slots, torch.zeros_like(new_slots, dtype=torch.int32))
-        self.get_buffer("id").index_copy_(0, new_slots, ids)
-        return new_slots
-
-
-class CachedDynamicTable(DynamicTable, CachedHashTable):
+class CachedDynamicTable(DynamicTable, CachedTable):
     """Dynamic table in host memory or on disk, with a device cache and its index on the device."""
 
-    _allocate = CachedHashTable._allocate
-    row_ids = CachedHashTable.row_ids
+    zeroes_states, _allocate = True, CachedTable._allocate
+    row_ids = CachedTable.row_ids
 
     def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:
         """Return weight and states of rows; or row numbers and references to the store, if that is saved as a file."""
@@ -732,18 +667,16 @@ class CachedDynamicTable(DynamicTable, CachedHashTable):
     def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
         super().record_inserted(ids, rows, begins)
         inserted = nonzero(rows >= 0)
-        self.set_new_rows(rows[inserted], ids[inserted])
+        self.new_rows = rows[inserted], ids[inserted]
         rows.fill_(-1)  # their slots are initialized instead
 
     def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
         if self.cache is not None:
             self.cache.write_back()
         tensors, (rows, order) = self.templates(rows.numel()), rows.cpu().sort()
-        step = max(1, CHUNK_BYTES // self.record.num_bytes)
-        for chunk_rows, chunk_order in zip(rows.split(step), order.split(step), strict=True) if rows.numel() else ():
-            fields = self.read_records(chunk_rows)
+        for chunk, fields in self._chunks(rows):
             for name in ("weight", *self.state_names):
-                tensors[name][chunk_order] = fields[name]
+                tensors[name][order[chunk]] = fields[name]
         return {name: tensors[name] for name in ("weight", *self.state_names)}
 
     def _write(
@@ -753,8 +686,7 @@ class CachedDynamicTable(DynamicTable, CachedHashTable):
             values = {name: value[order.to(value.device)] for name, value in values.items()}
         tensors = {**values, "id": self.index.ids[rows] if ids is None else ids}
         rows, order = rows.sort()
-        step = max(1, CHUNK_BYTES // self.record.num_bytes)
         with self._reloading():
-            for chunk_rows, chunk_order in zip(rows.split(step), order.split(step), strict=True):
-                fields = {name: value[chunk_order.to(value.device)].cpu() for name, value in tensors.items()}
-                self.write_records(chunk_rows.cpu(), fields)
+            for chunk, fields in self._chunks(rows.cpu(), read=False, write=True):
+                for name, field in fields.items():
+                    field.copy_(tensors[name][order[chunk].to(tensors[name].device)])

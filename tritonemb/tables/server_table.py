@@ -1,27 +1,24 @@
-"""Tables whose rows are on embedding servers: a batch pulls the rows that it needs, and pushes their gradients.
+"""Tables whose rows are on embedding servers.
 
-`RowService` is what a collection asks of its servers; `tritonemb.server` has it. A batch is deduplicated first: each
-distinct id of a table crosses the network once, and so does the sum of its gradients.
+`TableService` is what a collection asks of its servers; `tritonemb.server` has it. Servers apply the optimizer, or
+with staleness 0 lease rows with their states to the trainer while it uses them. Then they are a tier behind the device
+cache, like host memory and disk; those of dynamic tables also have the index. So prefetching hides the network, and
+results are bitwise identical to tables on the device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
-from torch._compile import _disable_dynamo
+from torch import Tensor, nn
 
-from tritonemb import ops
-from tritonemb.errors import find_invalid_id, gradient_not_finite, warn_of_skipped_rows
-from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
-from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_
 from tritonemb.optimizers import StateSpec
-from tritonemb.tables.cached_table import is_metadata_only
-from tritonemb.tables.lookup import Lookup, Tables, check_gradients, find_positions, id_ranges, row_sums, split_lookups
+from tritonemb.storage.store import Counts, IoFuture
+from tritonemb.tables.cached_table import CachedTable, metadata_kind
+from tritonemb.tables.dynamic_table import DynamicStatistics
+from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.table import Table, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
 
@@ -79,6 +76,44 @@ class RowService(TableService, Protocol):
         """Request the rows of distinct ids, int64 `[n]` per table, with their occurrences in the batch."""
 
 
+class RowStore(TableService, Protocol):
+    """Servers that store rows with their states, and the index of dynamic tables; a trainer leases the rows it uses."""
+
+    @property
+    def updates(self) -> int:
+        """Number of updates of the trainers whose results the servers have."""
+
+    def num_rows(self, table: str) -> int:
+        """Return the number of rows of a table; row numbers start at 0."""
+
+    def seed_and_clock(self, table: str) -> tuple[int, int]:
+        """Return the seed of initial values, and the number of batches that were trained."""
+
+    def statistics(self, table: str) -> dict[str, int]:
+        """Return the statistics of a dynamic table, summed over servers."""
+
+    def register_lessee(self, lessee: Any) -> None:
+        """Register the `TableSet` that leases rows, so that they are written back when servers need all rows."""
+
+    def begin_training(self) -> None:
+        """Prepare for a batch prefetched for training. ValueError if an earlier run has not returned its rows."""
+
+    def allocate_rows(
+        self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Find the rows of distinct ids, ascending, per dynamic table, and in training allocate rows for new ids.
+
+        Return per table the row numbers, -1 without a row, and which ids are new. ValueError if a table is full; if
+        other ids have got rows on another server by then, no further batch can be trained.
+        """
+
+    def read_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
+        """See `DiskRows.read`; in a static table ids are row numbers. `wait` raises errors of the servers."""
+
+    def write_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
+        """See `DiskRows.write`."""
+
+
 class ServerTable(Table):
     """Table whose rows are on embedding servers, which `state_dict` requests; `weight` is `[0, embedding_dim]`."""
 
@@ -100,7 +135,8 @@ class ServerTable(Table):
     def row_config(self) -> TableConfig:
         return self.config.storage_config(1) if self.config.is_dynamic else self.config
 
-    def _require_service(self) -> TableService:
+    def require_service(self) -> TableService:
+        """Return the servers; ValueError if none are attached."""
         if self.service is None:
             raise ValueError(
                 f"table {self.config.name!r} is on embedding servers, and none are attached: call "
@@ -110,7 +146,7 @@ class ServerTable(Table):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of weight and states, sorted by id if dynamic. ValueError if no servers are attached."""
-        tensors = self._require_service().tensors(self.config.name)
+        tensors = self.require_service().tensors(self.config.name)
         return {name: tensors[name] for name in ("weight", *(spec.name for spec in self.state_specs))}
 
     @torch.no_grad()
@@ -129,12 +165,12 @@ class ServerTable(Table):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not is_metadata_only():
-            tensors = self._require_service().tensors(self.config.name)
+        if not metadata_kind():
+            tensors = self.require_service().tensors(self.config.name)
             destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        service, name = self._require_service(), self.config.name
+        service, name = self.require_service(), self.config.name
         load_named_tensors(service.tensors(name), partial(service.load, name), state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -142,133 +178,72 @@ class ServerTable(Table):
         return self
 
 
-@dataclass(eq=False)
-class PulledBatch(Lookup):
-    """A batch whose `values` index the rows that it has pulled, per table."""
+class ShardedServerTables(OptimizedTables):
+    """Tables on servers, sharded over trainers, each of which leases the rows of its shards."""
 
-    ids: list[Tensor] = field(default_factory=list)  # per table, int64 `[n]`, distinct and ascending
-    pull: Any = None  # the `Pull` that returns the rows
+    configs: tuple[TableConfig, ...]
+    server_seeds: list[int]  # of the tables whose placement is "server"
+    service: TableService | None = None
 
+    def server_rows(self) -> list[dict[int, tuple[int, int]]]:
+        """Return the first row and the number of rows of this trainer's shards by table, one dict per `RowStore`.
 
-@_disable_dynamo
-def pull_batch(tables: Tables, features: Features) -> PulledBatch:
-    """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
-    keys, values, offsets, weights = unpack_features(features)
-    batch, service = KeyedJaggedTensor(keys, values, weights, offsets=offsets), tables.tables[0]._require_service()
-    if tables.bounds_check == "raise" and (problem := find_invalid_id(batch, id_ranges(tables, keys))):
-        raise problem
-    batch = split_lookups(tables, batch, tables.layout(keys, values.device))
-    layout = tables.layout(batch.keys(), values.device)
-    training = tables.trains()
-    with torch.no_grad(), torch.inference_mode(False):
-        any_dynamic = any(config.is_dynamic for config in tables.configs)
-        lookup = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
-        lookup.training, occurrences = training, lookup.groups.starts[: lookup.layout.num_rows + 1].diff().cpu()
-        sizes = [ids.numel() for ids in lookup.ids]
-        lookup.pull = service.pull(lookup.ids, occurrences.split(sizes), training)
-        lookup.on_release = _push_nothing if training else None
-        return lookup
+        ValueError if a table is sharded other than row-wise.
+        """
+        raise NotImplementedError
+
+    def attach(self, service: TableService, stores: Sequence[RowStore]) -> None:
+        """Attach servers to the tables whose placement is "server", one store per dict of `server_rows`."""
+        raise NotImplementedError
 
 
-def _deduplicate_rows(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
-    """Replace ids by indices of the batch's distinct rows, for static tables. Waits for the device."""
-    groups = ops.row_groups(batch.values(), batch.offsets(), layout)
-    first_rows, num_rows = layout.tables[:, FIRST_ROW].contiguous(), int(groups.num_groups)
-    rows, positions = groups.rows[:num_rows], torch.arange(groups.rows.numel(), device=first_rows.device)
-    starts = torch.searchsorted(rows, first_rows)
-    sizes = starts.diff(append=starts.new_tensor([num_rows]))
-    by_group = torch.full_like(positions, -1)
-    by_group[:num_rows] = positions[:num_rows] - starts.repeat_interleave(sizes, output_size=num_rows)
-    ids = (rows - first_rows.repeat_interleave(sizes, output_size=num_rows)).cpu().split(sizes.tolist())
-    values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
-    pulled_layout = _pulled_layout(layout, sizes, num_rows)
-    groups = groups._replace(rows=positions)
-    return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups, pulled_layout, ids=[*ids])
+class ParallelModel(nn.Module):
+    """A model, `module`, that is trained on several ranks and can shard its server tables over them."""
+
+    module: nn.Module
+
+    def shard_server_tables(self) -> None:
+        """Replace collections on servers by `ShardedServerTables`; a collective, before servers are attached."""
+        raise NotImplementedError
 
 
-def _deduplicate(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> PulledBatch:
-    """Replace ids by indices of the batch's distinct ids, for tables some of which are dynamic."""
-    positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
-    values, all_ids = torch.full_like(batch.values(), -1, dtype=torch.int64), list[Tensor]()
-    for number, config in enumerate(tables.configs):
-        ids = batch.values()[positions[number]].long()
-        indices = torch.full_like(ids, -1)
-        valid: Any = slice(None) if config.is_dynamic else (ids >= 0) & (ids < config.num_embeddings)
-        distinct, indices[valid] = ids[valid].unique(return_inverse=True)
-        values[positions[number]] = indices
-        all_ids.append(distinct.cpu())
-    sizes = layout.tables.new_tensor([ids.numel() for ids in all_ids])
-    layout = _pulled_layout(layout, sizes, int(sizes.sum()))
-    groups = ops.row_groups(values, batch.offsets(), layout)
-    return PulledBatch(values, batch.offsets(), batch.weights_or_none(), groups, layout, ids=all_ids)
+class ServerRows(NamedTuple):
+    """Rows of a table on servers, with the interface of `DiskRows`; there is no host cache or disk to count."""
+
+    read: Callable[[Tensor, Tensor], IoFuture]
+    write: Callable[[Tensor, Tensor], IoFuture]
+    counts: Callable[[], Counts] = Counts
 
 
-def _pulled_layout(layout: Layout, sizes: Tensor, num_rows: int) -> Layout:
-    """Return a layout whose tables have the rows that a batch pulls."""
-    table_rows = layout.tables.clone()
-    table_rows[:, NUM_ROWS], table_rows[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
-    return layout._replace(tables=table_rows, num_rows=num_rows)
+class CachedServerTable(ServerTable, CachedTable):
+    """Table with a device cache, weight `[num_slots, embedding_dim]` and states, of rows, and any index, on servers."""
 
+    service: RowStore
+    clock = 0  # number of batches that were trained, or prefetched for training, if the table is dynamic
 
-def _push_nothing(lookup: Lookup) -> None:
-    """Push no gradients for a batch that was pulled for training but not trained: the servers wait for its push."""
-    assert isinstance(lookup, PulledBatch)
-    lookup.pull.push(None, 0.0)
+    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device, service: RowStore) -> None:
+        self.service, self.state_specs = service, states
+        CachedTable.__init__(self, config, states, device)
+        read, write = (partial(call, config.name) for call in (service.read_records, service.write_records))
+        self.store = ServerRows(read, write)  # type: ignore[assignment]
 
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw the seed at construction; RuntimeError once servers have rows."""
+        if self.has_store:
+            ServerTable.reset_parameters(self)
 
-@_disable_dynamo
-def look_up_pulled(tables: Tables, features: Features, lookup: PulledBatch | None) -> Tensor:
-    """Look up a batch in the rows that servers send; the backward pushes the sums of their gradients."""
-    # Wait for the pull, or start one now.
-    if lookup is None or lookup.acquired:
-        lookup = pull_batch(tables, features)
-    lookup.acquired = True
-    read = partial(_read, tables, lookup)
-    if not tables.trains():
-        pooled: Tensor = read()
-        lookup.release()
-        return pooled
-    # Training: the backward pushes gradients, or accumulates them.
-    check_gradients(tables, lookup.sample_weights, lookup.training)
-    tables.remember_keys(unpack_features(features)[0])
-    handle, pulled = tables.accumulator.current_handle, lookup
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        name = self.config.name
+        self.service.load(name, {**self.service.tensors(name), **tensors})
 
-    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        if pulled.on_release is None:
-            raise RuntimeError("a backward pass has updated these rows already; look the batch up again")
-        if handle == NOT_ACCUMULATING:
-            push_gradients(tables, grad, pulled)
-            tables.counters["step"] += 1
-        else:
-            batch = pulled.values, pulled.offsets, pulled.sample_weights
-            accumulate_(tables.counters["pending"], handle, grad, *batch)
-            tables.pins.append(pulled)
+    _allocate = CachedTable._allocate
+    _apply = CachedTable._apply
 
-    return ops.fused_lookup(tables.tables[0].weight, None, read, take_gradient)
+    @property
+    def row_config(self) -> TableConfig:
+        is_dynamic, name = self.config.is_dynamic, self.config.name
+        return self.config.storage_config(self.service.num_rows(name)) if is_dynamic else self.config
 
-
-def _read(tables: Tables, lookup: PulledBatch) -> Tensor:
-    device = lookup.values.device
-    weights = [rows.to(device, non_blocking=True) for rows in lookup.pull.rows()]
-    batch = lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout
-    return ops.embedding_bag(weights, *batch, False, tables.dtype_of(weights))
-
-
-@torch.no_grad()
-def push_gradients(tables: Tables, grad: Tensor, lookup: PulledBatch) -> None:
-    """Push the sums of a batch's gradients. With `on_nonfinite="raise"` a sum that is not finite raises ValueError and
-    nothing is pushed; with "skip" such rows are counted, and the servers do not update them.
-    """
-    optimizer = tables.optimizer
-    _, sums = row_sums(grad, lookup, optimizer.max_gradient)
-    for number, table_sums in enumerate(sums if optimizer.on_nonfinite != "ignore" else ()):
-        if bool(table_sums.sum().isfinite()):  # a cheap test; a finite sum that overflows is checked per row
-            continue
-        config, invalid = tables.configs[number], ~table_sums.isfinite().all(1).cpu()
-        if optimizer.on_nonfinite == "raise" and invalid.any():
-            raise gradient_not_finite(config.name, int(lookup.ids[number][invalid][0]))
-        if num_skipped := int(invalid.sum()):
-            tables.counters["skipped"][number] += num_skipped
-            warn_of_skipped_rows(config.name)
-    lookup.on_release = None
-    lookup.pull.push([table_sums.cpu() for table_sums in sums], tables.current_learning_rate)
+    def statistics(self) -> DynamicStatistics:
+        """Request the statistics of a dynamic table from the servers."""
+        return DynamicStatistics(**self.service.statistics(self.config.name))

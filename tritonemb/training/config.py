@@ -8,9 +8,8 @@ from tritonemb.data import LogOptions, kind_of
 from tritonemb.offloading.options import OffloadOptions
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.options import ServersOptions
-from tritonemb.tables.options import TableOptions
 from tritonemb.training.schedule import Schedule, ScheduleOptions
-from tritonemb.types import CodecName
+from tritonemb.types import CodecName, TableOptions
 from tritonemb.utils import Options, number
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -29,7 +29,7 @@ from tritonemb.offloading.options import OffloadOptions
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch
+from tritonemb.tables.table_set import PrefetchedFeatures, needs_prefetch, prefetch
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule

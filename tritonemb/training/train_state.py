@@ -25,10 +25,9 @@ from tritonemb.offloading.sub_groups import MASTER
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.cache import RowCache
+from tritonemb.tables.cache import RowCache, released_before, sequence_number
 from tritonemb.tables.cached_table import metadata_only
-from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
-from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.table_set import TableSet, needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks, on_rank_zero
 from tritonemb.training.step import PLAIN, OrderedPrefetch, PreparedStep, TrainStep, count, prefetch_for, prepare

@@ -220,9 +220,9 @@ def _misses(device: torch.device, placement: str, folder: str | Path | None) -> 
     def prefetch(size: int) -> tuple[Any, ...]:
         nonlocal position
         while pinned:
-            lookup = pinned.pop()
-            lookup.dirty = True
-            lookup.release()
+            pins = pinned.pop().pins
+            pins.is_dirty = True
+            pins.release()
         ids, position = order[(torch.arange(size) + position) % rows].repeat(NUM_TABLES), position + size
         batch = _batch(_KEYS, ids, size).to(device)
         return lambda: pinned.append(tables.group(batch)), 2 * (CACHED_DIM * 4 + STATE_BYTES) * len(ids), len(ids)

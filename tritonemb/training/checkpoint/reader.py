@@ -172,8 +172,7 @@ def load_store(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
     that were never written if all shards have the same initial values.
     """
     if (saved_shard := find_shard(entry, table)) is not None:
-        base, *changes = [path / name for name in saved_shard["files"]]
-        return table.restore_store(base, changes)
+        return table.new_store(snapshots=[path / name for name in saved_shard["files"]])
     config, shards = table.config, _shards_of(path, entry)
     seeds = {int(snapshot_header(path / shard["files"][0])["seed"]) for shard in shards}
     skip_unwritten = len(seeds) == 1 and {shard["bound"] for shard in shards} == {config.bound}
@@ -184,7 +183,7 @@ def load_store(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
 
 def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
     """Create a store with the rows of blocks; other rows have the initial values of `seed`."""
-    store = table.empty_store(seed)
+    store = table.new_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
     with on_error(store.close):
         for rows, first_column, values in blocks:

@@ -1,0 +1,134 @@
+"""A batch as a collection looks it up: its keys, its rows as kernels read them, and the sums of their gradients."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.errors import find_invalid_id
+from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
+from tritonemb.layout import FIRST_ROW, ROW_DIM, Layout
+from tritonemb.types import TableConfig
+
+
+class RowBatch(NamedTuple):
+    """A batch of rows as kernels read it.
+
+    Attributes:
+        values, offsets: int32 or int64 `[N]`, rows of the tables' memory (slots of cached tables), and `[K * B + 1]`.
+        sample_weights: float32 `[N]`, or None.
+        groups, layout: distinct rows with their positions, and the layout of the batch's keys over the tables.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    groups: ops.RowGroups
+    layout: Layout
+
+
+class AssignedRows(NamedTuple):
+    """A batch whose ids of dynamic tables were replaced by rows.
+
+    Attributes:
+        features: the batch with rows instead of ids, -1 for ids without a row, and one key per lookup if a feature
+            feeds several tables.
+        groups: distinct rows, if grouped ahead.
+        unknown_ids: how ids without a row are read, if there are any.
+        training: whether new ids were assigned rows.
+        step: int64 `[]`, step of the tables.
+    """
+
+    features: KeyedJaggedTensor
+    groups: ops.RowGroups | None
+    unknown_ids: "UnknownIds | None"
+    training: bool
+    step: Tensor
+
+
+class UnknownIds(NamedTuple):
+    """Temporary tables by which a batch with unknown ids is read: its distinct rows, then initial values.
+
+    Attributes:
+        rows, initial: by table number, the distinct rows of the batch in the table's memory, and initial values.
+        values, layout: the batch over these temporary tables.
+    """
+
+    rows: dict[int, Tensor]
+    initial: dict[int, Tensor]
+    values: Tensor
+    layout: Layout
+
+
+def row_sums(
+    grad: Tensor | Sequence[Tensor], batch: RowBatch, max_gradient: float | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the distinct rows of each table, ascending, and the sums of their gradients. Waits for the device."""
+    layout, groups = batch.layout, batch.groups
+    first_rows = layout.tables[:, FIRST_ROW].contiguous()
+    rows = groups.rows[: int(groups.num_groups)]
+    starts = torch.searchsorted(rows, first_rows)
+    counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
+    sizes = counts.tolist()
+    dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
+    sums = [torch.zeros(n, dim, device=rows.device) for n, dim in zip(sizes, dims, strict=True)]
+    ops.row_gradients_(
+        sums, grad, batch.offsets, batch.sample_weights, groups, layout, compact=True, max_gradient=bound
+    )
+    local_rows = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)
+    return list(local_rows), sums
+
+
+def checked_batch(features: Features) -> KeyedJaggedTensor:
+    """Convert features; for errors see `unpack_features`."""
+    if getattr(features, "is_checked", False):
+        assert isinstance(features, KeyedJaggedTensor)
+        return features
+    keys, values, offsets, weights = unpack_features(features)
+    return KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+
+
+def find_invalid(configs: Sequence[TableConfig], batch: KeyedJaggedTensor) -> ValueError | None:
+    """Return the error for the first id that is out of range of a static table; None if all are valid."""
+    static = [config for config in configs if not config.is_dynamic]
+    lookups = [(key, c.name, c.num_embeddings) for key in batch.keys() for c in static if key in c.feature_names]  # noqa: SIM118
+    return find_invalid_id(batch, lookups)
+
+
+def find_positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> dict[int, Any]:
+    """Return the positions of each table's values in a batch: a slice, or int64 `[n]` for several keys."""
+    size = batch.stride()
+    ends = batch.offsets()[::size].tolist() if size else [0] * (len(batch.keys()) + 1)
+    slices = {number: [slice(ends[key], ends[key + 1]) for key in of] for number, of in keys.items()}
+    return {
+        number: of[0] if len(of) == 1 else torch.cat([torch.arange(s.start, s.stop) for s in of])
+        for number, of in slices.items()
+    }
+
+
+def split_lookups(configs: Sequence[TableConfig], batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """Return a batch with one key per lookup.
+
+    Keys keep their order, so that a row's gradients are summed in the order of a device table.
+    """
+    batches = []
+    for feature in batch.keys():  # noqa: SIM118
+        values, offsets, weights = batch[feature].values(), batch[feature].offsets(), batch[feature].weights_or_none()
+        names = [config.name for config in configs if feature in config.feature_names]
+        # A table's name has no dot, so no other pair has the key.
+        batches += [KeyedJaggedTensor([f"{name}.{feature}"], values, weights, offsets=offsets) for name in names]
+    return KeyedJaggedTensor.concat(batches)
+
+
+def configs_for_keys(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[TableConfig]:
+    """Return table configs for a batch with these keys, or with one key per lookup; ValueError for missing keys."""
+    missing = [feature for config in configs for feature in config.feature_names if feature not in keys]
+    if not missing:
+        return configs
+    names = [[f"{config.name}.{feature}" for feature in config.feature_names] for config in configs]
+    if any(name not in keys for table_names in names for name in table_names):
+        raise ValueError(f"the batch lacks the features {[*dict.fromkeys(missing)]}; it has the keys {list(keys)}")
+    sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
+    return [c.shard(c.name, *size, features) for c, size, features in zip(configs, sizes, names, strict=True)]
