@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import reduce
 from itertools import accumulate
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,6 @@ class TileLayer(nn.Linear):
         """Initialize like `nn.Linear`: uniform within 1 / sqrt(fan_in)."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.fan_in**-0.5), self.fan_in**-0.5)
-
-
-class WeightTile(NamedTuple):
-    """Position of a tile in the full weight `[out_features, in_features]`."""
-
-    layer: TileLayer
-    first_row: int
-    first_column: int
 
 
 class TiledLinear(nn.Module):
@@ -74,12 +66,12 @@ class TiledLinear(nn.Module):
         outputs = [reduce(add, (layer(chunk) for layer, chunk in zip(row, chunks, strict=True))) for row in self.tiles]
         return torch.cat(outputs, -1) if len(outputs) > 1 else outputs[0]
 
-    def grid(self) -> Iterator[WeightTile]:
-        """Tiles in row-major order, with the positions of their weights."""
+    def grid(self) -> Iterator[tuple[TileLayer, int, int]]:
+        """Tiles in row-major order, each with its first row and column in the full weight."""
         first_row = 0
         for row in self.tiles:
             for layer, first_column in zip(row, accumulate([0, *self._columns]), strict=False):
-                yield WeightTile(layer, first_row, first_column)
+                yield layer, first_row, first_column
             first_row += row[0].out_features
 
     @classmethod

@@ -229,11 +229,6 @@ class Accumulator:
         self.tables: Callable[[], Any] | None = None
         self._instances[self.handle] = self
 
-    @property
-    def current_handle(self) -> int:
-        """Handle, or NOT_ACCUMULATING outside of `open` blocks."""
-        return self.handle if self.is_open else NOT_ACCUMULATING
-
     def pop_all(self) -> list[Any]:
         gradients, self.gradients = self.gradients, []
         return gradients

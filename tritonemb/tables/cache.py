@@ -90,20 +90,6 @@ class Pins:
         table_mask = self.tables == table
         return self.rows[table_mask], self.slots[table_mask]
 
-    def acquire(self, batch: RowBatch) -> bool:
-        """Make this thread's stream wait for the slots of `batch`; return False if they were acquired before."""
-        if self.state is not PinState.PINNED:
-            return False
-        self.state = PinState.ACQUIRED
-        if self.ready is not None:
-            self.stream = torch.cuda.current_stream(self.cache.device)
-            self.stream.wait_event(self.ready)
-            ids = batch.values, batch.offsets, batch.sample_weights
-            for tensor in (*ids, *batch.groups, self.tables, self.rows, self.slots):
-                if tensor is not None:
-                    tensor.record_stream(self.stream)
-        return True
-
     def release(self) -> None:
         """Queue the slots to be unpinned by a later prefetch. All updates have been submitted to this thread's stream.
 

@@ -12,14 +12,7 @@ from torch._compile import _disable_dynamo
 from tritonemb import ops
 from tritonemb.jagged import Features, batch_size_of
 from tritonemb.layout import NUM_ROWS
-from tritonemb.tables.batch import (
-    AssignedRows,
-    RowBatch,
-    UnknownIds,
-    checked_batch,
-    find_invalid,
-    find_positions,
-)
+from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
 from tritonemb.tables.cache import PinState, RowCache
 from tritonemb.tables.lookup import assign_rows, check_protected, check_trainable, look_up_prepared, raise_no_optimizer
 from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch
@@ -44,11 +37,22 @@ class PinnedBatch(PreparedBatch):
         self.ticket, prefetched[number] = torch.tensor(number), self
 
     def acquire(self, cache: RowCache) -> bool:
-        """Use the pinned slots; return False if they were used before, ValueError if another cache pinned them."""
-        assert self.pins is not None
-        if self.pins.state is PinState.PINNED and self.pins.cache is not cache:
+        """Wait on this stream for the slots; return False if they were used before, ValueError for another cache."""
+        pins, rows = self.pins, self.rows
+        assert pins is not None
+        if pins.state is not PinState.PINNED:
+            return False
+        if pins.cache is not cache:
             raise ValueError("another collection made these groups; use group() of the one that is called")
-        return self.pins.acquire(self.rows)
+        pins.state = PinState.ACQUIRED
+        if pins.ready is not None:
+            pins.stream = torch.cuda.current_stream(cache.device)
+            pins.stream.wait_event(pins.ready)
+            ids = rows.values, rows.offsets, rows.sample_weights
+            for tensor in (*ids, *rows.groups, pins.tables, pins.rows, pins.slots):
+                if tensor is not None:
+                    tensor.record_stream(pins.stream)
+        return True
 
     def unknown_ids(self, tables: LookupTables) -> UnknownIds | None:
         """Return the temporary tables, with slots instead of rows for cached tables."""

@@ -357,10 +357,6 @@ class DynamicTable(Table):
             self._call("dynamic_remove_", expired)
             self.record_removed(expired)
 
-    def add(self, ids: Tensor) -> Tensor:
-        """Assign rows to distinct new ids, ascending, of a table without evictions; the rows are not initialized."""
-        return self._insert(ids, self.rule(self.clock))[0]
-
     def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
         """Find or assign rows of distinct ids; return them and a mask of new ids. Rows are not initialized."""
         rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
