@@ -46,56 +46,39 @@ DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below the 10 bits
 
 
 class TableRow(NamedTuple):
-    """Row of `Layout.tables`.
+    """Row of `Layout.tables`."""
 
-    Attributes:
-        first_row: linear row of row 0.
-        num_rows, dim: shape.
-        seed: seed of stochastic rounding.
-        row_origin, column_origin: first row and column of a shard in the unsharded table.
-        row_ids: for slots or replicas that store selected rows of a table: address of int64 `[num_rows]`, the row
-            that each one stores; else 0. The creator of the layout keeps that tensor alive.
-        row_ids_stride: stride of `row_ids`, in elements.
-    """
-
-    first_row: int
+    first_row: int  # linear row of row 0
     num_rows: int
     dim: int
-    seed: int = 0
+    seed: int = 0  # of stochastic rounding
+    # First row and column of a shard in the unsharded table.
     row_origin: int = 0
     column_origin: int = 0
+    # For slots or replicas that store selected rows of a table: address of int64 `[num_rows]`, the row that each one
+    # stores; else 0. The creator of the layout keeps that tensor alive.
     row_ids: int = 0
-    row_ids_stride: int = 1
+    row_ids_stride: int = 1  # in elements
 
 
 TABLE_SIZE = len(TableRow._fields)
 
 
 class DynamicIndex(NamedTuple):
-    """Index of a dynamic table: `P` partitions of `C` rows, each with `M` sets, and `O` sets of overflow slots.
+    """Index of a dynamic table: `P` partitions of `C` rows, each with `M` sets, and `O` sets of overflow slots."""
 
-    Attributes:
-        entries: int64 `[P · C, 2]`, per row: its id; and two int32, the step of its last use and its use count. In one
-            tensor, so that a lookup that counts uses reads one cache line per row, not two.
-        digests: uint8 `[P · (M + O) · WAYS]`, per slot: 1 … 255, or 0 if the slot is empty.
-        rows: int32, per slot: the row of its id.
-        free: int32 `[P · C]`: element `k · P + p` is entry `k` of the stack of freed rows of partition `p`.
-        overflowed: int32 `[P · M]`, per set: number of its rows in overflow slots.
-        num_sets, num_rows: int32 `[P]`: current number of sets and of rows in use.
-        num_allocated, num_overflow: int32 `[P]`: rows ever allocated, freed ones included; rows in overflow slots.
-        shard: int64 `[2]`: partitions of the unsharded table, and the index of the first one in this shard.
-    """
-
+    # int64 `[P · C, 2]`, per row: its id; and two int32, the step of its last use and its use count. In one tensor, so
+    # that a lookup that counts uses reads one cache line per row, not two.
     entries: Tensor
-    digests: Tensor
-    rows: Tensor
-    free: Tensor
-    overflowed: Tensor
-    num_sets: Tensor
-    num_rows: Tensor
-    num_allocated: Tensor
-    num_overflow: Tensor
-    shard: Tensor
+    digests: Tensor  # uint8 `[P · (M + O) · WAYS]`, per slot: 1 … 255, or 0 if the slot is empty
+    rows: Tensor  # int32, per slot: the row of its id
+    free: Tensor  # int32 `[P · C]`: element `k · P + p` is entry `k` of the stack of freed rows of partition `p`
+    overflowed: Tensor  # int32 `[P · M]`, per set: number of its rows in overflow slots
+    num_sets: Tensor  # int32 `[P]`, like the next three
+    num_rows: Tensor  # rows in use
+    num_allocated: Tensor  # rows ever allocated, freed ones included
+    num_overflow: Tensor  # rows in overflow slots
+    shard: Tensor  # int64 `[2]`: partitions of the unsharded table, and the index of the first one in this shard
 
     @property
     def ids(self) -> Tensor:
@@ -118,25 +101,16 @@ class PendingInsert(NamedTuple):
     """New ids of a batch, sorted by table, then by the order of insertion.
 
     `M` positions have new ids, `U` of them distinct, with `N ≥ M ≥ U`; elements beyond `M` or `U` are undefined.
-
-    Attributes:
-        order: int64 `[N]`, positions in the batch; those of an id are consecutive.
-        keys: int32 `[N]`, ascending: number of the table, or of the partition among those of all tables; `NO_KEY` from
-            `M` on.
-        numbers: int32 `[N]`, number of distinct ids up to and including this position.
-        ids: int64 `[N]`, the distinct ids.
-        begins: int64 `[N + 1]`: positions `order[begins[u] : begins[u + 1]]` have id `u`.
-        tables: int32 `[N]`, table of each distinct id.
-        admitted: bool `[N]`, whether a distinct id may get a row; initially all.
     """
 
-    order: Tensor
+    order: Tensor  # int64 `[N]`, positions in the batch; those of an id are consecutive
+    # int32 `[N]`, ascending: number of the table, or of the partition among those of all tables; `NO_KEY` from `M` on.
     keys: Tensor
-    numbers: Tensor
-    ids: Tensor
-    begins: Tensor
-    tables: Tensor
-    admitted: Tensor
+    numbers: Tensor  # int32 `[N]`, number of distinct ids up to and including this position
+    ids: Tensor  # int64 `[N]`, the distinct ids
+    begins: Tensor  # int64 `[N + 1]`: positions `order[begins[u] : begins[u + 1]]` have id `u`
+    tables: Tensor  # int32 `[N]`, table of each distinct id
+    admitted: Tensor  # bool `[N]`, whether a distinct id may get a row; initially all
 
 
 class TensorList(list[Tensor]):
@@ -274,28 +248,18 @@ def devices_of(tensors: Sequence[Tensor]) -> frozenset[torch.device]:
 
 
 class Layout(NamedTuple):
-    """Layout of a batch with `K` keys over a collection of `T` tables with `L` lookups.
+    """Layout of a batch with `K` keys over a collection of `T` tables with `L` lookups."""
 
-    Attributes:
-        tables: int64 `[T, 8]`, rows of `TableRow`.
-        lookups: int64 `[L, 4]`, sorted by key: table, first column of the output, dim, pooling.
-        key_starts: int64 `[K + 1]`: lookups `key_starts[k] … key_starts[k + 1] - 1` are those of key `k`.
-        table_names, feature_names: one name per line (`unpack_names`); for error messages.
-        multiplicity: maximal number of lookups of a key.
-        num_rows: linear rows, the sum over all tables.
-        width: columns of the output.
-        pooled: whether the output has a row per sample, or (pooling "none") a row per value.
-    """
-
-    tables: Tensor
-    lookups: Tensor
-    key_starts: Tensor
+    tables: Tensor  # int64 `[T, 8]`, rows of `TableRow`
+    lookups: Tensor  # int64 `[L, 4]`, sorted by key: table, first column of the output, dim, pooling
+    key_starts: Tensor  # int64 `[K + 1]`: lookups `key_starts[k] … key_starts[k + 1] - 1` are those of key `k`
+    # One name per line (`unpack_names`), for error messages.
     table_names: str
     feature_names: str
-    multiplicity: int
-    num_rows: int
-    width: int
-    pooled: bool
+    multiplicity: int  # maximal number of lookups of a key
+    num_rows: int  # linear rows, the sum over all tables
+    width: int  # columns of the output
+    pooled: bool  # whether the output has a row per sample, or (pooling "none") a row per value
 
 
 def make_layout(tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: Device = None) -> Layout:

@@ -22,22 +22,13 @@ TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class Codec:
-    """Encoding of the elements of a row or gradient in transit; see `kernels/quantize.py`.
+    """Encoding of the elements of a row or gradient in transit; see `kernels/quantize.py`."""
 
-    Args:
-        dtype: dtype of a code.
-        largest: largest finite value.
-        saturation_threshold: smallest magnitude that saturates: it would round beyond `largest`.
-        scales_gradients: whether gradients are scaled by default, as gradients of a mean may be below its smallest
-            number.
-        row_wise: whether each row has a scale and an offset.
-    """
-
-    dtype: torch.dtype
-    largest: float
-    saturation_threshold: float
-    scales_gradients: bool = False
-    row_wise: bool = False
+    dtype: torch.dtype  # of a code
+    largest: float  # largest finite value
+    saturation_threshold: float  # smallest magnitude that saturates: it would round beyond `largest`
+    scales_gradients: bool = False  # by default, as gradients of a mean may be below the codec's smallest number
+    row_wise: bool = False  # whether each row has a scale and an offset
 
 
 CODECS = {

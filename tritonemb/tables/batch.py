@@ -14,50 +14,34 @@ from tritonemb.types import TableConfig
 
 
 class RowBatch(NamedTuple):
-    """A batch of rows as kernels read it.
+    """A batch of rows as kernels read it."""
 
-    Attributes:
-        values, offsets: int32 or int64 `[N]`, rows of the tables' memory (slots of cached tables), and `[K * B + 1]`.
-        sample_weights: float32 `[N]`, or None.
-        groups, layout: distinct rows with their positions, and the layout of the batch's keys over the tables.
-    """
-
-    values: Tensor
-    offsets: Tensor
-    sample_weights: Tensor | None
-    groups: ops.RowGroups
-    layout: Layout
+    values: Tensor  # int32 or int64 `[N]`, rows of the tables' memory, which are slots of cached tables
+    offsets: Tensor  # int32 or int64 `[K * B + 1]`
+    sample_weights: Tensor | None  # float32 `[N]`
+    groups: ops.RowGroups  # distinct rows with their positions
+    layout: Layout  # of the batch's keys over the tables
 
 
 class AssignedRows(NamedTuple):
-    """A batch whose ids of dynamic tables were replaced by rows.
+    """A batch whose ids of dynamic tables were replaced by rows."""
 
-    Attributes:
-        features: the batch with rows instead of ids, -1 for ids without a row, and one key per lookup if a feature
-            feeds several tables.
-        groups: distinct rows, if grouped ahead.
-        unknown_ids: how ids without a row are read, if there are any.
-        training: whether new ids were assigned rows.
-        step: int64 `[]`, step of the tables.
-    """
-
+    # The batch with rows instead of ids, -1 for ids without a row, and one key per lookup if a feature feeds several
+    # tables.
     features: KeyedJaggedTensor
-    groups: ops.RowGroups | None
-    unknown_ids: "UnknownIds | None"
-    training: bool
-    step: Tensor
+    groups: ops.RowGroups | None  # distinct rows, if grouped ahead
+    unknown_ids: "UnknownIds | None"  # how ids without a row are read, if there are any
+    training: bool  # whether new ids were assigned rows
+    step: Tensor  # int64 `[]`, of the tables
 
 
 class UnknownIds(NamedTuple):
-    """Temporary tables by which a batch with unknown ids is read: its distinct rows, then initial values.
+    """Temporary tables by which a batch with unknown ids is read: its distinct rows, then initial values."""
 
-    Attributes:
-        rows, initial: by table number, the distinct rows of the batch in the table's memory, and initial values.
-        values, layout: the batch over these temporary tables.
-    """
-
+    # By table number: the distinct rows of the batch in the table's memory, and initial values.
     rows: dict[int, Tensor]
     initial: dict[int, Tensor]
+    # The batch over these temporary tables.
     values: Tensor
     layout: Layout
 

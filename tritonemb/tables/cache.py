@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -63,27 +64,22 @@ class PinState(enum.Enum):
     RELEASED = enum.auto()
 
 
+@dataclass(eq=False)
 class Pins:
-    """Pinned slots of a batch, until they are released or deleted.
+    """Pinned slots of a batch, until they are released or deleted."""
 
-    Attributes:
-        tables, rows, slots: int64 `[n]`: table number, row in the table, and slot.
-        cache: cache of the slots, until release.
-        ready: event recorded after the transfers, on a GPU.
-        state: see `PinState`.
-        is_dirty: whether the rows were updated; they are written back after release.
-        stream: stream that reads the slots.
-        number, events: sequence number of the release, and events recorded then; the slots are reused after them.
-    """
-
-    def __init__(self, tables: Tensor, rows: Tensor, slots: Tensor, cache: "RowCache") -> None:
-        self.tables, self.rows, self.slots, self.cache = tables, rows, slots, cache
-        self.ready: torch.cuda.Event | None = None
-        self.state = PinState.PINNED
-        self.is_dirty = False
-        self.stream: torch.cuda.Stream | None = None
-        self.number = 0
-        self.events: Sequence[torch.cuda.Event] = ()
+    # int64 `[n]`: table number, row in the table, and slot.
+    tables: Tensor
+    rows: Tensor
+    slots: Tensor
+    cache: "RowCache"  # of the slots, until release
+    ready: torch.cuda.Event | None = None  # recorded after the transfers, on a GPU
+    state: PinState = PinState.PINNED
+    is_dirty: bool = False  # whether the rows were updated; they are written back after release
+    stream: torch.cuda.Stream | None = None  # which reads the slots
+    # Sequence number of the release, and events recorded then; the slots are reused after them.
+    number: int = 0
+    events: Sequence[torch.cuda.Event] = ()
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
         """Return the pinned rows of a table, ascending, and their slots."""

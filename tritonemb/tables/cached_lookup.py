@@ -23,16 +23,14 @@ prefetched: WeakValueDictionary[int, "PinnedBatch"] = WeakValueDictionary()  # b
 
 @dataclass(eq=False)
 class PinnedBatch(PreparedBatch):
-    """A batch whose rows are pinned in slots of a cache until it is released or deleted.
+    """A batch whose rows are pinned in slots of a cache until it is released or deleted."""
 
-    Attributes:
-        replica_rows: rows of other ranks' batches that this rank updates as well; None without replicas.
-        ticket: int64 `[]` on the CPU, the batch's number in compiled graphs.
-    """
-
-    replica_rows: Tensor | None = None
+    replica_rows: Tensor | None = (
+        None  # of other ranks' batches, updated as well; None without replicas
+    )
 
     def __post_init__(self) -> None:
+        # The ticket, int64 `[]` on the CPU, is the batch's number in compiled graphs.
         number = next(_tickets)
         self.ticket, prefetched[number] = torch.tensor(number), self
 

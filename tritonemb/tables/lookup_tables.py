@@ -75,21 +75,13 @@ def check_not_data_parallel(name: str) -> None:
 
 @dataclass(eq=False)
 class PreparedBatch:
-    """A batch whose rows can be read, and then updated by the gradient of the result or released; used once.
+    """A batch whose rows can be read, and then updated by the gradient of the result or released; used once."""
 
-    Attributes:
-        keys: one per lookup.
-        rows: the batch as kernels read it.
-        training: whether gradients were recorded when the batch was prepared.
-        assigned: the batch with rows instead of ids, if tables are dynamic.
-        pins: pinned slots, if tables are cached.
-    """
-
-    keys: Sequence[str]
+    keys: Sequence[str]  # one per lookup
     rows: RowBatch
-    training: bool
-    assigned: AssignedRows | None = None
-    pins: Pins | None = None
+    training: bool  # whether gradients were recorded when the batch was prepared
+    assigned: AssignedRows | None = None  # the batch with rows instead of ids, if tables are dynamic
+    pins: Pins | None = None  # if tables are cached
 
     def check_update(self, tables: "LookupTables") -> None:
         """Raise in the forward if the tables must not be updated."""
@@ -124,18 +116,12 @@ Groups = ops.RowGroups | PreparedBatch | AssignedRows
 
 @dataclass
 class AccumulatedLookups:
-    """Lookups in an `accumulate` block.
+    """Lookups in an `accumulate` block."""
 
-    Attributes:
-        keys, step: of the first micro-batch, the latter if tables are dynamic.
-        batches: batches that were looked up, to be released when the block ends.
-        trained: those that have a gradient, in the order of the accumulated gradients.
-    """
-
-    keys: tuple[str, ...] | None = None
-    step: int | None = None
-    batches: list[PreparedBatch] = field(default_factory=list)
-    trained: list[PreparedBatch] = field(default_factory=list)
+    keys: tuple[str, ...] | None = None  # of the first micro-batch
+    step: int | None = None  # of the first micro-batch, if tables are dynamic
+    batches: list[PreparedBatch] = field(default_factory=list)  # to be released when the block ends
+    trained: list[PreparedBatch] = field(default_factory=list)  # in the order of the accumulated gradients
 
     def check_keys(self, keys: Sequence[str]) -> None:
         """Raise ValueError for other keys than those of the first micro-batch."""
