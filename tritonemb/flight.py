@@ -24,10 +24,10 @@ pa, pa_flight = LazyModule("pyarrow"), LazyModule("pyarrow.flight")
 SCHEMES = ("grpc://", "grpc+tls://")
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # environment variables
 TIMEOUT = 5.0  # seconds to connect, to open a stream, and for a server to end its streams
+# JSON values and a payload of bytes: any object with a buffer; in the client a NumPy array of uint8.
 Message = tuple[dict[str, Any], Any]
-"""JSON values and a payload of bytes: any object with a buffer; in the client a NumPy array of uint8."""
+# Handler of a request: yields response messages; closed when the client stops reading. May raise any exception.
 RequestHandler = Callable[[dict[str, Any]], Iterator[Message]]
-"""Handler of a request: yields response messages; closed when the client stops reading. May raise any exception."""
 
 
 class MessageStream:

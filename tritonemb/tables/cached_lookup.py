@@ -25,9 +25,7 @@ prefetched: WeakValueDictionary[int, "PinnedBatch"] = WeakValueDictionary()  # b
 class PinnedBatch(PreparedBatch):
     """A batch whose rows are pinned in slots of a cache until it is released or deleted."""
 
-    replica_rows: Tensor | None = (
-        None  # of other ranks' batches, updated as well; None without replicas
-    )
+    replica_rows: Tensor | None = None  # of other ranks' batches, updated as well; None without replicas
 
     def __post_init__(self) -> None:
         # The ticket, int64 `[]` on the CPU, is the batch's number in compiled graphs.

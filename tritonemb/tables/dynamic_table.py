@@ -208,9 +208,6 @@ class Lock:
 
     On a GPU a holder's stream waits for the streams of earlier holders and for recorded updates: a row that one holder
     frees may get initial values from the next one, on another stream.
-
-    Args:
-        device: of the tables.
     """
 
     def __init__(self, device: torch.device) -> None:

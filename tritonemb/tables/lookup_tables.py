@@ -27,9 +27,9 @@ from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
+# `find_replica_rows(rows, problem)` returns linear rows of cached tables in other ranks' batches, to be pinned as well.
+# `rows` are the batch's distinct linear rows, ascending, and `problem` the error of an invalid id, or None.
 FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
-"""`find_replica_rows(rows, problem)` returns linear rows of cached tables in other ranks' batches, to be pinned as
-well. `rows` are the batch's distinct linear rows, ascending, and `problem` the error of an invalid id, or None."""
 _OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
 
 

@@ -77,8 +77,7 @@ def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: 
 class Table(nn.Module):
     """Table with a weight `[num_rows, embedding_dim]` and float32 states, `[num_rows]` or of the weight's shape.
 
-    Args:
-        num_rows: rows on the device, `num_embeddings` by default.
+    `num_rows` are on the device, `num_embeddings` by default.
     """
 
     seed: int  # of the initial values of a dynamic table
