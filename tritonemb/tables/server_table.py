@@ -36,9 +36,8 @@ class Pull(Protocol):
 class TableService(Protocol):
     """Embedding servers of a collection's tables."""
 
-    applies_updates: (
-        bool  # whether servers apply the optimizer (`RowService`), or trainers, to leased rows (`RowStore`)
-    )
+    # Whether servers apply the optimizer (`RowService`), or trainers, to leased rows (`RowStore`).
+    applies_updates: bool
 
     def tensors(self, table: str) -> dict[str, Tensor]:
         """Return the tensors of a table in `state_dict`, after the pushes applied so far; copies."""
@@ -56,10 +55,10 @@ class TableService(Protocol):
         """Drop leased rows without writing them back, after another trainer has loaded other rows."""
 
     def snapshot(self, path: Path, changes_only: bool = False) -> list[dict[str, Any]]:
-        """Write each server's tables to a file once all trainers have reached this step; one trainer calls this.
+        """Write each server's tables to a file, named `path`, a number and ".server"; one trainer calls this.
 
-        The files are named `path`, a number and ".server". Return per file the snapshot's name, and its parent's, or
-        None if it is whole. StorageError if a file cannot be written.
+        Servers wait until all trainers have reached this step. Return per file the snapshot's name, and its parent's,
+        or None if it is whole. StorageError if a file cannot be written.
         """
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
