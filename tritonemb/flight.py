@@ -37,11 +37,7 @@ class MessageStream:
         self._reader, self._writer, self._peer, self._lock = reader, writer, peer, threading.Lock()
 
     def send(self, messages: Iterable[Message]) -> None:
-        """Send messages in sequence; block while the peer does not read.
-
-        Raises:
-            ConnectionError: the stream has ended.
-        """
+        """Send messages in sequence; block while the peer does not read. ConnectionError if the stream has ended."""
         encoded = [(_record_batch(data) if len(data) else None, _metadata(values, data)) for values, data in messages]
         with self._lock, _readable_errors(self._peer):
             if self._writer is None:
@@ -82,18 +78,12 @@ def start_server(
     handler: RequestHandler, address: str, token: str, certificate: str | Path | None = None,
     key: str | Path | None = None, exchange: Callable[[MessageStream], None] = reject_request,
 ) -> Any:  # fmt: skip
-    """Start a `pyarrow.flight.FlightServerBase` with a method `stop`; return it.
+    """Start a `pyarrow.flight.FlightServerBase` with a method `stop`; return it. Every call must present the token.
 
-    Args:
-        handler: handler of requests.
-        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate; port 0 selects a free one.
-        token: token that every call must present.
-        certificate, key: PEM files for TLS.
-        exchange: handler of bidirectional streams; a stream ends when it returns or raises.
-
-    Raises:
-        ValueError: the scheme of the address contradicts the files, or other machines could connect without TLS.
-        OSError: the address is in use, or a file is missing.
+    The address is `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate and its key, PEM files; port 0
+    selects a free one. A bidirectional stream ends when `exchange` returns or raises. ValueError if the scheme
+    contradicts the files, or if other machines could connect without TLS; OSError if the address is in use, or a file
+    is missing.
     """
     _check_address(address)
     if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
@@ -196,13 +186,7 @@ def _read(reader: Any, peer: str) -> Iterator[Message]:
 
 
 class Client:
-    """Client of a server.
-
-    Args:
-        address: address of the server.
-        token: token of the server.
-        roots: PEM file with root certificates to trust; the system's by default.
-    """
+    """Client of a server; `roots` is a PEM file with root certificates to trust, the system's by default."""
 
     def __init__(self, address: str, token: str, roots: str | Path | None = None) -> None:
         _check_address(address)
@@ -229,11 +213,7 @@ class Client:
         """Send a request; return an iterator of its response messages, and a function that cancels it.
 
         After a cancellation, a blocked `next` fails and the server closes its stream. `next` raises the server's
-        exceptions.
-
-        Raises:
-            PermissionError: the token is wrong; raised here or by `next`.
-            ConnectionError: the server does not answer.
+        exceptions, and PermissionError if the token is wrong; ConnectionError if the server does not answer.
         """
         with _readable_errors(self.address):
             reader = self._client.do_get(pa_flight.Ticket(json.dumps(request).encode()), self._options)

@@ -148,11 +148,9 @@ class RowCache:
     def pin(self, batch: RowBatch, replica_rows: Tensor | None, invalid: Tensor | None) -> tuple[RowBatch, Pins] | None:
         """Pin the rows of a batch and replica rows; return the batch with slots instead of rows, None if no row is.
 
-        See `released_before` for evictions. A StorageError leaves the cache in an undefined state.
-
-        Args:
-            batch: batch of table rows, one key per lookup; its layout is already that of the slots.
-            invalid: bool `[]`, on the device. If true, or if no row is cached, only earlier releases take effect.
+        `batch` has table rows, one key per lookup, and already the layout of the slots. If `invalid`, bool `[]` on the
+        device, is true, or if no row is cached, only earlier releases take effect. See `released_before` for evictions.
+        A StorageError leaves the cache in an undefined state.
         """
         # Find the table of each distinct row, padding included.
         groups, first_rows = batch.groups, self._first_rows
