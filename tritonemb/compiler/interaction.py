@@ -18,15 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
 from tritonemb.compiler import graph
-from tritonemb.compiler.graph import (
-    NotSupported,
-    Writer,
-    concat_operands,
-    expression,
-    is_concatenation,
-    require,
-    value_of,
-)
+from tritonemb.compiler.graph import NotSupported, concat_operands, expression, is_concatenation, require, value_of
 from tritonemb.compiler.lookups import LeftAlone
 from tritonemb.ops.interaction import FLOATS, is_fused
 
@@ -77,7 +69,7 @@ def _fuse(gm: GraphModule, product: Node, vectors: Node) -> str:
     require(dtype in FLOATS, f"its products are {dtype}")
     example = value_of(product).new_empty(0)
     require(is_fused(example, example), f"no kernel of tritonemb supports {dtype} on {example.device}")
-    write = Writer(gm, product)
+    write = graph.Writer(gm, product)
     dense, *sparse = (_matrix(part, dtype, write) for part in vector_nodes)
     sparse_vectors = sparse[0] if len(sparse) == 1 else write(torch.cat, sparse, 1)
     out = write(torch.ops.tritonemb.interaction.default, dense, sparse_vectors)
@@ -176,6 +168,6 @@ def _is_joined_with(dense: Node, pairs_node: Node, dtype: torch.dtype, gm: Graph
     return value_of(dense).dtype == dtype and _is_undisturbed(pairs_node, node, gm)
 
 
-def _matrix(vectors: Node, dtype: torch.dtype, write: Writer) -> Node:
+def _matrix(vectors: Node, dtype: torch.dtype, write: graph.Writer) -> Node:
     tensor = vectors if value_of(vectors).dim() == 2 else write(torch.flatten, vectors, 1)
     return tensor if value_of(vectors).dtype == dtype else write(torch.ops.aten.to.dtype, tensor, dtype)

@@ -17,19 +17,11 @@ from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
 from tritonemb.layout import Layout, cached_fact, devices_of, dtypes_of, unpack_names
+from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, row_groups, ungrouped
-from tritonemb.ops.row_update import (
-    NOT_ACCUMULATING,
-    FusedTables,
-    accumulate_,
-    check_not_accumulating,
-    row_update_,
-    shared_update,
-    table_set_of,
-    update_rows,
-)
+from tritonemb.ops.row_update import NOT_ACCUMULATING, FusedTables, accumulate_, row_update_, shared_update
 
 
 def embedding_bag(
@@ -147,7 +139,7 @@ class _FusedLookup(torch.autograd.Function):
 
 
 def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
-    table_set_of(handle).update_pinned(int(ticket), grad)
+    row_update.table_set_of(handle).update_pinned(int(ticket), grad)
     return grad.new_zeros(1)
 
 
@@ -172,7 +164,7 @@ pinned_lookup = define(
     "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
     " -> Tensor",
     lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
-    lambda weight, ticket, handle, trained, *shape: table_set_of(handle).read_pinned(int(ticket), trained),
+    lambda weight, ticket, handle, trained, *shape: row_update.table_set_of(handle).read_pinned(int(ticket), trained),
     _backward_pinned,
 )
 
@@ -181,7 +173,7 @@ def _versions(*tensors: Tensor | None) -> list[int]:
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-class FusedLookup(NamedTuple):
+class FusedBatch(NamedTuple):
     """Lookup like `embedding_bag`, whose backward updates weights, states and counters in place, or accumulates.
 
     Attributes:
@@ -202,6 +194,19 @@ class FusedLookup(NamedTuple):
     output_dtype: torch.dtype
     groups: RowGroups | UngroupedIds | None
     layout: Layout
+
+    def look_up(self) -> Tensor:
+        """Return the result, `[B, width]`, or `[N, width]` if the layout is not pooled."""
+        tables, values, offsets, sample_weights, *options, groups, layout = self
+        check_ids(values, layout.multiplicity)
+        check_devices(tables.weights, values, layout)
+        if plain_eager(values, offsets, sample_weights, tables=tables.weights):
+            batch = self if groups is not None else self._replace(groups=UngroupedIds.record(values))
+            return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient)
+        if groups is None:
+            groups = row_groups(values, offsets, layout) if self.shared else ungrouped(values)
+        arguments = values, offsets, sample_weights, *options, *groups, *layout
+        return torch.ops.tritonemb.embedding_bag_fused(*tables, *arguments)
 
     def read(self) -> Tensor:
         batch = self.values, self.offsets, self.sample_weights, self.layout
@@ -229,32 +234,19 @@ class FusedLookup(NamedTuple):
         return sample_weight_grad
 
 
-def embedding_bag_fused(lookup: FusedLookup) -> Tensor:
-    """Run a lookup; returns `[B, width]`, or `[N, width]` if the layout is not pooled."""
-    tables, values, offsets, sample_weights, *options, groups, layout = lookup
-    check_ids(values, layout.multiplicity)
-    check_devices(tables.weights, values, layout)
-    if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-        lookup = lookup if groups is not None else lookup._replace(groups=UngroupedIds.record(values))
-        return fused_lookup(tables.weights[0], sample_weights, lookup.read, lookup.take_gradient)
-    if groups is None:
-        groups = row_groups(values, offsets, layout) if lookup.shared else ungrouped(values)
-    return torch.ops.tritonemb.embedding_bag_fused(*tables, values, offsets, sample_weights, *options, *groups, *layout)
-
-
 def _look_up_fused(*args: Any) -> Tensor:
-    inputs = FusedLookup(*args)
-    check_not_accumulating(inputs.tables.learning_rate)
+    inputs = FusedBatch(*args)
+    row_update.check_not_accumulating(inputs.tables.learning_rate)
     return inputs.read()
 
 
 def _shape(*args: Any) -> Tensor:
-    inputs = FusedLookup(*args)
+    inputs = FusedBatch(*args)
     return empty_output(inputs.values, inputs.offsets, inputs.layout, inputs.output_dtype)
 
 
 def _backward_fused(ctx: Any, grad: Tensor) -> dict[str, Any]:
-    return {"sample_weights": FusedLookup(*ctx.inputs).take_gradient(grad, ctx.needs_input_grad[_SAMPLE_WEIGHTS])}
+    return {"sample_weights": FusedBatch(*ctx.inputs).take_gradient(grad, ctx.needs_input_grad[_SAMPLE_WEIGHTS])}
 
 
 _SAMPLE_WEIGHTS = len(FusedTables._fields) + 2  # number of the argument of fused lookups
@@ -333,7 +325,7 @@ _BAG_KINDS = (FusedTables, None, None, None, None, Bags, None)
 def _look_up_bag(
     table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, _: Any, bags: Bags, dtype: torch.dtype
 ) -> Tensor:
-    check_not_accumulating(table.learning_rate)
+    row_update.check_not_accumulating(table.learning_rate)
     return _read(table.weights, values, bags.offsets, sample_weights, _layout(table, name, bags), bags.checked, dtype)
 
 
@@ -372,7 +364,7 @@ def look_up_eagerly(*args: Any) -> Tensor:
 def _update_bag(
     table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, grad: Tensor
 ) -> None:
-    update_rows(table, grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
+    row_update.update_rows(table, grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
 
 
 _bag_update_ = define(

@@ -280,20 +280,19 @@ accumulate_ = define(
 )
 
 
-def shared_update(
-    handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
-    layout: Layout,
-) -> None:  # fmt: skip
+def shared_update(handle: int, grad: Tensor, *batch: Any) -> None:
     """Update tables together with other ranks, by `update_shared` of the table set `handle`.
+
+    `batch`: ids, offsets, sample weights, groups and layout.
 
     Updates of a compiled graph run at the end of the backward pass: an earlier wait for another rank could deadlock, as
     graphs of ranks may differ in order.
     """
-    if plain_eager(grad, values):
+    if plain_eager(grad, batch[0]):
         wait_for_groups(grad.device)
-        table_set_of(handle).update_shared(grad, values, offsets, sample_weights, groups, layout)
+        table_set_of(handle).update_shared(grad, *batch)
     else:
-        torch.ops.tritonemb.shared_update(handle, grad, values, offsets, sample_weights, *groups, *layout)
+        _shared_update(handle, grad, *batch)
 
 
 def table_set_of(handle: int) -> Any:
@@ -328,7 +327,7 @@ def _run_queued(task: int) -> None:
         update()
 
 
-define(
+_shared_update = define(
     "shared_update",
     "(int handle, Tensor grad, *Batch, *RowGroups, *Layout) -> Tensor",
     lambda _, grad, *args: grad.new_empty(1),

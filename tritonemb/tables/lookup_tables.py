@@ -312,9 +312,7 @@ class LookupTables(OptimizedTables):
             for tensor in (*groups, values, offsets):  # may have been grouped ahead on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
         options = self.counters["pending"], shared, accumulator, check_bounds, self.dtype_of(fused.weights)
-        return ops.embedding_bag_fused(
-            ops.FusedLookup(fused, values, offsets, sample_weights, *options, groups, layout)
-        )
+        return ops.FusedBatch(fused, values, offsets, sample_weights, *options, groups, layout).look_up()
 
     def split_lookups(self, batch: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Layout]:
         """Return the batch with one key per lookup, so that each value is a row of one table, and its layout."""

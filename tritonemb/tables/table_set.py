@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor
-from tritonemb.layout import Layout
 from tritonemb.tables.batch import RowBatch, checked_batch
 from tritonemb.tables.cache import RowCache, released_before
 from tritonemb.tables.cached_lookup import CachedLookup, prefetched
@@ -61,12 +59,9 @@ class TableSet(LookupTables):
         grads = [batch.grad.mul_(factor) for batch in self.accumulator.gradients]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
-    def update_shared(
-        self, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: ops.RowGroups,
-        layout: Layout,
-    ) -> None:  # fmt: skip
+    def update_shared(self, grad: Tensor, *batch: Any) -> None:
         """See `ops.shared_update`."""
-        self.update.step(self, grad, RowBatch(values, offsets, sample_weights, groups, layout))
+        self.update.step(self, grad, RowBatch(*batch))
 
     def read_pinned(self, number: int, training: bool) -> Tensor:
         """Read the prefetched batch with a ticket number, see `ops.pinned_lookup`."""
