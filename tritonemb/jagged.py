@@ -86,8 +86,7 @@ class KeyedJaggedTensor:
     ) -> "KeyedJaggedTensor":  # fmt: skip
         """Construct from Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids per sample, for each key.
 
-        Raises:
-            TypeError, ValueError: the message names the key, and the sample if sizes differ.
+        TypeError or ValueError names the key, and the sample if sizes differ.
         """
         _check_lists("ids", lists)
         batch_sizes = {key: len(samples) for key, samples in lists.items()}
@@ -106,8 +105,7 @@ class KeyedJaggedTensor:
     def concat(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """Join batches of the same samples with different keys.
 
-        Raises:
-            ValueError: for an empty list, for different batch sizes, for weights that only some batches have.
+        ValueError for an empty list, for different batch sizes, for weights that only some batches have.
         """
         batches = _checked_batches("concat", batches)
         batch_sizes = [batch.stride() for batch in batches]
@@ -121,8 +119,7 @@ class KeyedJaggedTensor:
     def stack(batches: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """Join batches of different samples with the same keys, in order, without a device-to-host copy.
 
-        Raises:
-            ValueError: for an empty list, for different keys, for weights that only some batches have.
+        ValueError for an empty list, for different keys, for weights that only some batches have.
         """
         batches = _checked_batches("stack", batches)
         keys = batches[0].keys()
@@ -174,8 +171,7 @@ class KeyedJaggedTensor:
     def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Split the keys into consecutive groups of these sizes. Reads the offsets on the host.
 
-        Raises:
-            ValueError: for sizes that are negative or do not sum to the number of keys.
+        ValueError for sizes that are negative or do not sum to the number of keys.
         """
         if sum(segments) != len(self._keys) or any(size < 0 for size in segments):
             raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
@@ -184,8 +180,7 @@ class KeyedJaggedTensor:
     def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
         """Select the keys at `indices`, in that order; keys may be omitted. Reads the offsets on the host.
 
-        Raises:
-            ValueError: for an index out of range or repeated.
+        ValueError for an index out of range or repeated.
         """
         for index in indices:
             if not 0 <= index < len(self._keys):

@@ -308,8 +308,7 @@ class TableConfig:
             rows, columns: first index and count; partitions in place of rows for a dynamic table.
             features: keys that look the shard up, with ids relative to its first row.
 
-        Raises:
-            ValueError: for a rectangle that is empty or not inside this table.
+        ValueError for a rectangle that is empty or not inside this table.
         """
         if self.is_dynamic:
             shard = replace(self, name=name, features=features, init_bound=self.bound)

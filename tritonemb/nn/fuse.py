@@ -69,8 +69,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
         `forward`, computed weights, and, with an optimizer, modules without a fused update: frozen weights, weights
         that other modules use too, `mode="max"`, `scale_grad_by_freq`, float64.
 
-    Raises:
-        TypeError: for other arguments than a module and an optimizer of tables.
+    TypeError for other arguments than a module and an optimizer of tables.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse expects a torch.nn.Module, got {type(model).__name__}")

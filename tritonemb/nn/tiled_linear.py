@@ -34,8 +34,7 @@ class TiledLinear(nn.Module):
     Args:
         in_splits, out_splits: number of tiles along the inputs and the outputs; sizes differ by at most one.
 
-    Raises:
-        ValueError: more tiles than features, or fewer than one.
+    ValueError for more tiles than features, or fewer than one.
 
     Shape: `[..., in_features]` to `[..., out_features]`.
     """

@@ -410,10 +410,8 @@ class DynamicTable(Table):
     def insert(self, ids: Tensor | Sequence[int], rows: Tensor, **states: Tensor) -> None:
         """Insert or overwrite rows `[N, embedding_dim]` of distinct ids, and states, which are zero by default if new.
 
-        Rows count as used in the step of the last batch. A full table evicts rows for new ids.
-
-        Raises:
-            ValueError: for duplicate ids, wrong shapes, or a table without room; nothing is changed then.
+        Rows count as used in the step of the last batch. A full table evicts rows for new ids. ValueError for duplicate
+        ids, wrong shapes, or a table without room; nothing is changed then.
         """
         ids = self._to_ids(ids)
         ids, order = ids.sort()
