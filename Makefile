@@ -78,7 +78,7 @@ gpu-sanitize:
 	$(ON_GPU) -m tests.gpu.sanitize --out $(GPU_OUT) $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(ARGS)
 
 gpu-bench:
-	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(ON_GPU) benchmarks/gpu/run.py $(ARGS)
+	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(ON_GPU) benchmarks/run.py --device cuda $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

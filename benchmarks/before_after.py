@@ -26,89 +26,77 @@ Case = tuple[str, str, str]  # op, shape, implementation
 
 
 def pytest_configure() -> None:
-    """This file is also a plugin of either tree's pytest."""
-    from benchmarks.measuring import clock
+    """Let rounds wait for their turn: this file is also a plugin of either tree's pytest."""
+    from pytest_benchmark.fixture import BenchmarkFixture
 
-    measure = clock.measure
-    clock.measure = lambda benchmark, *args, **options: measure(_InTurns(benchmark), *args, **options)
+    begins, read, write = map(int, os.environ[PIPES].split())
+    pedantic = BenchmarkFixture.pedantic
 
+    def give() -> None:
+        os.write(write, b".")
 
-class _InTurns:
-    """pytest-benchmark's fixture, whose rounds wait for their turn."""
+    def wait() -> None:
+        if not os.read(read, 1):
+            raise RuntimeError("the other tree's benchmarks have ended")
 
-    def __init__(self, benchmark: Any) -> None:
-        self._benchmark = benchmark
-        self._begins, self._read, self._write = map(int, os.environ[PIPES].split())
+    def in_turns(self: Any, target: Callable[..., object], *args: Any, setup: Any = None, **options: Any) -> Any:
+        if setup is None:  # a single run, which times its rounds itself
+            return pedantic(self, target, *args, **options)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._benchmark, name)
-
-    def pedantic(self, target: Callable[..., object], setup: Callable[[], Any], **options: Any) -> Any:
         def prepare() -> Any:
-            if not self._begins:
-                self._wait()
+            if not begins:
+                wait()
             return setup()
 
         def run(*args: Any) -> None:
             target(*args)
-            self._give()
-            if self._begins:
-                self._wait()
+            give()
+            if begins:
+                wait()
 
-        self._give()
-        self._wait()  # until both are here
-        return self._benchmark.pedantic(run, setup=prepare, **options)
+        give()
+        wait()  # until both are here
+        return pedantic(self, run, *args, setup=prepare, **options)
 
-    def _give(self) -> None:
-        os.write(self._write, b".")
-
-    def _wait(self) -> None:
-        if not os.read(self._read, 1):
-            raise RuntimeError("the other tree's benchmarks have ended")
+    BenchmarkFixture.pedantic = in_turns
 
 
-def start(tree: Path, options: list[str], **how: Any) -> subprocess.Popen[str]:
+def start(tree: Path, options: list[str], variables: dict[str, str], **how: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-c", "benchmarks/pytest.ini", *options]
-    return subprocess.Popen(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
+    environment = os.environ | {"PYTHONPATH": f"{tree}:{HERE}", "OMP_WAIT_POLICY": "passive"} | variables
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=tree, env=environment, **streams, **how)
 
 
-def environment(tree: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": f"{tree}:{HERE}", "OMP_WAIT_POLICY": "passive"}
-
-
-def selected(tree: Path, select: str) -> list[str]:
-    """The names of a tree's benchmarks."""
-    printed, _ = start(tree, ["--collect-only", "-k", select, "benchmarks"], env=environment(tree)).communicate()
-    return [f"benchmarks/{line.removeprefix('benchmarks/')}" for line in printed.splitlines() if "::" in line]
+def selected(tree: Path, select: str) -> dict[str, str]:
+    """A tree's benchmarks by their names, whatever files they are in."""
+    printed, _ = start(tree, ["--collect-only", "-k", select, "benchmarks"], {}).communicate()
+    names = [f"benchmarks/{line.removeprefix('benchmarks/')}" for line in printed.splitlines() if "::" in line]
+    return {name.partition("::")[2]: name for name in names}
 
 
 def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case, float]]:
     """Of each tree, milliseconds of each case, a fifth of whose rounds were quicker."""
-    names = [selected(tree, select) for tree in trees]
-    both = [name for name in names[1] if name in names[0]]
+    before, now = (selected(tree, select) for tree in trees)
+    both = [name for name in now if name in before]
     if not both:
         sys.exit(f"no benchmark of both trees matches {select!r}")
     (read, their_write), (their_read, write) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory() as folder:
         running, reports = [], [Path(folder) / name for name in ("before.json", "now.json")]
-        for tree, report, *pipes in zip(trees, reports, (read, their_read), (write, their_write), strict=True):
-            options = ["-x", "-p", "before_after", f"--rounds={rounds}", f"--benchmark-json={report}", *both]
-            turns = {PIPES: f"{len(running)} {pipes[0]} {pipes[1]}"}
-            running.append(start(tree, options, pass_fds=pipes, env=environment(tree) | turns))
+        for number, pipes in enumerate(((read, write), (their_read, their_write))):
+            options = ["-x", "-p", "before_after", f"--rounds={rounds}", f"--benchmark-json={reports[number]}"]
+            options += [(before, now)[number][name] for name in both]
+            turns = {PIPES: f"{number} {pipes[0]} {pipes[1]}"}
+            running.append(start(trees[number], options, turns, pass_fds=pipes))
         for pipe in (read, their_write, their_read, write):
             os.close(pipe)
         printed = [process.communicate()[0] for process in running]
         if not all(report.exists() for report in reports):
             sys.exit("\n".join(printed))
         found = [json.loads(report.read_text())["benchmarks"] for report in reports]
-    return [
-        {
-            (row["op"], row["shape"], row["implementation"]): row["p20_ms"]
-            for benchmark in benchmarks
-            for row in benchmark["extra_info"].get("rows", [])
-        }
-        for benchmarks in found
-    ]
+    rows = [[row for benchmark in of_tree for row in benchmark["extra_info"].get("rows", [])] for of_tree in found]
+    return [{(row["op"], row["shape"], row["implementation"]): row["p20_ms"] for row in of_tree} for of_tree in rows]
 
 
 def main() -> None:

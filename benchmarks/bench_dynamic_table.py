@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import mmap
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,8 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.measuring.cases import OURS, Case, contenders, copy_contender, equal
-from benchmarks.measuring.clock import Clock, Contender, Timing, measure
-from benchmarks.measuring.result_files import at_least, timing_rows
+from benchmarks.measuring.clock import Clock, Contender, Timing
+from benchmarks.measuring.result_files import Goal
 from benchmarks.measuring.workload import CPU
 from tritonemb.kernels.cpu.dynamic_index import (
     dynamic_begin_insert,
@@ -82,14 +81,12 @@ def pull(capacity: int, batch: int, clock: Clock) -> list[Contender]:
     static = torch.randn(weight.shape[0], DIM)
     static[static_rows] = weight[rows]
 
-    def by_id() -> Tensor:
-        return torch.nn.functional.embedding(find_in(index, ids), weight)
-
-    def by_row() -> Tensor:
-        return torch.nn.functional.embedding(static_rows, static)
-
-    num_bytes = batch * (8 + 2 * 4 * DIM)
-    return contenders({OURS: by_id, "static table": by_row}, num_bytes, clock.device, equal(by_row()))
+    embedding, num_bytes = torch.nn.functional.embedding, batch * (8 + 2 * 4 * DIM)
+    runs = {
+        OURS: lambda: embedding(find_in(index, ids), weight),
+        "static table": lambda: embedding(static_rows, static),
+    }
+    return contenders(runs, num_bytes, clock.device, equal(weight[rows]))
 
 
 def find(capacity: int, batch: int, clock: Clock) -> list[Contender]:
@@ -112,6 +109,15 @@ def find(capacity: int, batch: int, clock: Clock) -> list[Contender]:
     return contenders(runs, batch * (16 + WAYS + 12), clock.device, check)
 
 
+def ids_of(numbers: Tensor) -> Tensor:
+    """Ids of 64 bits, another one for each number."""
+    return numbers * 0x9E3779B97F4A7C1 + 12345
+
+
+def keyed(ids: Tensor) -> te.KeyedJaggedTensor:
+    return te.KeyedJaggedTensor(["t"], ids, lengths=torch.ones_like(ids))
+
+
 class Stream:
     """Batches of ids, a bag an id, of which a share is new; and the numbers of the same ids in a static table."""
 
@@ -123,7 +129,7 @@ class Stream:
         self.last = rows  # ids 0 ... last - 1, mixed, have been met
         self._table: Any = self.dynamic["t"]
         for part in torch.arange(rows).split(max(1, capacity // 16)):
-            self._table.insert(part * 0x9E3779B97F4A7C1 + 12345, torch.zeros(part.numel(), DIM))
+            self._table.insert(ids_of(part), torch.zeros(part.numel(), DIM))
 
     def __call__(self, number: int) -> tuple[te.KeyedJaggedTensor, te.KeyedJaggedTensor]:
         generator, fresh = torch.Generator().manual_seed(number), int(self.batch * self.new)
@@ -131,8 +137,7 @@ class Stream:
         known = torch.randint(self.last - span, self.last, (self.batch - fresh,), generator=generator)
         numbers = torch.cat([known, torch.arange(self.last, self.last + fresh)])
         self.last += fresh
-        ids, lengths = numbers * 0x9E3779B97F4A7C1 + 12345, torch.ones_like(numbers)
-        return tuple(te.KeyedJaggedTensor(["t"], values, lengths=lengths) for values in (ids, numbers % self.capacity))  # type: ignore[return-value]
+        return keyed(ids_of(numbers)), keyed(numbers % self.capacity)
 
 
 def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]:
@@ -167,39 +172,31 @@ def resident(tensor: Tensor) -> int:
     return sum(flag & 1 for flag in flags) * mmap.PAGESIZE
 
 
-def bench_memory_of_rows(benchmark: Any, record: Callable[..., None]) -> None:
+def bench_memory_of_rows(race: Any) -> None:
     """Bytes per row beside weight and states, of all pages of a table that are in memory, while it fills.
 
     Measured first in this process: memory that others have freed counts as resident.
     """
-    capacity, shares, last, found = 1 << 20, [0.1, 0.25, 0.5, 0.9, 1.3], 0, []
+    capacity, last, row_bytes = 1 << 20, 0, 4 * DIM + 4
     made = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad())
     table: Any = made["t"]
-    for share in shares:
+    for share in (0.1, 0.25, 0.5, 0.9, 1.3):
         table.clock += 10  # so that earlier ones may be evicted
         for part in torch.arange(last, int(share * capacity)).split(1 << 14):
-            table.insert(part * 0x9E3779B97F4A7C1 + 12345, torch.zeros(part.numel(), DIM))
-        last = int(share * capacity)
-        taken = sum(resident(tensor) for tensor in (*table.index, table.weight, *table.buffers()))
-        found.append((table.num_rows, taken - table.num_rows * (4 * DIM + 4)))
-    benchmark.pedantic(lambda: None, rounds=1)
-    targets = []
-    for rows, num_bytes in found:
-        entry = {"op": "dynamic table memory", "shape": f"{rows:,} of {capacity:,} rows, D{DIM}"}
-        whole = 1 + num_bytes / rows / (4 * DIM + 4)
-        goal = {"target": "at most 1.35", "met": whole <= 1.35}
-        targets += [entry | {"measured": "bytes, of weight and states", "ratio": whole} | goal]
+            table.insert(ids_of(part), torch.zeros(part.numel(), DIM))
+        last, rows = int(share * capacity), table.num_rows
+        num_bytes = sum(resident(tensor) for tensor in (*table.index, table.weight, *table.buffers()))
+        op, shape = "dynamic table memory", f"{rows:,} of {capacity:,} rows, D{DIM}"
+        race.target(op, shape, "bytes, of weight and states", num_bytes / rows / row_bytes, most=1.35)
         if rows >= capacity:
-            goal = {"target": "at most 21", "met": num_bytes / rows <= 21}
-            targets += [entry | {"measured": "bytes a row beside them", "ratio": num_bytes / rows} | goal]
-    record([], targets)
+            race.target(op, shape, "bytes a row beside them", num_bytes / rows - row_bytes, most=21)
 
 
 def bench_dynamic_table(case: Case, measure_case: Callable[[Case], None]) -> None:
     measure_case(case)
 
 
-def bench_growth(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_growth(race: Any) -> None:
     """Batches of 2,000 ids, 10 % new, while a table grows to ten times its size.
 
     The median of three runs: p99.9 is that of five batches, and what else the machine does decides some of them.
@@ -215,15 +212,12 @@ def bench_growth(benchmark: Any, record: Callable[..., None], rounds: int) -> No
                 of_model.append(1000 * (time.perf_counter() - begin))
         ours, static = (quantiles(each, n=1000)[998] / median(each) for each in seconds)
         found.append((ours / static, [Timing(name, tuple(each)) for name, each in zip(names, seconds, strict=True)]))
-    benchmark.pedantic(lambda: None, rounds=1)
     ratio, timings = sorted(found, key=lambda each: each[0])[1]
-    share = {"op": "dynamic table growth", "shape": shape, "measured": "p99.9 over median, of a static table's"}
-    targets = [share | {"ratio": ratio, "target": "at most 1.5", "met": ratio <= 1.5}]
-    record(timing_rows("dynamic table growth", shape, timings, dict.fromkeys(names, 0)), targets)
+    race.keep("dynamic table growth", shape, timings)
+    race.target("dynamic table growth", shape, "p99.9 over median, of a static table's", ratio, most=1.5)
 
 
 STEPS = 10  # of a sample: the peer evicts in one of them, or in each
-TORCHREC_MISSING = "TorchRec is not installed, so there is nothing to compare with; `make bench` installs it"
 
 
 class ManagedCollisions:
@@ -268,9 +262,6 @@ def managed_collisions(capacity: int, batch: int, interval: int) -> list[Contend
     stream = Stream(capacity, batch, 0.01, capacity * 3 // 4)
     grad, met, current = torch.randn(batch, DIM), stream.dynamic["t"].ids(), dict[int, list[Tensor]]()
 
-    def keyed(ids: Tensor) -> te.KeyedJaggedTensor:
-        return te.KeyedJaggedTensor(["t"], ids, lengths=torch.ones_like(ids))
-
     def prepare(make: Callable[[Tensor], Any], number: int) -> list[Any]:
         if number not in current:
             current.clear()
@@ -294,14 +285,12 @@ def managed_collisions(capacity: int, batch: int, interval: int) -> list[Contend
 
 
 @pytest.mark.parametrize("interval", [1, STEPS])
-def bench_managed_collisions(interval: int, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_managed_collisions(interval: int, race: Any) -> None:
     """Beside TorchRec, which evicts in every step, so that a new id has a row from the next one on, or in every tenth,
     until when new ids share a row."""
-    if importlib.util.find_spec("torchrec") is None:
-        pytest.skip(TORCHREC_MISSING)
+    pytest.importorskip("torchrec", reason="TorchRec, which `make bench` installs, is the peer")
     op, capacity = "dynamic table steps", 1 << 20
     shape = f"{STEPS} steps of {BATCH:,} ids, capacity {capacity:,}, D{DIM}, 1% new, theirs evicts every {interval}"
     found = managed_collisions(capacity, BATCH, interval)
-    timings = measure(benchmark, found, max(5, rounds // 4))
-    targets = [at_least(op, shape, timings[0], timings[1:], 5)]
-    record(timing_rows(op, shape, timings, {each.name: each.num_bytes for each in found}), targets)
+    goals = [Goal(peer, 0, least=5.0) for peer in range(1, len(found))]
+    race(op, shape, found, *goals, most_rounds=max(5, race.rounds // 4))

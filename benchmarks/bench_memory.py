@@ -26,13 +26,12 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from benchmarks.measuring.cases import OURS
-from benchmarks.measuring.clock import Clock
-from benchmarks.measuring.peers import FBGEMM_MISSING, FbgemmTables, OurTables, Tables, has_fbgemm
+from benchmarks.measuring.peers import FbgemmTables, OurTables, Tables
 from benchmarks.measuring.peers import step as step_of
+from benchmarks.measuring.result_files import ROOT, target_row
 from benchmarks.measuring.workload import EPS, LR, Batch, Workload, draw_batches, draw_gradient
 from tritonemb import memory
 
-ROOT = Path(__file__).resolve().parent.parent
 ALL_MAPPED = {"MALLOC_MMAP_THRESHOLD_": "4096", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
 STEPS = 5  # measured; their median counts
 LIMITS = {"torch": 0.7, "fbgemm": 1.0}  # the most that ours may need of theirs
@@ -152,14 +151,11 @@ def in_own_process(*arguments: str) -> dict[str, Any]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says what a process had at most")
 @pytest.mark.parametrize("shape", SHAPES)
-def bench_memory(shape: str, benchmark: Any, clock: Clock, threads: int) -> None:
-    if not has_fbgemm():
-        pytest.skip(FBGEMM_MISSING)
-    rows = benchmark.pedantic(
-        lambda: [in_own_process(name, shape, str(clock.device), str(threads)) for name in IMPLEMENTATIONS]
-    )
-    benchmark.extra_info["memory"] = rows
-    benchmark.extra_info["targets"] = [at_most(row, rows) for row in rows if row["implementation"].startswith(OURS)]
+def bench_memory(shape: str, race: Any, threads: int) -> None:
+    pytest.importorskip("fbgemm_gpu", reason="FBGEMM, which `make bench` installs, is the peer")
+    rows = [in_own_process(name, shape, str(race.clock.device), str(threads)) for name in IMPLEMENTATIONS]
+    race.benchmark.extra_info["memory"] = rows
+    race.targets += [at_most(row, rows) for row in rows if row["implementation"].startswith(OURS)]
 
 
 def at_most(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -172,14 +168,8 @@ def at_most(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
         if each["implementation"].startswith(name)
     }
     peer = max(shares, key=lambda name: shares[name])
-    return {
-        "op": "peak bytes of a step",
-        "shape": row["shape"],
-        "measured": f"{row['implementation']} / {LIMITS[peer.split(',')[0]]:g} of {peer}",
-        "ratio": shares[peer],
-        "target": "at most 1",
-        "met": shares[peer] <= 1,
-    }
+    measured = f"{row['implementation']} / {LIMITS[peer.split(',')[0]]:g} of {peer}"
+    return target_row("peak bytes of a step", row["shape"], measured, shares[peer], most=1)
 
 
 if __name__ == "__main__":

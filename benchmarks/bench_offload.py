@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +23,8 @@ import torch
 from torch import nn
 
 import tritonemb as te
-from benchmarks.measuring.clock import Timing
-from benchmarks.measuring.result_files import at_most, timing_rows
+from benchmarks.measuring.clock import Contender, Timing
+from benchmarks.measuring.result_files import Goal
 from tritonemb.offloading.tiers import CHUNK_BYTES, DiskTier, empty_host
 
 FOLDER = Path(os.environ.get("TRITONEMB_OFFLOAD_FOLDER", "build/swap"))  # on the disk that is measured
@@ -38,50 +39,49 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def timing(name: str, found: list[float]) -> Timing:
-    return Timing(name, tuple(1000 * each for each in found))
+@contextmanager
+def plain_file(buffers: list[Any]) -> Iterator[Callable[[Any], None]]:
+    """Read or write these buffers in a file plainly, with direct I/O: what takes `os.preadv` or `os.pwritev`."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / "plain"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
 
+    def move(operation: Any) -> None:
+        for number, buffer in enumerate(buffers):
+            view = memoryview(buffer.numpy())
+            for begin in range(0, SPAN_BYTES, CHUNK_BYTES):
+                operation(handle, [view[begin : begin + CHUNK_BYTES]], number * SPAN_BYTES + begin)
 
-def plainly(handle: int, buffers: list[Any], move: Any) -> None:
-    for number, buffer in enumerate(buffers):
-        view = memoryview(buffer.numpy())
-        for begin in range(0, SPAN_BYTES, CHUNK_BYTES):
-            move(handle, [view[begin : begin + CHUNK_BYTES]], number * SPAN_BYTES + begin)
+    try:
+        os.posix_fallocate(handle, 0, len(buffers) * SPAN_BYTES)
+        move(os.pwritev)
+        yield move
+    finally:
+        os.close(handle)
+        path.unlink()
 
 
 @pytest.mark.parametrize("write", [False, True])
-def bench_disk(write: bool, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
+def bench_disk(write: bool, race: Any) -> None:
     buffers = [empty_host(SPAN_BYTES, torch.device("cpu")).random_(0, 255) for _ in range(SPANS)]
-    tier, plain = DiskTier(FOLDER), FOLDER / "plain"
-    handle = os.open(plain, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    try:
-        os.posix_fallocate(handle, 0, SPANS * SPAN_BYTES)
+    with plain_file(buffers) as move:
+        tier = DiskTier(FOLDER)
         spans = [tier.reserve(SPAN_BYTES) for _ in buffers]
 
         def ours(write: bool) -> None:
-            every = zip(spans, buffers, strict=True)
-            for future in [span.write(buffer) if write else span.read(buffer) for span, buffer in every]:
+            pairs = zip(spans, buffers, strict=True)
+            for future in [span.write(buffer) if write else span.read(buffer) for span, buffer in pairs]:
                 future.wait()
 
         ours(True)
-        plainly(handle, buffers, os.pwritev)
-        found: tuple[list[float], list[float]] = [], []
-        for _ in range(max(rounds, 9)):
-            found[0].append(seconds(lambda: ours(write)))
-            found[1].append(seconds(lambda: plainly(handle, buffers, os.pwritev if write else os.preadv)))
-    finally:
-        os.close(handle)
-        plain.unlink()
+        num_bytes = SPANS * SPAN_BYTES
+        contenders = [
+            Contender("ours", lambda _: write, ours, num_bytes),
+            Contender("plain direct I/O", lambda _: os.pwritev if write else os.preadv, move, num_bytes),
+        ]
+        op, shape = f"offload {'write' if write else 'read'}", f"{SPANS} spans of {SPAN_BYTES >> 20} MiB"
+        race(op, shape, contenders, Goal(0, 1, most=1 / 0.9))
         tier.close()
-    benchmark.pedantic(lambda: None, rounds=1)
-    timings = [timing(name, each) for name, each in zip(("ours", "plain direct I/O"), found, strict=True)]
-    op, shape = f"offload {'write' if write else 'read'}", f"{SPANS} spans of {SPAN_BYTES >> 20} MiB"
-    num_bytes = SPANS * SPAN_BYTES
-    record(
-        timing_rows(op, shape, timings, {each.name: num_bytes for each in timings}),
-        [at_most(op, shape, *timings, 1 / 0.9)],
-    )
 
 
 class Trained:
@@ -115,7 +115,7 @@ class Trained:
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
-def bench_step(kind: str, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_step(kind: str, race: Any) -> None:
     kinds = [
         Trained("torch"),
         Trained("host", states="host"),
@@ -124,43 +124,25 @@ def bench_step(kind: str, benchmark: Any, record: Callable[..., None], rounds: i
     ]
     x = torch.randn(SAMPLES[kind], DIM)
     try:
-        for _ in range(rounds + 2):
+        for _ in range(race.rounds + 2):
             for each in kinds:
                 each.step(x)
     finally:
         for each in kinds:
             each.close()
         shutil.rmtree(FOLDER, ignore_errors=True)
-    plain, _, disk, params = kinds
-    benchmark.pedantic(lambda: None, rounds=1)
     shape = f"{LAYERS} layers of {DIM}, {SAMPLES[kind]} samples ({kind}), Adam, fp32"
-    steps = [timing(each.name, each.stepped[2:]) for each in kinds]
-    whole = [timing(each.name, each.whole[2:]) for each in kinds]
-    none = dict.fromkeys([each.name for each in kinds], 0)
-    rows = timing_rows("offload optimizer step", shape, steps, none) + timing_rows("offload step", shape, whole, none)
-    targets = [
-        at_most("offload optimizer step", f"{shape}, states on the host", steps[1], steps[0], 1.0),
-        at_most("offload step", f"{shape}, states on the host", whole[1], whole[0], 1.1),
-    ]
-    read, written = _rates()
-    for each in (disk, params):
-        floor = max(median(plain.whole[2:]), each.moved[0] / read + each.moved[1] / written)
-        case = f"{shape}, {each.name}: {each.moved[0] >> 20} MiB read, {each.moved[1] >> 20} MiB written a step"
-        targets.append(at_most("offload step", case, timing(each.name, each.whole[2:]), timing("floor", [floor]), 1.15))
-    record(rows, targets)
-
-
-def _rates() -> tuple[float, float]:
-    """Bytes a second of plain direct reads and writes."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    buffers, plain = [empty_host(SPAN_BYTES, torch.device("cpu"))], FOLDER / "plain"
-    handle = os.open(plain, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
-    try:
-        os.posix_fallocate(handle, 0, SPAN_BYTES)
+    steps, whole = (
+        [Timing(each.name, tuple(1000 * each for each in times[2:])) for each, times in of_kind]
+        for of_kind in ([(each, each.stepped) for each in kinds], [(each, each.whole) for each in kinds])
+    )
+    race.keep("offload optimizer step", shape, steps, Goal(1, 0, most=1.0))
+    race.keep("offload step", shape, whole, Goal(1, 0, most=1.1))
+    with plain_file([empty_host(SPAN_BYTES, torch.device("cpu"))]) as move:
         write, read = (
-            [seconds(lambda m=m: plainly(handle, buffers, m)) for _ in range(9)] for m in (os.pwritev, os.preadv)
+            SPAN_BYTES / median(seconds(lambda m=m: move(m)) for _ in range(9)) for m in (os.pwritev, os.preadv)
         )
-    finally:
-        os.close(handle)
-        plain.unlink()
-    return SPAN_BYTES / median(read), SPAN_BYTES / median(write)
+    for each, timing in list(zip(kinds, whole, strict=True))[2:]:
+        floor = 1000 * max(median(kinds[0].whole[2:]), each.moved[0] / read + each.moved[1] / write)
+        case = f"{shape}, {each.name}: {each.moved[0] >> 20} MiB read, {each.moved[1] >> 20} MiB written a step"
+        race.target("offload step", case, f"{each.name} / floor", timing.percentile(50) / floor, most=1.15)

@@ -10,10 +10,9 @@ computes without them. `bench_compiled` compares a compiled step with that of th
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 import tritonemb as te
 from benchmarks.measuring.clock import Timing
-from benchmarks.measuring.result_files import at_most, timing_rows
+from benchmarks.measuring.result_files import Goal
 from tests.ranks import Ranks
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange
@@ -32,8 +31,6 @@ from tritonemb.sharding import ShardingPlan, TableWise
 
 NUM_TABLES, DIM, BATCH_SIZE, NUM_DENSE, WIDTH = 16, 64, 512, 64, 1536
 LATENCY, BANDWIDTH = 5e-3, 25e6  # seconds, bytes a second
-MOST = 1.1  # times the step without a network
-LEAST_HIDDEN = 0.8
 NAMES = ("network, overlapped", "network, waited for at once", "compute", "network, compiled", "compute, compiled")
 SIZES = [(64, (64,)), (512, (256, 256)), (2048, (512, 256)), (512, (WIDTH, WIDTH))]  # samples of a rank, bottom MLP
 
@@ -127,49 +124,34 @@ def time_pairs(rank: int, world: int, rounds: int, batch_size: int, mlp: tuple[i
     return [*zip(*((step(), step(compiled=True)) for _ in range(rounds)), strict=True)]
 
 
-def slowest(by_rank: Any) -> list[list[float]]:
+def slowest(names: Sequence[str], by_rank: Any) -> list[Timing]:
     """All ranks wait for the slowest; the first steps are for warming up."""
-    return [[max(each) for each in zip(*of_ranks, strict=True)][2:] for of_ranks in zip(*by_rank, strict=True)]
+    steps = [[1000 * max(each) for each in zip(*of_ranks, strict=True)][2:] for of_ranks in zip(*by_rank, strict=True)]
+    return [Timing(name, tuple(each)) for name, each in zip(names, steps, strict=True)]
+
+
+def run_ranks(world: int, *call: Any) -> list[Any]:
+    ranks = Ranks(world)
+    try:
+        return ranks.run(*call)
+    finally:
+        ranks.close()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("batch_size", "mlp"), SIZES)
-def bench_compiled(
-    world: int, batch_size: int, mlp: tuple[int, ...], benchmark: Any, record: Callable[..., None], rounds: int
-) -> None:
-    ranks = Ranks(world)
-    try:
-        by_rank = ranks.run(time_pairs, world, 4 * rounds + 2, batch_size, mlp)
-    finally:
-        ranks.close()
-    names = "not compiled", "compiled"
-    eager, compiled = (
-        Timing(name, tuple(1000 * s for s in each)) for name, each in zip(names, slowest(by_rank), strict=True)
-    )
-    benchmark.pedantic(lambda: None, rounds=1)
+def bench_compiled(world: int, batch_size: int, mlp: tuple[int, ...], race: Any) -> None:
+    by_rank = run_ranks(world, time_pairs, world, 4 * race.rounds + 2, batch_size, mlp)
     shape = f"DLRM, {world} ranks, B{batch_size} T{NUM_TABLES} D{DIM}, MLP {'-'.join(map(str, mlp))}"
-    target = at_most("compiled step", shape, compiled, eager, 1.0)
-    record(timing_rows("compiled step", shape, [eager, compiled], dict.fromkeys(names, 0)), [target])
+    race.keep("compiled step", shape, slowest(("not compiled", "compiled"), by_rank), Goal(1, 0, most=1.0))
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def bench_overlap(world: int, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    ranks = Ranks(world)
-    try:
-        by_rank = ranks.run(time_steps, world, rounds + 2)
-    finally:
-        ranks.close()
-    steps = slowest([found for found, _ in by_rank])
-    timings = [Timing(name, tuple(1000 * s for s in each)) for name, each in zip(NAMES, steps, strict=True)]
-    benchmark.pedantic(lambda: None, rounds=1)
-    on_network = max(seconds for _, seconds in by_rank)
-    shape = f"DLRM, {world} ranks, B{BATCH_SIZE} T{NUM_TABLES} D{DIM}, MLP {WIDTH}, {1000 * on_network:.0f} ms sent"
+def bench_overlap(world: int, race: Any) -> None:
+    by_rank = run_ranks(world, time_steps, world, race.rounds + 2)
+    timings, on_network = slowest(NAMES, [steps for steps, _ in by_rank]), 1000 * max(seconds for _, seconds in by_rank)
+    shape = f"DLRM, {world} ranks, B{BATCH_SIZE} T{NUM_TABLES} D{DIM}, MLP {WIDTH}, {on_network:.0f} ms sent"
+    race.keep("overlap", shape, timings, Goal(0, 2, most=1.1), Goal(3, 4, most=1.1))
     # Not by the step that waits at once: where ranks share cores, others compute while one waits.
-    hidden = 1.0 - (median(steps[0]) - median(steps[2])) / on_network
-    share = {"op": "overlap", "shape": shape, "measured": "share of the exchanges that is hidden", "ratio": hidden}
-    targets = [
-        at_most("overlap", shape, timings[0], timings[2], MOST),
-        at_most("overlap", shape, timings[3], timings[4], MOST),
-        share | {"target": f"at least {LEAST_HIDDEN:g}", "met": hidden >= LEAST_HIDDEN},
-    ]
-    record(timing_rows("overlap", shape, timings, dict.fromkeys(NAMES, 0)), targets)
+    hidden = 1.0 - (timings[0].percentile(50) - timings[2].percentile(50)) / on_network
+    race.target("overlap", shape, "share of the exchanges that is hidden", hidden, least=0.8)

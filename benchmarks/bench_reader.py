@@ -8,16 +8,15 @@ TRITONEMB_READER_BYTES makes it another size. The kernel keeps the file in memor
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from benchmarks.measuring.clock import Contender, measure
-from benchmarks.measuring.result_files import at_most, timing_rows
+from benchmarks.measuring.clock import Contender
+from benchmarks.measuring.result_files import Goal
 from tritonemb.data import ClickLog, LogOptions, SplitRule
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL
 
@@ -26,13 +25,9 @@ csv = pytest.importorskip("pyarrow.csv")
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_READER_BYTES", 10**9))
 BATCH_SIZE = 2048
-MOST_ROUNDS = 5
-BLOCK_BYTES = 1 << 24
-OP = "read Criteo's TSV"
 
 
-@dataclass(frozen=True)
-class File:
+class File(NamedTuple):
     path: Path
     num_rows: int
 
@@ -76,15 +71,11 @@ def read_with_pyarrow(path: Path, strings: Any, threads: bool) -> int:
     types = {LABEL: pa.int8()} | dict.fromkeys(INTEGERS, pa.int64()) | dict.fromkeys(CATEGORIES, strings)
     reader = csv.open_csv(
         path,
-        read_options=csv.ReadOptions(column_names=FIELDS, block_size=BLOCK_BYTES, use_threads=threads),
+        read_options=csv.ReadOptions(column_names=FIELDS, block_size=1 << 24, use_threads=threads),
         parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
         convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
     )
     return sum(batch.num_rows for batch in reader)
-
-
-def read_rows(log: ClickLog) -> int:
-    return sum(len(block.rows) for block in log.scan("train", log.encode))
 
 
 def read_batches(log: ClickLog) -> int:
@@ -92,25 +83,20 @@ def read_batches(log: ClickLog) -> int:
         return sum(map(len, stream))
 
 
-def bench_reader(log_file: File, benchmark: Any, record: Callable[..., None], rounds: int, threads: int) -> None:
+def bench_reader(log_file: File, race: Any, threads: int) -> None:
     whole = SplitRule(split_by="end", test_share=0.0)
     log = ClickLog(log_file.path, LogOptions(split=whole, parser_threads=threads))
-    readers: dict[str, Callable[[], int]] = {
+    readers: dict[str, Any] = {
         "tritonemb": lambda: read_batches(log),
-        "tritonemb, rows only": lambda: read_rows(log),
+        "tritonemb, rows only": lambda: sum(len(block.rows) for block in log.scan("train", log.encode)),
     }
     for name, strings in (("string", pa.string()), ("binary", pa.binary())):
         for kind, many in (("threads", True), ("one thread", False)):
-            readers[f"pyarrow {name}, {kind}"] = lambda strings=strings, many=many: read_with_pyarrow(
-                log_file.path, strings, many
-            )
+            readers[f"pyarrow {name}, {kind}"] = partial(read_with_pyarrow, log_file.path, strings, many)
     for name, read in readers.items():
         assert read() == log_file.num_rows, name
-    contenders = [Contender(name, lambda _: None, lambda _, read=read: read()) for name, read in readers.items()]
-    timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS), warmup_rounds=1)
-    fastest = min(timings[2:], key=lambda timing: timing.percentile(50))
-    moved = {timing.name: log_file.path.stat().st_size for timing in timings}
-    record(
-        timing_rows(OP, log_file, timings, moved),
-        [at_most(OP, log_file, ours, fastest, 1.25) for ours in timings[:2]],
-    )
+    size = log_file.path.stat().st_size
+    contenders = [Contender(name, lambda _: None, lambda _, read=read: read(), size) for name, read in readers.items()]
+    timings = race("read Criteo's TSV", log_file, contenders, most_rounds=5, warmup_rounds=1)
+    fastest = min(range(2, len(timings)), key=lambda number: timings[number].percentile(50))
+    race.targets += [Goal(ours, fastest, most=1.25).row("read Criteo's TSV", log_file, timings) for ours in range(2)]

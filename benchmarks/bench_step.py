@@ -9,12 +9,13 @@ of a batch, and not with the rows that the batch leaves alone.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,10 +23,11 @@ from torch.nn import functional
 import tritonemb as te
 from benchmarks.bench_interaction import plain_interaction
 from benchmarks.measuring.cases import OURS, Case, copy_contender
-from benchmarks.measuring.clock import Clock, Contender, Timing, measure
+from benchmarks.measuring.clock import Clock, Contender
 from benchmarks.measuring.peers import OurTables, Tables, make_bench, step
-from benchmarks.measuring.result_files import at_most, timing_rows
+from benchmarks.measuring.result_files import Goal
 from benchmarks.measuring.workload import (
+    SMALL_ROWS,
     Batch,
     Workload,
     draw_batches,
@@ -39,15 +41,20 @@ from benchmarks.measuring.workload import (
 from tritonemb.nn.models import MLP
 
 REPEATS = 5
+NUM_DENSE, BOTTOM_MLP, TOP_MLP = 13, (512, 256), (1024, 1024, 512, 256)
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
-    optimizers = ("row-wise Adagrad",) if device.type == "cuda" or tiny else ("row-wise Adagrad", "Adagrad")
-    for optimizer in optimizers:
+    on_cpu = device.type == "cpu" and not tiny
+    for optimizer in ("row-wise Adagrad", "Adagrad") if on_cpu else ("row-wise Adagrad",):
         for workload in workloads(device, tiny):
             run = partial(make, workload, optimizer)
             yield Case(f"step, {optimizer}", str(workload), run, str(workload), target=3.0, repeats=REPEATS, rank=0)
-    yield from dlrm_cases(device, tiny)
+    for workload in SMALL_ROWS if on_cpu else ():
+        yield Case("small rows, step", str(workload), partial(make, workload, "row-wise Adagrad"), target=1.5)
+    for workload in workloads(device, tiny):
+        if workload.name == "mlperf":
+            yield Case("DLRM step", str(workload), partial(make_dlrm, workload), str(workload), repeats=REPEATS)
 
 
 def make(workload: Workload, optimizer: str, clock: Clock) -> list[Contender]:
@@ -68,54 +75,35 @@ def bench_steps(case: Case, measure_case: Callable[[Case], None]) -> None:
     measure_case(case)
 
 
-NUM_DENSE = 13
-BOTTOM_MLP, TOP_MLP = (512, 256), (1024, 1024, 512, 256)
-REPEATS = 5
-
-
-class DLRMOn(nn.Module):
-    """The network of `te.nn.DLRM` over any tables: what one builds on FBGEMM today, with a compiled interaction."""
-
-    def __init__(self, lookup: Callable[[Batch], Tensor], num_tables: int, dim: int, device: torch.device) -> None:
-        super().__init__()
-        self.lookup = lookup
-        self.bottom = MLP(NUM_DENSE, [*BOTTOM_MLP, dim], device=device)
-        self.top = MLP(dim + num_tables * (num_tables + 1) // 2, [*TOP_MLP, 1], last_activation=False, device=device)
-        self.interaction = torch.compile(plain_interaction, dynamic=False)
-
-    def forward(self, dense: Tensor, batch: Batch) -> Tensor:
-        return self.top(self.interaction(self.bottom(dense), self.lookup(batch))).squeeze(1)
-
-
 class DLRMStep:
-    """A training step of such a network: loss, backward with the tables' update, and SGD on the dense part.
+    """A training step of `te.nn.DLRM`'s network over any tables: loss, backward with the tables' update, SGD.
 
-    Dense features, labels and first weights are the same for all. `ours`: with our interaction.
+    Dense features, labels and first weights are the same for all. `ours`: with our interaction, else a compiled one, as
+    one builds on FBGEMM today.
     """
 
     def __init__(self, lookup: Callable[[Any], Tensor], w: Workload, device: torch.device, ours: bool) -> None:
         torch.manual_seed(0)
-        self._model = DLRMOn(lookup, w.num_tables, w.dim, device)
-        if ours:
-            self._model.interaction = te.nn.DotInteraction(w.num_tables)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01, foreach=True)
+        self._lookup = lookup
+        self._bottom = MLP(NUM_DENSE, [*BOTTOM_MLP, w.dim], device=device)
+        top_width = w.dim + w.num_tables * (w.num_tables + 1) // 2
+        self._top = MLP(top_width, [*TOP_MLP, 1], last_activation=False, device=device)
+        plain: Any = torch.compile(plain_interaction, dynamic=False)
+        self._interaction = te.nn.DotInteraction(w.num_tables) if ours else plain
+        parameters = nn.ModuleList([self._bottom, self._top]).parameters()
+        self._optimizer = torch.optim.SGD(parameters, lr=0.01, foreach=True)
         self._dense = torch.randn(w.batch_size, NUM_DENSE, device=device)
         self._labels = (torch.rand(w.batch_size, device=device) < 0.5).float()
 
     def __call__(self, batch: Any, after_forward: Callable[[], None] = lambda: None) -> Tensor:
         """The loss."""
         self._optimizer.zero_grad(set_to_none=True)
-        loss = functional.binary_cross_entropy_with_logits(self._model(self._dense, batch), self._labels)
+        logits = self._top(self._interaction(self._bottom(self._dense), self._lookup(batch))).squeeze(1)
+        loss = functional.binary_cross_entropy_with_logits(logits, self._labels)
         after_forward()
         loss.backward()
         self._optimizer.step()
         return loss.detach()
-
-
-def dlrm_cases(device: torch.device, tiny: bool) -> Iterator[Case]:
-    for workload in workloads(device, tiny):
-        if workload.name == "mlperf":
-            yield Case("DLRM step", str(workload), partial(make_dlrm, workload), str(workload), repeats=REPEATS)
 
 
 def make_dlrm(workload: Workload, clock: Clock) -> list[Contender]:
@@ -130,66 +118,46 @@ def make_dlrm(workload: Workload, clock: Clock) -> list[Contender]:
 
 
 WARMUP_ROUNDS = 3
-# The larger batch's output (26 MB) is one that the allocator still keeps, so that no fresh pages are measured.
-FEW_IDS = same(384, 26, 1, 64)
-MANY_IDS = dataclasses.replace(FEW_IDS, batch_size=10 * FEW_IDS.batch_size)
-
-TABLE_SIZES = (10_000, 1_000_000, 10_000_000)
-TOUCHED_ROWS = TABLE_SIZES[0]
-ONE_TABLE = same(2048, 1, 26, 64, TOUCHED_ROWS)  # the smallest of them; the others say their size by name
+FEW_IDS = same(384, 26, 1, 64)  # ten times as many give 26 MB, which the allocator still keeps: no fresh pages
+TABLE_SIZES = (10_000_000, 1_000_000, 10_000)
+ONE_TABLE = same(2048, 1, 26, 64, TABLE_SIZES[-1])
 
 
-def bench_ten_times_the_ids(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    """Ten times the batch on the same tables; a tenth is left for what caches and page tables do."""
-    ours = OurTables(FEW_IDS)
-    rounds = max(5, rounds // 4)
-    contenders, moved = [], {}
-    for name, shape in (("10x ids", MANY_IDS), ("1x ids", FEW_IDS)):
-        batches, gradient = draw_batches(shape, rounds + WARMUP_ROUNDS), draw_gradient(shape)
-        contenders.append(_step_contender(name, ours, batches, gradient))
-        moved[name] = step_bytes(batches[-1])
-    timings = measure(benchmark, contenders, rounds, WARMUP_ROUNDS)
-    record(
-        timing_rows("step, scaling with ids", FEW_IDS, timings, moved),
-        [at_most("step, scaling with ids", FEW_IDS, timings[0], timings[1], 11.0)],
-    )
-
-
-def bench_untouched_rows_packed(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    """The same ids, all below the smallest table's size, so memory is touched alike: only the tables' sizes differ."""
-    timings, moved = _compare_table_sizes(1, benchmark, rounds)
-    op = "step, rows touched packed"
-    largest, smallest = timings[0], timings[-1]
-    record(timing_rows(op, ONE_TABLE, timings, moved), [at_most(op, ONE_TABLE, largest, smallest, 1.15)])
-
-
-def bench_untouched_rows_spread(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    """As many distinct ids, but spread over the whole table: adds what it costs to touch ever more memory pages."""
-    timings, moved = _compare_table_sizes(None, benchmark, rounds)
-    record(timing_rows("step, rows touched spread", ONE_TABLE, timings, moved))
-
-
-def _compare_table_sizes(stride: int | None, benchmark: Any, rounds: int) -> tuple[list[Timing], dict[str, int]]:
-    """Step on tables of growing size; ids are multiples of `stride`, or of what spreads them over the table."""
-    num_batches = rounds + WARMUP_ROUNDS
-    rng = np.random.default_rng(0)
-    ids = [torch.from_numpy(draw_ids(TOUCHED_ROWS, ONE_TABLE.num_ids, rng)) for _ in range(num_batches)]
-    gradient = draw_gradient(ONE_TABLE)
-    contenders, moved = [], {}
-    for num_rows in reversed(TABLE_SIZES):
-        shape = dataclasses.replace(ONE_TABLE, num_rows=(num_rows,))
-        batches = [make_batch(shape, [values * (stride or num_rows // TOUCHED_ROWS)]) for values in ids]
-        name = f"{num_rows:,} rows"
-        contenders.append(_step_contender(name, OurTables(shape), batches, gradient))
-        moved[name] = step_bytes(batches[-1])
-    return measure(benchmark, contenders, rounds, WARMUP_ROUNDS), moved
-
-
-def _step_contender(name: str, ours: OurTables, batches: Sequence[Batch], fresh: Tensor) -> Contender:
+def steps_of(name: str, ours: OurTables, batches: list[Batch]) -> Contender:
+    fresh = draw_gradient(batches[0].workload)
     gradient = torch.empty_like(fresh)
 
     def prepare(number: int) -> Batch:
         gradient.copy_(fresh)
         return batches[number % len(batches)]
 
-    return Contender(name, prepare, lambda batch: step(ours, batch, gradient))
+    return Contender(name, prepare, lambda batch: step(ours, batch, gradient), step_bytes(batches[-1]))
+
+
+def bench_ten_times_the_ids(race: Any) -> None:
+    """Ten times the batch on the same tables; a tenth is left for what caches and page tables do."""
+    ours, rounds = OurTables(FEW_IDS), max(5, race.rounds // 4)
+    contenders = [
+        steps_of(f"{times}x ids", ours, draw_batches(replace(FEW_IDS, batch_size=384 * times), rounds + WARMUP_ROUNDS))
+        for times in (10, 1)
+    ]
+    goal = Goal(0, 1, most=11.0)
+    race("step, scaling with ids", FEW_IDS, contenders, goal, most_rounds=rounds, warmup_rounds=WARMUP_ROUNDS)
+
+
+@pytest.mark.parametrize("place", ["packed", "spread"])
+def bench_untouched_rows(place: str, race: Any) -> None:
+    """The same ids, packed into the size of the smallest table, so that memory is touched alike and only tables' sizes
+    differ; or spread over the whole table, which adds what it costs to touch ever more memory pages."""
+    rng, contenders = np.random.default_rng(0), []
+    count = race.rounds + WARMUP_ROUNDS
+    ids = [torch.from_numpy(draw_ids(TABLE_SIZES[-1], ONE_TABLE.num_ids, rng)) for _ in range(count)]
+    for num_rows in TABLE_SIZES:
+        shape, stride = (
+            replace(ONE_TABLE, num_rows=(num_rows,)),
+            1 if place == "packed" else num_rows // TABLE_SIZES[-1],
+        )
+        batches = [make_batch(shape, [values * stride]) for values in ids]
+        contenders.append(steps_of(f"{num_rows:,} rows", OurTables(shape), batches))
+    goals = [Goal(0, -1, most=1.15)] if place == "packed" else []
+    race(f"step, rows touched {place}", ONE_TABLE, contenders, *goals, warmup_rounds=WARMUP_ROUNDS)

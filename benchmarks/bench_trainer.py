@@ -1,14 +1,13 @@
-"""What the trainer adds to a bare loop over the same ready batches, and how long it waits for data.
+"""What the trainer adds to a bare loop over the same ready batches.
 
-The floor is the loop: forward, loss, backward, the optimizer's step. Targets: the trainer takes at most 1.05 times as
-long with log, display and progress; and waits for data at most 10 % of a step from the second epoch on, where the
-batches are cut as it goes.
+The floor is the loop: forward, loss, backward, the optimizer's step. Target: the trainer takes at most 1.05 times as
+long with log, display and progress.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,14 @@ import torch
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks.measuring.clock import Contender, measure
-from benchmarks.measuring.result_files import at_most, timing_rows
+from benchmarks.measuring.clock import Contender
+from benchmarks.measuring.result_files import Goal
 from tritonemb.data import Batch, Dataset, make_synthetic, open_dataset
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
-from tritonemb.training.callbacks import Callback, Log
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.config import PRESETS
 from tritonemb.training.run import build_model
 from tritonemb.training.step import dense_parameters
-
-WARMUP_ROUNDS = 2
-OVERHEAD = 1.05
-WAIT = 0.10
 
 
 class Ready:
@@ -36,9 +30,8 @@ class Ready:
 
     def __init__(self, data: Dataset, batch_size: int, num_batches: int) -> None:
         self.data = data
-        found = data.open("train", batch_size, shuffle=True)
-        with found:
-            self.batches: list[Batch] = [batch for batch, _ in zip(found, range(num_batches), strict=False)]
+        with data.open("train", batch_size, shuffle=True) as stream:
+            self.batches: list[Batch] = [batch for batch, _ in zip(stream, range(num_batches), strict=False)]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.data, name)
@@ -50,34 +43,32 @@ class Ready:
         return sum(len(batch) for batch in self.batches)
 
     def open(self, split: str, batch_size: int, **options: Any) -> Stream:
-        return Stream(self._steps(), {})
+        def steps() -> Iterator[PositionedBatch]:
+            return (PositionedBatch(batch, {}, ReadReport()) for batch in self.batches)
 
-    def _steps(self) -> Iterator[PositionedBatch]:
-        return (PositionedBatch(batch, {}, ReadReport()) for batch in self.batches)
+        return Stream(steps(), {})
 
 
-def model_and_batch_size(name: str, data: Dataset) -> tuple[torch.nn.Module, int]:
-    config = PRESETS[name]
+def make_model(name: str, data: Dataset) -> tuple[torch.nn.Module, int]:
+    """With the batch size of its preset."""
     torch.manual_seed(0)
-    return build_model(config, data.features, data.num_dense), config.batch_size
+    return build_model(PRESETS[name], data.features, data.num_dense), PRESETS[name].batch_size
 
 
 def open_or_make(name: str) -> Dataset:
-    if name == "synthetic":
-        return make_synthetic()
     try:
-        return open_dataset(name)
+        return make_synthetic() if name == "synthetic" else open_dataset(name)
     except ConnectionError as error:
         pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("name", ["movielens-100k", "synthetic"])
-def bench_overhead(name: str, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_overhead(name: str, race: Any) -> None:
     data = open_or_make(name)
-    model, batch_size = model_and_batch_size(name, data)
+    model, batch_size = make_model(name, data)
     ready = Ready(data, batch_size, num_batches=150)
     trainer = te.Trainer(model, ready, batch_size=batch_size, verbose=False, callbacks=[make_display(io.StringIO())])
-    bare_model, _ = model_and_batch_size(name, data)
+    bare_model, _ = make_model(name, data)
     optimizer = torch.optim.Adam(dense_parameters(bare_model), lr=1e-3)
 
     def bare(_: int) -> None:
@@ -87,47 +78,11 @@ def bench_overhead(name: str, benchmark: Any, record: Callable[..., None], round
             loss.backward()
             optimizer.step()
 
+    parts = [part for each in ready.batches for part in (each.dense, each.labels, each.sparse.values())]
+    num_bytes = sum(part.nbytes for part in parts)
     contenders = [
-        Contender("trainer", lambda number: number, lambda _: trainer.fit()),
-        Contender("bare loop", lambda number: number, bare),
+        Contender("trainer", lambda number: number, lambda _: trainer.fit(), num_bytes),
+        Contender("bare loop", lambda number: number, bare, num_bytes),
     ]
-    timings = measure(benchmark, contenders, rounds, WARMUP_ROUNDS)
     shape = f"{name}, {len(ready.batches)} steps of {batch_size}"
-    moved = dict.fromkeys(("trainer", "bare loop"), sum(_num_bytes(batch) for batch in ready.batches))
-    rows = timing_rows("training loop", shape, timings, moved)
-    record(rows, [at_most("training loop", shape, timings[0], timings[1], OVERHEAD)])
-
-
-@pytest.mark.parametrize("name", ["movielens-100k", "synthetic"])
-def bench_data_wait(name: str, benchmark: Any, record: Callable[..., None]) -> None:
-    data = open_or_make(name)
-    model, batch_size = model_and_batch_size(name, data)
-
-    class Waits(Callback):
-        def __init__(self) -> None:
-            self.shares: list[float] = []
-
-        def on_log(self, log: Log) -> None:
-            if log.epoch > 0:
-                self.shares.append(log.data_wait)
-
-    waits = Waits()
-    epochs = 3
-    trainer = te.Trainer(
-        model, data, batch_size=batch_size, epochs=epochs, verbose=False, log_every=20, callbacks=[waits]
-    )
-    benchmark.pedantic(trainer.fit, rounds=1)
-    share = sum(waits.shares) / len(waits.shares)
-    target = {
-        "op": "data wait from the second epoch on",
-        "shape": f"{name}, batches of {batch_size}",
-        "measured": "wait / step",
-        "ratio": share,
-        "target": f"at most {WAIT:g}",
-        "met": share <= WAIT,
-    }
-    record([], [target])
-
-
-def _num_bytes(batch: Batch) -> int:
-    return sum(tensor.nbytes for tensor in (batch.dense, batch.labels, batch.sparse.values()))
+    race("training loop", shape, contenders, Goal(0, 1, most=1.05))

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from benchmarks.measuring.cases import CEILINGS, OURS, Case
-from benchmarks.measuring.clock import Clock, measure
-from benchmarks.measuring.environment import wait_until_quiet
-from benchmarks.measuring.result_files import at_least, copy_bandwidth, timing_rows
+from benchmarks.measuring.clock import Clock, Contender, Timing, measure, wait_until_quiet
+from benchmarks.measuring.result_files import Goal, at_least, copy_bandwidth, target_row, timing_rows
 
 NUM_THREADS = 2
 
@@ -50,31 +49,54 @@ def quiet() -> None:
     wait_until_quiet()
 
 
+class Race:
+    """Contenders that are timed in turn, and what becomes of them: rows and targets of pytest-benchmark's file."""
+
+    def __init__(self, benchmark: Any, clock: Clock, rounds: int) -> None:
+        self.benchmark, self.clock, self.rounds = benchmark, clock, rounds
+        self.rows, self.targets = [], []  # type: list[dict[str, Any]], list[dict[str, Any]]
+        benchmark.extra_info.update(rows=self.rows, targets=self.targets)
+
+    def __call__(
+        self, op: str, shape: object, contenders: Sequence[Contender], *goals: Goal, most_rounds: int = 1 << 20,
+        warmup_rounds: int = 2, **columns: Any,
+    ) -> list[Timing]:  # fmt: skip
+        """Time them, and keep a row for each with `columns` beside, and a target for each goal."""
+        timings = measure(self.benchmark, contenders, min(self.rounds, most_rounds), warmup_rounds, self.clock)
+        moved = {contender.name: contender.num_bytes for contender in contenders}
+        self.keep(op, shape, timings, *goals, num_bytes=moved, **columns)
+        return timings
+
+    def keep(
+        self, op: str, shape: object, timings: Sequence[Timing], *goals: Goal, num_bytes: Any = 0, **columns: Any
+    ) -> None:
+        """The same of what was timed before; with a copy's bandwidth, measured right beside it."""
+        moved = num_bytes if isinstance(num_bytes, dict) else dict.fromkeys((each.name for each in timings), num_bytes)
+        columns |= {"threads": torch.get_num_threads(), "copy_gb_per_s": copy_bandwidth(self.clock)}
+        self.rows += [row | columns for row in timing_rows(op, shape, timings, moved)]
+        self.targets += [goal.row(op, shape, timings) for goal in goals]
+
+    def target(self, op: str, shape: object, measured: str, ratio: float, **wanted: float) -> None:
+        self.targets.append(target_row(op, shape, measured, ratio, **wanted))
+
+
 @pytest.fixture
-def record(
-    benchmark: Any, threads: int, clock: Clock
-) -> Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], None]:
-    """Attach rows and targets to the benchmark, with a copy's bandwidth measured right beside it."""
-
-    def attach(rows: Sequence[dict[str, Any]], targets: Sequence[dict[str, Any]] = ()) -> None:
-        shared = {"threads": threads, "copy_gb_per_s": copy_bandwidth(clock)}
-        benchmark.extra_info["rows"] = [row | shared for row in rows]
-        benchmark.extra_info["targets"] = list(targets)
-
-    return attach
+def race(benchmark: Any, clock: Clock, rounds: int, threads: int) -> Any:
+    yield Race(benchmark, clock, rounds)
+    if benchmark.stats is None:  # of what is timed elsewhere, pytest-benchmark has the rows and targets alone
+        benchmark.pedantic(lambda: None, rounds=1)
 
 
 @pytest.fixture
-def measure_case(benchmark: Any, record: Callable[..., None], rounds: int, clock: Clock) -> Callable[[Case], None]:
+def measure_case(race: Race) -> Callable[[Case], None]:
     """Measure a case of a microbenchmark and record it."""
 
     def measured(case: Case) -> None:
-        contenders = case.make(clock)
-        timings = measure(benchmark, contenders, rounds if case.target else max(5, rounds // 2), clock=clock)
-        moved = {contender.name: contender.num_bytes for contender in contenders}
+        contenders = case.make(race.clock)
+        rounds = race.rounds if case.target else max(5, race.rounds // 2)
+        timings = race(case.op, case.shape, contenders, most_rounds=rounds)
         peers = [timing for timing in timings if timing.name not in CEILINGS and not timing.name.startswith(OURS)]
-        wanted = peers and case.target and not clock.on_gpu
-        targets = [at_least(case.op, case.shape, timings[0], peers, case.target)] if wanted else []
-        record(timing_rows(case.op, case.shape, timings, moved), targets)
+        if peers and case.target and not race.clock.on_gpu:
+            race.targets.append(at_least(case.op, case.shape, timings[0], peers, case.target))
 
     return measured

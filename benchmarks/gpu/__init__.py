@@ -1,1 +1,1 @@
-"""Benchmarks on one GPU: `python benchmarks/gpu/run.py`."""
+"""Benchmarks on one GPU: `python benchmarks/run.py --device cuda`."""

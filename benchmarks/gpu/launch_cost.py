@@ -1,10 +1,12 @@
 """What a step of the embeddings costs the host with Triton's kernels: time, launches by kernel, values read and sent.
 
-    python benchmarks/gpu/launch_cost.py [--tables 1 26 1000] [--rounds 200] [--ranks 2]
+    python benchmarks/gpu/launch_cost.py [--tables 1 26 1000] [--rounds 200] [--ranks 2] [--about]
 
 `--ranks` counts instead the launches of a hybrid-parallel step of a DLRM on so many ranks, from exchanged ids to the
 loss and back: those of Triton's kernels, ours and Inductor's, and of PyTorch's operators that compute; of the model
 itself and compiled as one graph.
+
+`--about` prints versions, the GPU, and how fast it copies, and gathers rows of 512 bytes.
 
 Without a GPU, Triton compiles for sm_90 and its launchers launch into a stub of the driver: results are garbage, but
 launches and the host's time are those of a GPU, less what its driver would take.
@@ -13,6 +15,8 @@ launches and the host's time are those of a GPU, less what its driver would take
 from __future__ import annotations
 
 import argparse
+import shutil
+import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
@@ -27,7 +31,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # called as a file, Python puts only this folder there
 
-from tests.gpu.driver import activate
+from benchmarks.measuring.clock import Clock, Contender
+from tests.gpu.driver import activate, rehearsing
 
 BATCH_SIZE, DIM = 8, 64
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")  # the host waits for those
@@ -133,19 +138,47 @@ def _computing(event: Any) -> list[str]:
     return [event.name] if launches else inside
 
 
+def print_device(num_bytes: int = 2 << 30) -> None:
+    """Bytes, read and written, are many times any cache."""
+    import triton
+
+    print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, triton {triton.__version__}")
+    device = torch.device("cpu" if rehearsing() else "cuda")
+    if rehearsing():
+        num_bytes >>= 8
+    elif not torch.cuda.is_available():
+        sys.exit("there is no CUDA device, or torch does not see it")
+    else:
+        print(torch.cuda.get_device_properties(device))
+        command = ["nvidia-smi", "--query-gpu=driver_version,memory.used,temperature.gpu", "--format=csv,noheader"]
+        tool = shutil.which(command[0])
+        print("driver", subprocess.run(command, capture_output=True, text=True).stdout if tool else "not known")
+    source = torch.zeros(num_bytes // 1024, 128, device=device)
+    target, rows = torch.empty_like(source), torch.randint(len(source), (len(source),), device=device)
+    runs = {"copies": lambda: target.copy_(source), "gathers": lambda: torch.index_select(source, 0, rows, out=target)}
+    contenders = [Contender(name, lambda _: None, lambda _, run=run: run(), num_bytes) for name, run in runs.items()]
+    outcome = Clock(device).measure(contenders, 20)
+    if outcome.errors:
+        sys.exit(str(outcome.errors))
+    rates = [f"{timing.name} {num_bytes / timing.percentile(50) / 1e6:.0f} GB/s" for timing in outcome.timings]
+    print(f"{device}: {', '.join(rates)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Host time and launches of a step of the embeddings.")
     parser.add_argument("--tables", type=int, nargs="+", default=[26])
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--ranks", type=int)
+    parser.add_argument("--about", action="store_true")
     args = parser.parse_args()
+    if args.about:
+        print_device()
+        return
     if args.ranks:
-        from tests.ranks import Ranks
+        from benchmarks.bench_overlap import run_ranks
 
-        ranks = Ranks(args.ranks)
-        for compiled, found in ranks.run(launches_of_dlrm, args.ranks)[0].items():
+        for compiled, found in run_ranks(args.ranks, launches_of_dlrm, args.ranks)[0].items():
             print(f"{'compiled' if compiled else 'not compiled'}: {found.total()} launches, {dict(found)}")
-        ranks.close()
         return
     if not torch.cuda.is_available():
         print(NO_GPU)

@@ -73,7 +73,7 @@ TARGETS = (
     Target("codec", "copy", 0.9),
     Target("interaction", "torch, compiled", 1.3),
     Target("DLRM step", "fbgemm", 1.1),
-    Target("training from host memory", "tritonemb, in HBM", 0.8),
+    Target("training from host memory", "tritonemb, on the device", 0.8),
     Target("training from host memory", "fbgemm, cached", 1.5),
 )  # fmt: skip
 

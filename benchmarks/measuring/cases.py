@@ -1,7 +1,7 @@
 """What the microbenchmarks share: a case is one op over one shape, with all its contenders.
 
 Each family of ops has a file, `bench_<family>.py`, whose `cases` are measured by pytest-benchmark (`make bench`; on a
-GPU with `--device cuda`) and by `benchmarks/gpu/run.py`.
+GPU with `--device cuda`) and by `benchmarks/run.py`.
 """
 
 from __future__ import annotations

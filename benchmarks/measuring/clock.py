@@ -6,15 +6,12 @@ host's launches (a contender whose host needs longer than that pays for it). Whe
 steps), a run is `repeats` steps back to back, without flush or idle work: their tables are far larger than the cache,
 and the host has to keep up. As a CUDA graph (`captured`) a contender needs the host for one launch alone.
 
-A contender that fails is dropped and its error kept; the others go on. None goes on where the device does not answer.
-
-`measure` times all contenders in the same rounds: pytest-benchmark runs one benchmark after the other, and on a machine
-whose speed drifts that compares two moments rather than two programs. Every round runs every contender once, one after
-the other (A B, B A, A B, ...: what the one before leaves in caches and in the allocator is worth some percent), on a
-batch that no earlier round has used. Work before the measured part (a forward before a backward, the gradient that the
-dense network would just have written) is the contender's `prepare`, off the clock and right before its run, so that it
-finds the caches as a training step would leave them. Ours runs as pytest-benchmark's own target; the same clock is read
-around every contender, and its percentiles are reported.
+`Clock.measure` drops a contender that fails and keeps its error. `measure` is for pytest-benchmark, which by itself
+runs one benchmark after the other: on a machine whose speed drifts, that compares two moments, not two programs.
+Every round runs every contender once (A B, B A, A B, ...: what the one before leaves in caches and in the allocator is
+worth some percent), on a batch that no earlier round has used. Work before the measured part (a forward before a
+backward, the gradient that the dense network would just have written) is the contender's `prepare`, off the clock and
+right before its run, so that it finds the caches as a training step would leave them. Ours is its target.
 """
 
 from __future__ import annotations
@@ -22,15 +19,16 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-
-from benchmarks.measuring.environment import OtherLoad
 
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
 IDLE_CYCLES = 2_000_000  # about a millisecond: more than the host needs to queue a run
@@ -118,30 +116,24 @@ class Clock:
         samples: dict[str, list[float]] = {}
         running: list[Contender] = []
         for contender in contenders:
-            if contender.name in self.without:
-                continue
-
-            def ready(contender: Contender = contender) -> None:
-                contender.verify()
-                running.append(self.captured(contender) if graph else contender)
-
-            self._attempt(contender.name, ready, outcome)
+            if contender.name not in self.without:
+                with self._attempt(contender.name, outcome):
+                    contender.verify()
+                    running.append(self.captured(contender) if graph else contender)
         gc.collect()
         gc.disable()
+        count = repeats or 1
         try:
             for number in range(warmup_rounds + rounds):
                 if time.time() > self.deadline:
                     if number < warmup_rounds + min(rounds, FEWEST_ROUNDS):
                         raise TimeoutError(f"time was over after {max(0, number - warmup_rounds)} rounds")
                     break
-                for contender in running:
-                    if contender.name not in outcome.errors:
-
-                        def sample(contender: Contender = contender, number: int = number) -> None:
-                            elapsed = self._sample(contender, number, repeats or 1, flush=repeats is None)
-                            samples.setdefault(contender.name, []).append(elapsed)
-
-                        self._attempt(contender.name, sample, outcome)
+                for contender in [each for each in running if each.name not in outcome.errors]:
+                    with self._attempt(contender.name, outcome):
+                        prepared = [contender.prepare(number * count + index) for index in range(count)]
+                        elapsed = self.time(contender, prepared, flush=repeats is None) / count
+                        samples.setdefault(contender.name, []).append(elapsed)
         finally:
             gc.enable()
         outcome.timings = [
@@ -149,10 +141,11 @@ class Clock:
         ]
         return outcome
 
-    def _attempt(self, name: str, act: Callable[[], None], outcome: Outcome) -> None:
+    @contextmanager
+    def _attempt(self, name: str, outcome: Outcome) -> Iterator[None]:
         self.begin(name)
         try:
-            act()
+            yield
         except Exception as error:
             recover(error)
             outcome.errors[name] = describe(error)
@@ -182,10 +175,6 @@ class Clock:
         again = replace(contender, prepare=lambda number: (contender.prepare(0), prepared), run=replay)
         again.verify()
         return again
-
-    def _sample(self, contender: Contender, number: int, count: int, flush: bool) -> float:
-        prepared = [contender.prepare(number * count + index) for index in range(count)]
-        return self.time(contender, prepared, flush) / count
 
     def time(self, contender: Contender, prepared: Sequence[Any], flush: bool = True) -> float:
         """Milliseconds of a run of each of `prepared`, back to back."""
@@ -261,3 +250,45 @@ def measure(
     finally:
         gc.enable()
     return [Timing(name, tuple(times[-rounds:]), others_load.percent) for name, times in samples.items()]
+
+
+class OtherLoad:
+    """How much of the machine's processor time went to other processes while this block ran.
+
+    The spinning threads of an OpenMP runtime lose far more than their share when a core is taken from them, so figures
+    taken beside other work flatter whoever does not spin.
+    """
+
+    percent: float | None = None
+
+    def __enter__(self) -> OtherLoad:
+        self._start = _processor_seconds()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end = _processor_seconds()
+        if self._start is None or end is None:
+            return
+        busy, own, wall = (after - before for before, after in zip(self._start, end, strict=True))
+        self.percent = max(0.0, 100 * (busy - own) / (wall * (os.cpu_count() or 1)))
+
+
+def wait_until_quiet(limit_percent: float = 5.0, patience_seconds: float = 15.0) -> None:
+    """Return when other processes leave the machine alone, or when patience ends: the load is recorded either way."""
+    deadline = time.monotonic() + patience_seconds
+    while time.monotonic() < deadline:
+        with OtherLoad() as load:
+            time.sleep(0.5)
+        if load.percent is None or load.percent <= limit_percent:
+            return
+
+
+def _processor_seconds() -> tuple[float, float, float] | None:
+    """Busy seconds of all cores, this process's processor seconds, wall seconds; None where the system does not say."""
+    stat = Path("/proc/stat")
+    if not stat.exists():
+        return None
+    user, nice, system, _idle, _iowait, *rest = (int(part) for part in stat.read_text().splitlines()[0].split()[1:])
+    # Of the rest, guest time is already part of user time; stolen time is another machine's and counts as other load.
+    busy = (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
+    return busy, time.process_time(), time.perf_counter()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,10 +20,6 @@ from benchmarks.measuring.clock import Clock, Contender, describe, recover
 from benchmarks.measuring.workload import CPU, EPS, LR, Batch, Workload, draw_batches, draw_gradient
 from tritonemb.ops import RowGroups
 
-FBGEMM_MISSING = (
-    "FBGEMM is not installed, so there is nothing to compare with; beside torch 2.13.0: "
-    "pip install fbgemm-gpu-cpu==1.8.0"
-)
 GPU_BATCHES, CPU_BATCHES = 3, 40  # a GPU's cache is flushed before each sample, a CPU's is full of other batches
 
 
@@ -31,22 +27,25 @@ def has_fbgemm() -> bool:
     return importlib.util.find_spec("fbgemm_gpu") is not None
 
 
-class Tables(Protocol):
+class Tables:
     """Embedding tables that look a batch up, and whose backward is a training step."""
 
     name: str
 
-    def weights(self) -> Sequence[Tensor]:
+    def weights(self) -> list[Tensor]:
         """Each table's weights, [rows, D], as views that may be written."""
+        raise NotImplementedError
 
     def forward(self, batch: Batch) -> Tensor:
         """Pooled rows, [B, T * D]; with gradients enabled it also prepares the backward."""
+        raise NotImplementedError
 
     def backward(self, pooled: Tensor, gradient: Tensor) -> None:
         """From the output's gradient to updated tables."""
+        pooled.backward(gradient)
 
 
-class OurTables:
+class OurTables(Tables):
     """`te.nn.EmbeddingBagCollection` with a fused optimizer, row-wise Adagrad if none is given.
 
     Args:
@@ -63,12 +62,9 @@ class OurTables:
         cache: te.CacheConfig | None = None,
         optimizer: te.optim.Optimizer | None = None,
     ) -> None:
-        configs = [
-            te.TableConfig(
-                name, rows, workload.dim, dtype=workload.dtype, placement=placement, cache=cache or te.CacheConfig()
-            )
-            for name, rows in zip(workload.table_names, workload.num_rows, strict=True)
-        ]
+        options: Any = {"dtype": workload.dtype, "placement": placement, "cache": cache or te.CacheConfig()}
+        sizes = zip(workload.table_names, workload.num_rows, strict=True)
+        configs = [te.TableConfig(name, rows, workload.dim, **options) for name, rows in sizes]
         self.module = te.nn.EmbeddingBagCollection(
             configs, optimizer or te.optim.RowWiseAdagrad(LR, eps=EPS), device, output_dtype=torch.float32
         )
@@ -84,11 +80,8 @@ class OurTables:
         pooled: Tensor = self.module(batch.keyed, groups)
         return pooled
 
-    def backward(self, pooled: Tensor, gradient: Tensor) -> None:
-        pooled.backward(gradient)
 
-
-class FbgemmTables:
+class FbgemmTables(Tables):
     """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad.
 
     Args:
@@ -131,25 +124,17 @@ class FbgemmTables:
         pooled: Tensor = self.module(batch.values, batch.offsets)
         return pooled
 
-    def backward(self, pooled: Tensor, gradient: Tensor) -> None:
-        pooled.backward(gradient)
 
-
-class TorchTables:
+class TorchTables(Tables):
     """One `torch.nn.EmbeddingBag(sparse=True)` a table and one `torch.optim.Adagrad` (which is not row-wise)."""
 
     name = "torch"
 
     def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
+        dim, options = workload.dim, {"dtype": workload.dtype, "device": device}
         self.bags = torch.nn.ModuleList(
             # Allocated, not initialised: the weights are copied in.
-            torch.nn.EmbeddingBag(
-                rows,
-                workload.dim,
-                mode="sum",
-                sparse=True,
-                _weight=torch.empty(rows, workload.dim, dtype=workload.dtype, device=device),
-            )
+            torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.empty(rows, dim, **options))
             for rows in workload.num_rows
         )
         self._optimizer: torch.optim.Adagrad | None = None

@@ -1,25 +1,35 @@
-"""Fill tables of README and docs from the newest results: `python -m benchmarks.measuring.report`."""
+"""Fill tables and pictures of README and docs from the newest results: `python -m benchmarks.measuring.report`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import chart, result_files
-from benchmarks.measuring.cases import COPY, GATHER, GRAPH, OURS
-from benchmarks.measuring.result_files import LIMIT
+import torch
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.measuring import result_files
+from benchmarks.measuring.cases import CEILINGS, COPY, GATHER, GRAPH, OURS
+from benchmarks.measuring.result_files import ROOT, by_case
+
 BENCHMARKS = "docs/benchmarks.md"
 SHOWN_OPS = "step, row-wise Adagrad", "step, Adagrad", "step of a plain DLRM, Adagrad"  # in README: at most 12 rows
 DRAWS = "python -m benchmarks.measuring.report"
+
+Row = dict[str, Any]
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int = 1) -> str:
     """A table whose first columns are text and whose others are figures."""
     rule = ["---"] * text_columns + ["---:"] * (len(header) - text_columns)
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
+
+
+def table_of(rows: Iterable[Row], columns: dict[str, Callable[[Row], str] | str], text_columns: int = 1) -> str:
+    """A line for each row. A column is what makes its text of a row, or a format string over the row's fields."""
+    lines = [[each.format(**row) if isinstance(each, str) else each(row) for each in columns.values()] for row in rows]
+    return markdown_table(list(columns), lines, text_columns)
 
 
 def replace_section(text: str, name: str, content: str, page: str) -> str:
@@ -37,15 +47,29 @@ def update(page: str, name: str, content: str) -> None:
     path.write_text(replace_section(path.read_text(), name, content, page))
 
 
-def speed_section(results: dict[str, Any]) -> str:
+def speed_section(results: Row) -> str:
     """The conditions, and the medians of every op and shape."""
-    return "\n\n".join([_conditions(results), _peers_table(results["rows"]), _scaling_table(results["rows"])])
+    peers, scaling = list[list[str]](), list[list[str]]()
+    for (op, shape), case in by_case(results["rows"]).items():
+        if OURS not in case:
+            scaling += [[op, shape, name, f"{row['p50_ms']:.2f}"] for name, row in case.items()]
+            continue
+        ours, copy = case.pop(OURS), case.pop(COPY, None)
+        fastest = min((row["p50_ms"] for name, row in case.items() if name != GATHER), default=None)
+        others = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
+        share = f"{100 * ours['gb_per_s'] / (copy['gb_per_s'] if copy else ours['copy_gb_per_s']):.0f} %"
+        ratio = f"{fastest / ours['p50_ms']:.2f}" if fastest else "-"
+        peers.append([op, shape, others, f"{ours['p50_ms']:.2f}", f"{ours['gb_per_s']:.1f}", share, ratio])
+    times = "tritonemb, ms"
+    header = "op", "shape", "peers, ms", times, "GB/s", "of a copy's rate", "times as fast as the fastest peer"
+    tables = markdown_table(header, peers, 3), markdown_table(["op", "shape", "case", times], scaling, 3)
+    return "\n\n".join([_conditions(results), *tables])
 
 
-def shown_section(results: dict[str, Any], picture: str) -> str:
+def shown_section(results: Row, picture: str) -> str:
     """README's picture and table: whole training steps beside the fastest peer."""
     lines = []
-    for (op, shape), case in _cases(results["rows"]).items():
+    for (op, shape), case in by_case(results["rows"]).items():
         if op in SHOWN_OPS:
             ours = case.pop(OURS)
             peer = min((row for name, row in case.items() if name != COPY), key=lambda row: float(row["p50_ms"]))
@@ -57,44 +81,11 @@ def shown_section(results: dict[str, Any], picture: str) -> str:
     return "\n\n".join([f"![Time of one call, ours and its peers]({picture})", table, _conditions(results)])
 
 
-def _cases(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
-    """The rows of each op and shape, by implementation."""
-    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault((row["op"], row["shape"]), {})[row["implementation"]] = row
-    return cases
-
-
-def _peers_table(rows: list[dict[str, Any]]) -> str:
-    lines = []
-    for (op, shape), case in _cases(rows).items():
-        if OURS not in case:
-            continue
-        ours, copy = case.pop(OURS), case.pop(COPY, None)
-        others = [row for name, row in case.items() if name != LIMIT] or [*case.values()]
-        fastest = min((row["p50_ms"] for row in others), default=None)
-        peers = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
-        share = ours["gb_per_s"] / (copy["gb_per_s"] if copy else ours["copy_gb_per_s"])
-        ratio = f"{fastest / ours['p50_ms']:.2f}" if fastest else "-"
-        figures = f"{ours['p50_ms']:.2f}", f"{ours['gb_per_s']:.1f}", f"{100 * share:.0f} %", ratio
-        lines.append([op, shape, peers, *figures])
-    header = [
-        "op",
-        "shape",
-        "peers, ms",
-        "tritonemb, ms",
-        "GB/s",
-        "of a copy's rate",
-        "times as fast as the fastest peer",
-    ]
-    return markdown_table(header, lines, text_columns=3)
-
-
 def headline(results: dict[str, Any]) -> str:
     """In one sentence: how a training step of the embeddings compares with what users have today."""
     parts = []
     for op, peer, name in (("step, row-wise Adagrad", "fbgemm", "FBGEMM's"), ("step, Adagrad", "torch", "torch.nn's")):
-        cases = [case for (found, _), case in _cases(results["rows"]).items() if found == op and peer in case]
+        cases = [case for (found, _), case in by_case(results["rows"]).items() if found == op and peer in case]
         ratios = [case[peer]["p50_ms"] / case["tritonemb"]["p50_ms"] for case in cases if "tritonemb" in case]
         if ratios:
             parts.append(
@@ -102,14 +93,6 @@ def headline(results: dict[str, Any]) -> str:
             )
     ids = "with ids that recur as in Meta's published traces"
     return f"On a CPU, {ids}, a training step of embedding tables is {', and '.join(parts)}." if parts else ""
-
-
-def _scaling_table(rows: list[dict[str, Any]]) -> str:
-    lines = []
-    for (op, shape), case in _cases(rows).items():
-        if OURS not in case:
-            lines += [[op, shape, name, f"{row['p50_ms']:.2f}"] for name, row in case.items()]
-    return markdown_table(["op", "shape", "case", "tritonemb, ms"], lines, text_columns=3)
 
 
 def _conditions(results: dict[str, Any]) -> str:
@@ -123,86 +106,60 @@ def _conditions(results: dict[str, Any]) -> str:
     )
 
 
-def accuracy_section(results: dict[str, Any]) -> str:
-    """A line for every data set and optimizer: mean AUC of both networks over the seeds and the difference."""
-    lines = [
-        [
-            f"{row['data']}, {row['optimizer']}",
-            f"{row['tritonemb_auc']:.4f}",
-            f"{row['torch_auc']:.4f}",
-            f"{row['difference']:+.4f}",
-            str(row["seeds"]),
-            f"{100 * row['test_rows_seen_in_training']:.0f} %",
-        ]
-        for row in results["rows"]
-    ]
-    header = ["data, optimizer", "tritonemb AUC", "torch.nn AUC", "difference", "seeds", "test rows seen in training"]
-    return markdown_table(header, lines)
+def accuracy_section(results: Row) -> str:
+    """Of every data set and optimizer: mean AUC of both networks over the seeds and the difference."""
+    columns = {
+        "data, optimizer": "{data}, {optimizer}", "tritonemb AUC": "{tritonemb_auc:.4f}",
+        "torch.nn AUC": "{torch_auc:.4f}", "difference": "{difference:+.4f}", "seeds": "{seeds}",
+        "test rows seen in training": lambda row: f"{100 * row['test_rows_seen_in_training']:.0f} %",
+    }  # fmt: skip
+    return table_of(results["rows"], columns)
 
 
-def dynamic_section(results: dict[str, Any]) -> str:
+def dynamic_section(results: Row) -> str:
     """The conditions; for every data set and kind of table: mean AUC, and the paired difference to a vocabulary's."""
-    row = results["rows"][0]
-    lines = [
-        [
-            f"{row['data']}: {row['arm']}",
-            f"{row['auc']:.4f}",
-            "-" if row["arm"] == "vocabulary" else f"{row['difference']:+.4f} ± {row['standard_error']:.4f}",
-            str(row["seeds"]),
-        ]
-        for row in results["rows"]
-    ]
     conditions = (
-        f"{row['cpu']}; torch {row['torch']}, numba {row['numba']}, tritonemb {row['tritonemb']} at {row['commit']}, "
-        f"{row['date']}.\n±: standard error of the paired difference over the seeds."
-    )
-    return f"{conditions}\n\n{markdown_table(['data: tables', 'AUC', 'difference', 'seeds'], lines)}"
+        "{cpu}; torch {torch}, numba {numba}, tritonemb {tritonemb} at {commit}, {date}.\n"
+        "±: standard error of the paired difference over the seeds.\n\n"
+    ).format(**results["rows"][0])
+    difference = "{difference:+.4f} ± {standard_error:.4f}"
+    columns = {
+        "data: tables": "{data}: {arm}", "AUC": "{auc:.4f}",
+        "difference": lambda row: "-" if row["arm"] == "vocabulary" else difference.format(**row), "seeds": "{seeds}",
+    }  # fmt: skip
+    return conditions + table_of(results["rows"], columns)
 
 
-def exchange_section(results: dict[str, Any]) -> str:
+def exchange_section(results: Row) -> str:
     """The conditions; for every data set and precision: mean AUC, difference to float32, bytes that a rank sends."""
-    rows = results["rows"]
-    exact = {row["data"]: sum(row["bytes_a_step"].values()) for row in rows if row["exchange"] == "fp32"}
-    lines = [
-        [
-            f"{row['data']}, {row['exchange']}",
-            f"{row['auc']:.4f}",
-            "-" if row["exchange"] == "fp32" else f"{row['difference']:+.4f}",
-            f"{max(map(abs, row['difference_of_each_seed'])):.4f}",
-            f"{sum(row['bytes_a_step'].values()) / 1000:,.0f}",
-            f"{sum(row['bytes_a_step'].values()) / exact[row['data']]:.2f}",
-        ]
-        for row in rows
-    ]
-    header = ["data, codec", "AUC", "difference", "largest of a seed", "kB a step and rank", "of fp32's"]
-    row = rows[0]
+    rows = [row | {"sent": sum(row["bytes_a_step"].values())} for row in results["rows"]]
+    exact = {row["data"]: row["sent"] for row in rows if row["exchange"] == "fp32"}
+    columns = {
+        "data, codec": "{data}, {exchange}", "AUC": "{auc:.4f}",
+        "difference": lambda row: "-" if row["exchange"] == "fp32" else f"{row['difference']:+.4f}",
+        "largest of a seed": lambda row: f"{max(map(abs, row['difference_of_each_seed'])):.4f}",
+        "kB a step and rank": lambda row: f"{row['sent'] / 1000:,.0f}",
+        "of fp32's": lambda row: f"{row['sent'] / exact[row['data']]:.2f}",
+    }  # fmt: skip
     conditions = (
-        f"{row['world_size']} ranks on one CPU, over gloo; {row['seeds']} seeds; torch {row['torch']}, tritonemb "
-        f"{row['tritonemb']} at {row['commit']}, {row['date']}."
-    )
-    return f"{conditions}\n\n{markdown_table(header, lines)}"
+        "{world_size} ranks on one CPU, over gloo; {seeds} seeds; torch {torch}, tritonemb {tritonemb} at {commit}, "
+        "{date}.\n\n"
+    ).format(**rows[0])
+    return conditions + table_of(rows, columns)
 
 
-def memory_section(results: dict[str, Any]) -> str:
+def memory_section(results: Row) -> str:
     """The conditions; for every shape the result's size, and what a step of each implementation adds at its peak."""
-    row = results["rows"][0]
-    cases: dict[str, dict[str, dict[str, Any]]] = {}
-    for each in results["rows"]:
-        cases.setdefault(each["shape"], {})[each["implementation"]] = each
-    names = list(next(iter(cases.values())))
-    lines = [
-        [shape, _mib(case[names[0]]["result_bytes"]), *(_mib(case[name]["peak_bytes"]) for name in names)]
-        for shape, case in cases.items()
-    ]
+    cases: dict[str, Row] = {}
+    for row in results["rows"]:
+        case = cases.setdefault(row["shape"], {"shape": row["shape"], "result": row["result_bytes"]})
+        case[row["implementation"]] = row["peak_bytes"]
+    names = list(dict.fromkeys(row["implementation"] for row in results["rows"]))
+    mib = {name: lambda case, name=name: f"{case[name] / 2**20:.1f}" for name in ("result", *names)}
     conditions = (
-        f"MiB; {row['cpu']}, 2 threads; torch {row['torch']}, fbgemm {row['fbgemm']}, tritonemb {row['tritonemb']} at "
-        f"{row['commit']}, {row['date']}."
-    )
-    return f"{conditions}\n\n{markdown_table(['shape', 'result', *names], lines)}"
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f}"
+        "MiB; {cpu}, 2 threads; torch {torch}, fbgemm {fbgemm}, tritonemb {tritonemb} at {commit}, {date}.\n\n"
+    ).format(**results["rows"][0])
+    return conditions + table_of(cases.values(), {"shape": "{shape}"} | mib)
 
 
 def gpu_section(results: dict[str, Any]) -> str:
@@ -232,7 +189,7 @@ def gpu_section(results: dict[str, Any]) -> str:
 def _gpu_table(rows: list[dict[str, Any]]) -> str:
     """A line for each of ours; in cases without any, for each that was measured."""
     lines = []
-    for (op, shape), case in _cases(rows).items():
+    for (op, shape), case in by_case(rows).items():
         copy, gather = case.pop(COPY, None), case.pop(GATHER, None)
         ceiling = gather or copy
         ours = {name: row for name, row in case.items() if name.startswith("tritonemb")}
@@ -247,20 +204,14 @@ def _gpu_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, lines, text_columns=4)
 
 
-def _targets_table(targets: list[dict[str, Any]]) -> str:
+def _targets_table(targets: list[Row]) -> str:
     words = {True: "met", False: "not met", None: "not measured"}
-    lines = [
-        [
-            t["op"],
-            t["shape"],
-            t["measured"],
-            t["target"],
-            "-" if t["ratio"] is None else f"{t['ratio']:.2f}",
-            words[t["met"]],
-        ]
-        for t in targets
-    ]
-    return markdown_table(["op", "shape", "times as fast", "wanted", "measured", ""], lines, text_columns=4)
+    columns = {
+        "op": "{op}", "shape": "{shape}", "times as fast": "{measured}", "wanted": "{target}",
+        "measured": lambda row: "-" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        "": lambda row: words[row["met"]],
+    }  # fmt: skip
+    return table_of(targets, columns, text_columns=4)
 
 
 def with_section(text: str, name: str, title: str, content: str, after: str) -> str:
@@ -274,7 +225,7 @@ def with_section(text: str, name: str, title: str, content: str, after: str) -> 
 def report_speed() -> None:
     path = result_files.newest("cpu")
     results = result_files.read(path)
-    chart.draw_if_possible(chart.draw, results, path.with_suffix(".png"), DRAWS)
+    draw_if_possible(draw, results, path.with_suffix(".png"), DRAWS)
     update(BENCHMARKS, "bench", speed_section(results))
     update("README.md", "speed", shown_section(results, path.with_suffix(".png").relative_to(ROOT).as_posix()))
     update("README.md", "headline", headline(results))
@@ -294,12 +245,24 @@ def report(kind: str) -> None:
     update(page, name, section(result_files.read(result_files.newest(kind))))
 
 
+def publish(kind: str, rows: Sequence[Row], problems: Sequence[str]) -> Path:
+    """Keep what a study has found, beside where, and show it; exit where something is wrong."""
+    shared = result_files.environment() | {"threads": torch.get_num_threads()}
+    path = result_files.write(kind, {"date": shared["date"], "rows": [row | shared for row in rows]})
+    print(f"wrote {path.name}")
+    if kind in SECTIONS:
+        report(kind)
+    if problems:
+        sys.exit("; ".join(problems))
+    return path
+
+
 def report_gpu() -> None:
     """A section for every GPU that was measured; without one the page says nothing about GPUs."""
     page = ROOT / BENCHMARKS
     for path in result_files.newest_of_gpus():
         results = result_files.read(path)
-        chart.draw_if_possible(chart.draw_roofline, results, path.with_suffix(".png"), DRAWS)
+        draw_if_possible(draw_roofline, results, path.with_suffix(".png"), DRAWS)
         name, title = f"gpu {results['rows'][0]['device']}", f"Speed on one {results['rows'][0]['device']}"
         content = f"`make gpu-bench` measures this and rewrites the section; the picture is beside `{path.name}`.\n\n"
         page.write_text(with_section(page.read_text(), name, title, content + gpu_section(results), "bench"))
@@ -311,6 +274,106 @@ def main() -> None:
     for kind in SECTIONS:
         if list(result_files.RESULTS.glob(f"{kind}-????-??-??.json")):
             report(kind)
+
+
+PANELS = {
+    "forward": "Forward",
+    "group + update": "Grouping + update\n(row-wise Adagrad)",
+    "step, row-wise Adagrad": "Whole step\n(row-wise Adagrad)",
+    "step, Adagrad": "Whole step\n(Adagrad)",
+}
+COLORS = {"tritonemb": "#1f77b4", "fbgemm": "#b0b0b0", "torch": "#d8c8a8"}
+LABELS = {
+    "tritonemb": "tritonemb",
+    "fbgemm": "FBGEMM CPU",
+    "torch": "torch.nn.EmbeddingBag (+ sparse torch.optim.Adagrad)",
+}
+
+
+def draw_if_possible(draw: Callable[[Any, Path], None], results: Any, path: Path, command: str) -> None:
+    """Draw, or say why there is no picture, and which command draws it."""
+    try:
+        import matplotlib
+    except ImportError:
+        print(f"no picture: matplotlib is not installed; `{command}` draws it where it is")
+        return
+    matplotlib.use("Agg")
+    draw(results, path)
+
+
+def save(figure: Any, path: Path, dpi: int = 120) -> None:
+    from matplotlib import pyplot
+
+    figure.savefig(path, dpi=dpi, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """README's: a panel per op, a group of bars per shape, a bar per implementation."""
+    from matplotlib import patches, pyplot
+
+    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(15, 4.2), layout="constrained")
+    for axes, (op, title) in zip(panels, PANELS.items(), strict=True):
+        _draw_panel(axes, [row for row in results["rows"] if row["op"] == op])
+        axes.set_title(title, fontsize=11)
+    panels[0].set_ylabel("milliseconds, median; lower is better")
+    handles = [patches.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in COLORS]
+    figure.legend(handles, [LABELS[name] for name in COLORS], loc="outside lower center", ncols=3, frameon=False)
+    save(figure, path)
+
+
+def _draw_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = [name for name in COLORS if any(row["implementation"] == name for row in rows)]
+    width = 0.8 / max(1, len(names))
+    for row in rows:
+        offset = (names.index(row["implementation"]) - (len(names) - 1) / 2) * width
+        x, height = shapes.index(row["shape"]) + offset, row["p50_ms"]
+        axes.bar(x, height, width * 0.94, color=COLORS[row["implementation"]])
+        axes.text(x, height, f"{height:.3g}", ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(shapes)), [_tick(shape) for shape in shapes], fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.1)
+
+
+def _tick(shape: str) -> str:
+    """ "B2048 T26 L1 D64 rows 100,000" on three short lines."""
+    batch, tables, bag, dim, _, rows = shape.split()
+    return f"{batch} {tables}\n{bag} {dim}\n{rows}"
+
+
+ROOFLINE_COLORS = {
+    "tritonemb": "#1f77b4", "tritonemb, grouped ahead": "#17becf", "fbgemm": "#8c8c8c", "torch": "#d8b878",
+    "torch, compiled": "#c08040",
+}  # fmt: skip
+MARKERS = {"forward": "o", "group + update": "s", "step": "D", "codec": "^", "interaction": "v"}
+
+
+def draw_roofline(results: dict[str, Any], path: Path) -> None:
+    """Bytes that a case must move against the rate reached; lines are ceilings, measured in the same run."""
+    from matplotlib import pyplot
+
+    rows = [row for row in results["rows"] if row["bytes"] > 0 and not row["op"].endswith(GRAPH)]
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    for ceiling, style in zip(CEILINGS, ("-", ":"), strict=True):
+        points = sorted((row["bytes"] / 1e6, row["gb_per_s"]) for row in rows if row["implementation"] == ceiling)
+        if points:
+            label = f"{ceiling} of as many bytes"
+            axes.plot(*zip(*points, strict=True), color="black", linewidth=1, linestyle=style, marker=".", label=label)
+    for name, color in ROOFLINE_COLORS.items():
+        for op, marker in MARKERS.items():
+            mine = [row for row in rows if row["implementation"] == name and row["op"].startswith(op)]
+            if mine:
+                sizes, rates = [row["bytes"] / 1e6 for row in mine], [row["gb_per_s"] for row in mine]
+                axes.scatter(sizes, rates, color=color, marker=marker, label=f"{op}, {name}", s=28)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("megabytes that the op must move")
+    axes.set_ylabel("GB/s, median; higher is better")
+    axes.set_title(rows[0]["device"] if rows else "")
+    axes.legend(fontsize=7, ncols=2)
+    axes.grid(alpha=0.3)
+    save(figure, path)
 
 
 if __name__ == "__main__":

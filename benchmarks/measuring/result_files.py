@@ -1,16 +1,75 @@
-"""Rows and targets of a run, and the files in `benchmarks/results/` that store them."""
+"""Rows, targets and conditions of a run, and the files in `benchmarks/results/` that store them.
+
+Nothing in them names a machine or a person: no host, no path, no user.
+"""
 
 from __future__ import annotations
 
+import datetime
+import importlib.metadata
 import json
+import os
+import platform
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import tritonemb as te
 from benchmarks.measuring.cases import CEILINGS, COPY, OURS, copy_contender
 from benchmarks.measuring.clock import Clock, Timing
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "numba": ("numba",),
+    "triton": ("triton",),
+    "fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
+    "torchrec": ("torchrec",),
+}
+
+
+def version_of(*distributions: str) -> str | None:
+    """The version of the first of these distributions that is installed."""
+    for name in distributions:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def processor() -> str:
+    """The processor's model as the system names it, and how many cores this process may use."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = info.read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    return f"{name}, {cores} cores"
+
+
+def commit() -> str:
+    """The commit that is checked out, marked "+changes" where the package or the benchmarks differ from it."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        return head + "+changes" * bool(git("status", "--porcelain", "--", "tritonemb", "benchmarks/*.py"))
+    except (OSError, subprocess.CalledProcessError):
+        return "uncommitted"
+
+
+def environment() -> dict[str, Any]:
+    """The columns that all rows of one run share."""
+    versions = {name: version_of(*distributions) for name, distributions in DISTRIBUTIONS.items()}
+    versions |= {"tritonemb": te.__version__, "python": platform.python_version()}
+    return {"date": datetime.date.today().isoformat(), "commit": commit(), "cpu": processor(), **versions}
 
 
 def write(kind: str, results: dict[str, Any], folder: Path | None = None) -> Path:
@@ -50,9 +109,6 @@ def read(path: Path) -> dict[str, Any]:
     return results
 
 
-LIMIT = "limit"  # no peer: the program that says what the machine can do
-
-
 def copy_bandwidth(clock: Clock, num_bytes: int = 1 << 29, rounds: int = 7) -> float:
     """GB/s of a plain copy (bytes read + bytes written) between two arrays far larger than the caches."""
     (timing,) = clock.measure([copy_contender(num_bytes, clock.device)], rounds, 0).timings
@@ -80,17 +136,21 @@ def timing_rows(
     ]
 
 
+def by_case(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """The rows of each op and shape, by implementation."""
+    cases: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["op"], row["shape"]), {})[row["implementation"]] = row
+    return cases
+
+
 def lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """A line for each row: time, rate, share of the copy's rate, times as fast as the fastest peer in the same case."""
-    cases: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault((row["op"], row["shape"]), []).append(row)
-    for case in cases.values():
-        peers = [row for row in case if row["implementation"] not in (*CEILINGS, LIMIT) and not is_ours(row)]
+    for case in by_case(rows).values():
+        peers = [row for name, row in case.items() if name not in CEILINGS and not is_ours(row)]
         fastest = min(peers, key=lambda row: float(row["p50_ms"]), default=None)
-        copy = next((row["gb_per_s"] for row in case if row["implementation"] == COPY), None)
-        for row in case:
-            rate = copy or row.get("copy_gb_per_s")
+        for row in case.values():
+            rate = case[COPY]["gb_per_s"] if COPY in case else row.get("copy_gb_per_s")
             share = f"{100 * row['gb_per_s'] / rate:4.0f} % of a copy" if rate and row["bytes"] else ""
             ratio = f"{fastest['p50_ms'] / row['p50_ms']:.2f} x {fastest['implementation']}" if fastest else ""
             yield (
@@ -112,21 +172,29 @@ def is_ours(row: Mapping[str, Any]) -> bool:
     return str(row["implementation"]).startswith(OURS)
 
 
+class Goal(NamedTuple):
+    """What the median of one contender, over that of another, is to be; contenders by their place in the race."""
+
+    slow: int
+    fast: int
+    most: float | None = None
+    least: float | None = None
+
+    def row(self, op: str, shape: object, timings: Sequence[Timing]) -> dict[str, Any]:
+        slow, fast = timings[self.slow], timings[self.fast]
+        ratio = slow.percentile(50) / fast.percentile(50)
+        return target_row(op, shape, f"{slow.name} / {fast.name}", ratio, self.most, self.least)
+
+
 def at_least(op: str, shape: object, ours: Timing, peers: Sequence[Timing], factor: float) -> dict[str, Any]:
-    """The target that ours be `factor` times as fast as the fastest of the peers, by the medians."""
-    peer = min(peers, key=lambda timing: timing.percentile(50))
-    target = at_most(op, shape, peer, ours, factor)
-    return target | {"target": f"at least {factor:g}", "met": target["ratio"] >= factor}
+    """The target that ours be `factor` times as fast as the fastest of the peers."""
+    return Goal(1, 0, least=factor).row(op, shape, [ours, min(peers, key=lambda timing: timing.percentile(50))])
 
 
-def at_most(op: str, shape: object, slow: Timing, fast: Timing, factor: float) -> dict[str, Any]:
-    """The target that `slow` take at most `factor` times as long as `fast`, by the medians."""
-    ratio = slow.percentile(50) / fast.percentile(50)
-    return {
-        "op": op,
-        "shape": str(shape),
-        "measured": f"{slow.name} / {fast.name}",
-        "ratio": ratio,
-        "target": f"at most {factor:g}",
-        "met": ratio <= factor,
-    }
+def target_row(
+    op: str, shape: object, measured: str, ratio: float, most: float | None = None, least: float | None = None
+) -> dict[str, Any]:
+    """A target that a ratio be at most, or at least, so much."""
+    met = ratio <= most if most is not None else ratio >= (least or 0.0)
+    target = f"at most {most:g}" if most is not None else f"at least {least:g}"
+    return {"op": op, "shape": str(shape), "measured": measured, "ratio": ratio, "target": target, "met": met}

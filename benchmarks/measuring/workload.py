@@ -107,6 +107,14 @@ def same(batch_size: int, num_tables: int, bag_size: int, dim: int, num_rows: in
 
 
 CPU_WORKLOADS = same(2048, 26, 1, 64), same(2048, 26, 1, 128), same(512, 26, 20, 128), same(2048, 1, 26, 64, 10_000_000)
+# As click logs have them.
+SMALL_ROWS = tuple(
+    same(*sizes)
+    for sizes in (
+        (128, 26, 1, 16), (2048, 26, 1, 8), (1024, 26, 5, 32), (512, 26, 20, 128), (8192, 8, 50, 32),
+        (65_536, 26, 1, 16), (65_536, 8, 1, 8), (16_384, 26, 1, 32), (2048, 4, 10, 256), (8192, 26, 1, 64),
+    )
+)  # fmt: skip
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORKLOADS = (
     *(_fbgemm(dtype, ids) for dtype in DTYPES for ids in ("uniform", "zipf")),

@@ -9,12 +9,11 @@ tell them apart. The mean over the seeds must agree within 0.003. Usage:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,39 +22,32 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks.measuring import report, result_files
-from benchmarks.measuring.environment import environment
+from benchmarks.measuring.report import publish
 from tritonemb.data import ClickLog, Dataset, LogOptions, Rows, Schema, build_vocabulary, open_dataset
 from tritonemb.data.batch import concat_rows
-from tritonemb.training.config import EmbeddingOptimizer, TrainConfig, preset
+from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.training.run import build_model, build_optimizer
 
 TOLERANCE = 0.003
 MIN_COUNT = 10
-OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = ("row_wise_adagrad", "adagrad")
 
 
 def fused_auc(config: TrainConfig, data: Dataset, model: te.nn.DLRM) -> float:
     """Test AUC after training with the library's own trainer."""
-    trainer = te.Trainer(
-        model,
-        data,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-        dense_lr=config.dense_lr,
-        seed=config.seed,
-        verbose=False,
-    )
+    options = {name: getattr(config, name) for name in ("batch_size", "epochs", "dense_lr", "seed")}
+    trainer = te.Trainer(model, data, verbose=False, **options)
     trainer.fit()
     return trainer.evaluate("test").auc
 
 
 def plain_auc(config: TrainConfig, data: Dataset, model: PlainDLRM) -> float:
     """Test AUC after training with torch alone."""
+    spec: Any = build_optimizer(config)
+    kind = PlainRowWiseAdagrad if isinstance(spec, te.optim.RowWiseAdagrad) else torch.optim.Adagrad
     optimizers = [
         torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr),
-        plain_optimizer(config, model),
+        kind(model.tables(), lr=spec.lr, eps=spec.eps),
     ]
     for epoch in range(config.epochs):
         for batch in data.open("train", config.batch_size, seed=config.seed, epoch=epoch, shuffle=True):
@@ -68,17 +60,6 @@ def plain_auc(config: TrainConfig, data: Dataset, model: PlainDLRM) -> float:
     with torch.no_grad():
         logits = [model(batch.dense, batch.sparse) for batch in data.open("test", config.batch_size)]
     return binary_metrics(torch.cat(logits), data.test.labels).auc
-
-
-def plain_optimizer(config: TrainConfig, model: PlainDLRM) -> torch.optim.Optimizer:
-    """The formula of `config.embedding_optimizer` for the tables of the plain model."""
-    if config.embedding_optimizer == "row_wise_adagrad":
-        spec = build_optimizer(config)
-        assert isinstance(spec, te.optim.RowWiseAdagrad)
-        return PlainRowWiseAdagrad(model.tables(), lr=spec.lr, eps=spec.eps)
-    spec = build_optimizer(config)
-    assert isinstance(spec, te.optim.Adagrad)
-    return torch.optim.Adagrad(model.tables(), lr=spec.lr, eps=spec.eps)
 
 
 def seen_share(data: Dataset) -> float:
@@ -104,28 +85,22 @@ def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> dict[st
     """Mean AUC of both networks over the seeds."""
     fused, plain = [], []
     for seed in seeds:
-        seeded = dataclasses.replace(config, seed=seed)
+        seeded = replace(config, seed=seed)
         torch.manual_seed(seed)
-        model = build_model(seeded, data.features, data.num_dense)
-        assert isinstance(model, te.nn.DLRM)
+        model: Any = build_model(seeded, data.features, data.num_dense)
         twin = PlainDLRM(data.tables(config.embedding_dim), data.num_dense, config.bottom_mlp, config.top_mlp)
         twin.copy_weights(model)
         fused.append(fused_auc(seeded, data, model))
         plain.append(plain_auc(seeded, data, twin))
     difference = statistics.fmean(fused) - statistics.fmean(plain)
     return {
-        "data": data.name,
-        "optimizer": config.embedding_optimizer,
-        "seeds": len(seeds),
-        "test_rows": len(data.test),
-        "test_rows_seen_in_training": seen_share(data),
-        "tritonemb_auc": statistics.fmean(fused),
-        "torch_auc": statistics.fmean(plain),
-        "difference": difference,
+        "data": data.name, "optimizer": config.embedding_optimizer, "seeds": len(seeds), "test_rows": len(data.test),
+        "test_rows_seen_in_training": seen_share(data), "tritonemb_auc": statistics.fmean(fused),
+        "torch_auc": statistics.fmean(plain), "difference": difference,
         "largest_difference_of_a_seed": max(abs(a - b) for a, b in zip(fused, plain, strict=True)),
         "deviation_between_seeds": statistics.stdev(plain) if len(plain) > 1 else 0.0,
         "within_tolerance": abs(difference) <= TOLERANCE,
-    }
+    }  # fmt: skip
 
 
 def criteo(path: str) -> Dataset:
@@ -140,10 +115,14 @@ def criteo(path: str) -> Dataset:
         return Dataset(log.name, log.features, train, test)
 
 
-def in_memory(name: str, path: str | None) -> Dataset:
-    data = open_dataset(name, path)
-    assert isinstance(data, Dataset)
-    return data
+def data_sets(arguments: argparse.Namespace, names: Sequence[str]) -> Iterator[Any]:
+    """Those of these names that are there; a file's name is not ours to publish, so that of its kind stands for it."""
+    for name in names:
+        path = getattr(arguments, name, None)
+        if path is None and name != "movielens-100k":
+            print(f"{name}: skipped, no --{name} given")
+        else:
+            yield replace(criteo(path) if name == "criteo" else open_dataset(name, path), name=name)
 
 
 def main() -> None:
@@ -152,29 +131,17 @@ def main() -> None:
     parser.add_argument("--adult", metavar="FOLDER", help="the folder of UCI's adult.data and adult.test")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
     arguments = parser.parse_args()
-    shared, rows = environment(), []
-    for name, path in (("movielens-100k", None), ("criteo", arguments.criteo), ("adult", arguments.adult)):
-        if path is None and name != "movielens-100k":
-            print(f"{name}: skipped, no --{name} given")
-            continue
-        # A file's name is not ours to publish, so the data set goes by the name of its kind.
-        data = dataclasses.replace(criteo(path) if name == "criteo" else in_memory(name, path), name=name)
-        for optimizer in OPTIMIZERS:
-            config = dataclasses.replace(preset(name), embedding_optimizer=optimizer)
-            row = compare(config, data, range(arguments.seeds)) | shared
+    rows = []
+    for data in data_sets(arguments, ("movielens-100k", "criteo", "adult")):
+        for optimizer in ("row_wise_adagrad", "adagrad"):
+            row = compare(replace(preset(data.name), embedding_optimizer=optimizer), data, range(arguments.seeds))
             print(
-                f"{name}, {optimizer}: tritonemb {row['tritonemb_auc']:.4f}, torch.nn {row['torch_auc']:.4f}, "
-                f"difference {row['difference']:+.5f}"
+                "{data}, {optimizer}: tritonemb {tritonemb_auc:.4f}, torch.nn {torch_auc:.4f}, "
+                "difference {difference:+.5f}".format(**row)
             )
             rows.append(row)
-    print(f"wrote {result_files.write('accuracy', {'date': shared['date'], 'rows': rows}).name}")
-    report.report("accuracy")
-    if not all(row["within_tolerance"] for row in rows):
-        sys.exit(f"a difference is larger than {TOLERANCE}")
-
-
-if __name__ == "__main__":
-    main()
+    wrong = not all(row["within_tolerance"] for row in rows)
+    publish("accuracy", rows, [f"a difference is larger than {TOLERANCE}"] * wrong)
 
 
 class PlainRowWiseAdagrad(torch.optim.Optimizer):
@@ -191,9 +158,7 @@ class PlainRowWiseAdagrad(torch.optim.Optimizer):
         assert closure is None, "closures are not used here"
         for group in self.param_groups:
             for weight in group["params"]:
-                if "sum" not in self.state[weight]:
-                    self.state[weight]["sum"] = torch.zeros(weight.shape[0])
-                total = self.state[weight]["sum"]
+                total = self.state[weight].setdefault("sum", torch.zeros(weight.shape[0]))
                 total += weight.grad.square().mean(dim=1)
                 weight -= group["lr"] * weight.grad / (total.sqrt() + group["eps"]).unsqueeze(1)
 
@@ -201,20 +166,17 @@ class PlainRowWiseAdagrad(torch.optim.Optimizer):
 class PlainDLRM(nn.Module):
     """The network of `te.nn.DLRM` with one `torch.nn.EmbeddingBag` a table, which is looked up by the table's name."""
 
-    below_diagonal: Tensor
-
     def __init__(
         self, tables: Sequence[te.TableConfig], num_dense: int, bottom_mlp: Sequence[int], top_mlp: Sequence[int]
     ) -> None:
         super().__init__()
-        dim, num_vectors = tables[0].embedding_dim, len(tables) + 1
+        dim, self.num_vectors = tables[0].embedding_dim, len(tables) + 1
         self.keys = [table.name for table in tables]
         self.bags = nn.ModuleList(
             nn.EmbeddingBag(table.num_embeddings, dim, mode=table.pooling, include_last_offset=True) for table in tables
         )
-        self.bottom = nn.ModuleList(_linears([num_dense, *bottom_mlp, dim]))
-        self.top = nn.ModuleList(_linears([dim + num_vectors * (num_vectors - 1) // 2, *top_mlp, 1]))
-        self.register_buffer("below_diagonal", torch.ones(num_vectors, num_vectors).tril(-1).bool())
+        self.bottom = _linears([num_dense, *bottom_mlp, dim])
+        self.top = _linears([dim + self.num_vectors * (self.num_vectors - 1) // 2, *top_mlp, 1])
 
     def tables(self) -> list[nn.Parameter]:
         return list(self.bags.parameters())
@@ -222,21 +184,22 @@ class PlainDLRM(nn.Module):
     def dense_parameters(self) -> list[nn.Parameter]:
         return [*self.bottom.parameters(), *self.top.parameters()]
 
+    @torch.no_grad()
     def copy_weights(self, model: te.nn.DLRM) -> None:
         """Start where `model` starts."""
         state = model.state_dict()
         sources = [state[f"embeddings.{key}.weight"] for key in self.keys]
         sources += [*model.bottom.parameters(), *model.top.parameters()]
-        with torch.no_grad():
-            for target, source in zip([*self.tables(), *self.dense_parameters()], sources, strict=True):
-                target.copy_(source)
+        for target, source in zip([*self.tables(), *self.dense_parameters()], sources, strict=True):
+            target.copy_(source)
 
     def forward(self, dense: Tensor, sparse: te.KeyedJaggedTensor) -> Tensor:
         vector = dense
         for layer in self.bottom:
             vector = torch.relu(layer(vector))
         vectors = torch.stack([vector, *self._pooled(sparse)], dim=1)
-        products = torch.einsum("bid,bjd->bij", vectors, vectors)[:, self.below_diagonal]
+        rows, columns = torch.tril_indices(self.num_vectors, self.num_vectors, offset=-1)
+        products = torch.einsum("bid,bjd->bij", vectors, vectors)[:, rows, columns]
         hidden = torch.cat([vector, products], dim=1)
         for layer in self.top[:-1]:
             hidden = torch.relu(layer(hidden))
@@ -244,8 +207,7 @@ class PlainDLRM(nn.Module):
         return logits.squeeze(1)
 
     def _pooled(self, sparse: te.KeyedJaggedTensor) -> list[Tensor]:
-        batch_size = (sparse.offsets().numel() - 1) // len(sparse.keys())
-        pooled = []
+        batch_size, pooled = (sparse.offsets().numel() - 1) // len(sparse.keys()), []
         for key, bag in zip(self.keys, self.bags, strict=True):
             first = list(sparse.keys()).index(key) * batch_size
             offsets = sparse.offsets()[first : first + batch_size + 1]
@@ -254,5 +216,9 @@ class PlainDLRM(nn.Module):
         return pooled
 
 
-def _linears(widths: Sequence[int]) -> list[nn.Linear]:
-    return [nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths)]
+def _linears(widths: Sequence[int]) -> nn.ModuleList:
+    return nn.ModuleList(nn.Linear(inputs, outputs) for inputs, outputs in itertools.pairwise(widths))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,10 +17,11 @@ import argparse
 import dataclasses
 import math
 import os
+import pickle
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +30,10 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import tritonemb as te
-from benchmarks.measuring import report, result_files
-from benchmarks.measuring.environment import environment
-from benchmarks.studies.accuracy import criteo, in_memory, seen_share
+from benchmarks.measuring import report
+from benchmarks.studies.accuracy import data_sets, seen_share
 from tritonemb.data import Dataset, Split
-from tritonemb.sharding import (
-    ColumnWise,
-    DataParallel,
-    ExchangePrecision,
-    RowWise,
-    Sharding,
-    ShardingPlan,
-    TableWise,
-)
+from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, RowWise, Sharding, ShardingPlan, TableWise
 from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.training.run import build_model
@@ -105,19 +97,32 @@ def auc_of(config: TrainConfig, data: Dataset, exchange: ExchangePrecision, rank
     }
 
 
-def _rank(rank: int, world: int, folder: str, config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> None:
+def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(rank, world, *args)` returns on each rank; each is a process of this machine, with one thread."""
+    # What the ranks inherit: threads that spin while they wait take the cores from the other ranks.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_rank, (world, folder, work, *args), nprocs=world)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
+
+
+def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], *args: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
-    found: dict[ExchangePrecision, list[dict[str, Any]]] = {}
+    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(work(rank, world, *args)))
+    dist.destroy_process_group()
+
+
+def runs_of(rank: int, world: int, config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> dict[str, list[Any]]:
+    """By precision, of each seed."""
+    found: dict[str, list[Any]] = {}
     for seed in seeds:
         for exchange in (EXACT, *TOLERANCES):
             run = auc_of(dataclasses.replace(config, seed=seed), data, exchange, rank, world)
-            found.setdefault(exchange, []).append(run)
+            found.setdefault(name_of(exchange), []).append(run)
             if rank == 0:
                 print(f"{data.name}, seed {seed}, {name_of(exchange)}: {run['auc']:.5f}", flush=True)
-    if rank == 0:
-        torch.save({(e.forward, e.backward): runs for e, runs in found.items()}, Path(folder) / "found.pt")
-    dist.destroy_process_group()
+    return found
 
 
 def name_of(exchange: ExchangePrecision) -> str:
@@ -129,38 +134,22 @@ def name_of(exchange: ExchangePrecision) -> str:
 def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int], world: int = WORLD) -> list[dict[str, Any]]:
     """A row for every precision: mean AUC over the seeds, beside that of float32, and what a rank sends in a step."""
     data = even(data, world)
-    # What the ranks inherit: threads that spin while they wait take the cores from the other ranks.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (world, folder, config, data, seeds), nprocs=world)
-        found = torch.load(Path(folder) / "found.pt")
-    exact = [run["auc"] for run in found["fp32", "fp32"]]
+    found = on_ranks(world, runs_of, config, data, seeds)[0]
+    exact = [run["auc"] for run in found["fp32"]]
     rows = []
     for exchange, tolerance in ((EXACT, 0.0), *TOLERANCES.items()):
-        runs = found[exchange.forward, exchange.backward]
+        runs = found[name_of(exchange)]
         aucs = [run["auc"] for run in runs]
         difference = statistics.fmean(aucs) - statistics.fmean(exact)
-        rows.append(
-            {
-                "data": data.name,
-                "optimizer": config.embedding_optimizer,
-                "exchange": name_of(exchange),
-                "world_size": world,
-                "batch_size": config.batch_size,
-                "steps": runs[0]["steps"],
-                "seeds": len(seeds),
-                "test_rows": len(data.test),
-                "test_rows_seen_in_training": seen_share(data),
-                "auc": statistics.fmean(aucs),
-                "fp32_auc": statistics.fmean(exact),
-                "difference": difference,
-                "difference_of_each_seed": [a - b for a, b in zip(aucs, exact, strict=True)],
-                "tolerance": tolerance,
-                "within_tolerance": abs(difference) <= tolerance,
-                "bytes_a_step": {kind: runs[0]["bytes_a_step"][kind] for kind in KINDS},
-                "saturated": sum(run["saturated"] for run in runs),
-            }
-        )
+        rows.append({
+            "data": data.name, "optimizer": config.embedding_optimizer, "exchange": name_of(exchange),
+            "world_size": world, "batch_size": config.batch_size, "steps": runs[0]["steps"], "seeds": len(seeds),
+            "test_rows": len(data.test), "test_rows_seen_in_training": seen_share(data),
+            "auc": statistics.fmean(aucs), "fp32_auc": statistics.fmean(exact), "difference": difference,
+            "difference_of_each_seed": [a - b for a, b in zip(aucs, exact, strict=True)], "tolerance": tolerance,
+            "within_tolerance": abs(difference) <= tolerance, "bytes_a_step": runs[0]["bytes_a_step"],
+            "saturated": sum(run["saturated"] for run in runs),
+        })  # fmt: skip
     return rows
 
 
@@ -187,19 +176,9 @@ def ids_of(rank: int) -> torch.Tensor:
     return (uniform**3 * ROWS).long()
 
 
-def _step_of_rank(rank: int, world: int, folder: str, *args: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
-    torch.save(one_step(rank, world, *args), Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
 def sent_in_a_step(world: int, *args: Any) -> dict[str, float]:
     """Bytes by kind that a rank sends on average."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_step_of_rank, (world, folder, *args), nprocs=world)
-        found = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(world)]
+    found = on_ranks(world, one_step, *args)
     return {kind: statistics.fmean(each[kind] for each in found) for kind in found[0]}
 
 
@@ -270,22 +249,13 @@ def main() -> None:
     if arguments.bytes:
         report_bytes()
         return
-    shared, rows = environment(), []
-    for name, path in (("criteo", arguments.criteo), ("movielens-100k", None)):
-        if path is None and name == "criteo":
-            print(f"{name}: skipped, no --{name} given")
-            continue
-        # A file's name is not ours to publish, so the data set goes by the name of its kind.
-        data = dataclasses.replace(criteo(path) if name == "criteo" else in_memory(name, path), name=name)
-        found = compare(preset(name), data, range(arguments.seeds))
-        for row in found:
-            print(f"{name}, {row['exchange']}: AUC {row['auc']:.4f}, difference {row['difference']:+.5f}")
-        rows += [row | shared for row in found]
-    path = result_files.write("exchange-accuracy", {"date": shared["date"], "rows": rows})
-    print(f"wrote {path.name}")
-    report.report("exchange-accuracy")
-    if not all(row["within_tolerance"] for row in rows):
-        sys.exit("a difference is larger than its tolerance")
+    rows = []
+    for data in data_sets(arguments, ("criteo", "movielens-100k")):
+        rows += compare(preset(data.name), data, range(arguments.seeds))
+        for row in rows[-1 - len(TOLERANCES) :]:
+            print("{data}, {exchange}: AUC {auc:.4f}, difference {difference:+.5f}".format(**row))
+    wrong = not all(row["within_tolerance"] for row in rows)
+    report.publish("exchange-accuracy", rows, ["a difference is larger than its tolerance"] * wrong)
 
 
 if __name__ == "__main__":

@@ -18,26 +18,12 @@ import numpy as np
 import torch
 
 from benchmarks.measuring import result_files
-from benchmarks.measuring.environment import environment
+from benchmarks.measuring.report import publish
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.optimizers import Adagrad, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, ShardingPlan, TablePlacement, uniform_plan
-from tritonemb.sharding.planner import PlanError, Topology, plan
-from tritonemb.sharding.planner.cost_model import (
-    DIRECT,
-    GROUPING,
-    HIERARCHICAL,
-    IDS,
-    LOOKUP,
-    MISSES,
-    OUTPUTS,
-    PREFETCHED,
-    REPLICAS,
-    REPLICATED,
-    STAGES,
-    UPDATE,
-    CostModel,
-)
+from tritonemb.sharding.planner import PlanError, Topology, cost_model, plan
+from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.sharding.planner.options import Constraint
 from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import TableConfig
@@ -76,6 +62,101 @@ RATES = ("lookup_bandwidth", "update_bandwidth", "host_bandwidth", "intra_bandwi
 TYPES = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid", "data_parallel")
 
 
+class Stage(NamedTuple):
+    """Of a step: which resources it holds, seconds `[ranks]`, and the stages that it follows, so many batches before.
+
+    `together`: an exchange, which starts when all ranks are ready and ends with the slowest.
+    """
+
+    name: str
+    resources: tuple[str, ...]
+    seconds: Array
+    after: tuple[tuple[str, int], ...] = ()
+    together: bool = False
+
+
+class Span(NamedTuple):
+    """That a stage ran, on a rank; -1: on all."""
+
+    batch: int
+    stage: str
+    rank: int
+    start: float
+    end: float
+
+
+def simulate(stages: Sequence[Stage], batches: int) -> list[Span]:
+    """Runs the steps event by event. A resource does one thing at a time; of what waits, the oldest batch is first."""
+    ranks, numbers = len(stages[0].seconds), {stage.name: number for number, stage in enumerate(stages)}
+    shared = {name for stage in stages if stage.together for name in stage.resources}
+    if wrong := [stage.name for stage in stages if not stage.together and shared & {*stage.resources}]:
+        raise ValueError(f"stage {wrong[0]!r} has a resource of an exchange")
+    follows: list[list[tuple[int, int]]] = [[] for _ in stages]
+    left: dict[tuple[int, int, int], int] = {}  # what a task still waits for
+    for number, stage in enumerate(stages):
+        for name, back in stage.after:
+            follows[numbers[name]].append((number, back))
+        for batch in range(batches):
+            parts = [stages[numbers[name]].together for name, back in stage.after if batch >= back]
+            if stage.together:
+                left[batch, number, -1] = sum(1 if each else ranks for each in parts)
+            else:
+                left.update({(batch, number, rank): len(parts) for rank in range(ranks)})
+    waiting: dict[Any, list[tuple[int, int]]] = {}
+    events: list[tuple[float, int, int, int]] = []
+    busy, spans, touched, now = set[Any](), list[Span](), set[Any](), 0.0
+
+    def ready(batch: int, number: int, rank: int) -> None:
+        place = "together" if rank < 0 else (stages[number].resources[0], rank)
+        heapq.heappush(waiting.setdefault(place, []), (batch, number))
+        touched.add(place)
+
+    def begin(batch: int, number: int, rank: int) -> None:
+        stage = stages[number]
+        busy.update(stage.resources if rank < 0 else [(stage.resources[0], rank)])
+        end = now + float(stage.seconds.max() if rank < 0 else stage.seconds[rank])
+        spans.append(Span(batch, stage.name, rank, now, end))
+        heapq.heappush(events, (end, batch, number, rank))
+
+    for task, count in left.items():
+        if not count:
+            ready(*task)
+    while True:
+        for place in sorted(touched, key=str):
+            queue = waiting.get(place, [])
+            if place == "together":
+                for task in sorted(queue):
+                    if not busy & {*stages[task[1]].resources}:
+                        queue.remove(task)
+                        begin(*task, -1)
+                heapq.heapify(queue)
+            elif queue and place not in busy:
+                begin(*heapq.heappop(queue), place[1])
+        touched.clear()
+        if not events:
+            return spans
+        now = events[0][0]
+        while events and events[0][0] == now:
+            _, batch, number, rank = heapq.heappop(events)
+            place = "together" if rank < 0 else (stages[number].resources[0], rank)
+            busy.difference_update(stages[number].resources if rank < 0 else [place])
+            touched.add(place)
+            for other, back in follows[number]:
+                if batch + back < batches:
+                    local = not stages[other].together
+                    for each in range(ranks) if rank < 0 and local else [rank if local else -1]:
+                        left[batch + back, other, each] -= 1
+                        if not left[batch + back, other, each]:
+                            ready(batch + back, other, each)
+
+
+def period(spans: Sequence[Span]) -> float:
+    """Seconds from step to step, without the first ones."""
+    batches = max(span.batch for span in spans) + 1
+    ends = [max(span.end for span in spans if span.batch == batch) for batch in (batches // 2 - 1, batches - 1)]
+    return (ends[1] - ends[0]) / (batches - batches // 2)
+
+
 @dataclass(frozen=True)
 class How:
     """What a step does: all of it, or without one technique; `device_ids`: devices exchange IDs, not hosts."""
@@ -92,46 +173,48 @@ def seconds_of(model: CostModel, made: ShardingPlan, how: How) -> Array:
     at, rank = model.shards(made)
     other = at if how.cache else at._replace(cached_rows=np.zeros_like(at.cached_rows))
     if not how.hierarchy:
-        other = other._replace(scheme=np.where(at.scheme == HIERARCHICAL, DIRECT, at.scheme))
+        other = other._replace(scheme=np.where(at.scheme == cost_model.HIERARCHICAL, cost_model.DIRECT, at.scheme))
     seconds = model.predict(made).seconds.copy()
     if other is not at:
         np.add.at(seconds, rank, model.costs(other).seconds - model.costs(at).seconds)
     if not how.fused:  # lookup, backward and optimizer: a kernel each a table; gradients of ids are written and read
         launches = LAUNCH * np.bincount(rank, minlength=model.ranks)
-        ids = model.ids[at.table] * np.where(at.scheme == REPLICAS, 1, model.ranks * at.id_share)
-        seconds[:, LOOKUP] += launches
+        ids = model.ids[at.table] * np.where(at.scheme == cost_model.REPLICAS, 1, model.ranks * at.id_share)
+        seconds[:, cost_model.LOOKUP] += launches
         moved = np.bincount(rank, ids * at.width * 8, model.ranks)
-        seconds[:, UPDATE] += 2 * launches + moved / model.topology.update_bandwidth
+        seconds[:, cost_model.UPDATE] += 2 * launches + moved / model.topology.update_bandwidth
     return seconds
 
 
 def stages_of(model: CostModel, seconds: Array, how: How) -> list[Stage]:
     """A step: stages with their latencies. With the pipeline, IDs and misses of the next two steps are sent ahead."""
-    top, every = model.topology, np.ones(model.ranks)
+    top, all_ranks = model.topology, np.ones(model.ranks)
     networks = ("node", "network") if model.nodes > 1 else ("node",)
     latency = top.inter_latency if model.nodes > 1 else top.intra_latency
-    exchanged = seconds[:, OUTPUTS] / 2 + latency * bool(seconds[:, OUTPUTS].any())  # there, or back
-    ids = seconds[:, IDS] + (latency if how.device_ids else top.control_latency) * bool(seconds[:, IDS].any())
-    layers = 6.0 * model.dense_parameters * model.batch_size / top.flops
-    ring = (
-        min(top.intra_bandwidth, top.inter_bandwidth * top.local_world_size) if top.nodes > 1 else top.intra_bandwidth
+    ids, grouping, lookup, outputs, update, misses, replicated = (
+        seconds[:, getattr(cost_model, stage)]
+        for stage in ("IDS", "GROUPING", "LOOKUP", "OUTPUTS", "UPDATE", "MISSES", "REPLICATED")
     )
+    exchanged = outputs / 2 + latency * bool(outputs.any())  # there, or back
+    ids = ids + (latency if how.device_ids else top.control_latency) * bool(ids.any())
+    misses = misses + top.host_latency * bool(misses.any())
+    layers = 6.0 * model.dense_parameters * model.batch_size / top.flops
+    ring = min(top.intra_bandwidth, top.inter_bandwidth * (top.local_world_size if top.nodes > 1 else math.inf))
     reduced = 8.0 * model.dense_parameters * (1 - 1 / top.world_size) / ring
-    replicated = seconds[:, REPLICATED] + 2 * latency * bool(seconds[:, REPLICATED].any())
-    ahead = PREFETCHED if how.pipeline else 0
+    replicated = replicated + 2 * latency * bool(replicated.any())
+    ahead = cost_model.PREFETCHED if how.pipeline else 0
     return [
         Stage("ids", networks if how.device_ids else ("control",), ids,
               (("update", 1 + ahead), ("layers' gradients", 1 + ahead)), True),
-        Stage("grouping", ("device",), seconds[:, GROUPING], (("ids", 0),)),
-        Stage("misses", ("link",), seconds[:, MISSES] + top.host_latency * bool(seconds[:, MISSES].any()),
-              (("grouping", 0),)),
-        Stage("lookup", ("device",), seconds[:, LOOKUP] + top.lookup_latency, (("misses", 0), ("update", 1))),
+        Stage("grouping", ("device",), grouping, (("ids", 0),)),
+        Stage("misses", ("link",), misses, (("grouping", 0),)),
+        Stage("lookup", ("device",), lookup + top.lookup_latency, (("misses", 0), ("update", 1))),
         Stage("outputs", networks, exchanged, (("lookup", 0),), True),
-        Stage("layers", ("device",), every * layers, (("outputs", 0), ("layers' gradients", 1))),
+        Stage("layers", ("device",), all_ranks * layers, (("outputs", 0), ("layers' gradients", 1))),
         Stage("output gradients", networks, exchanged, (("layers", 0),), True),
         Stage("row gradients", networks, replicated, (("output gradients", 0),), True),
-        Stage("update", ("device",), seconds[:, UPDATE] + top.update_latency, (("row gradients", 0),)),
-        Stage("layers' gradients", networks, every * reduced, (("layers", 0),), True),
+        Stage("update", ("device",), update + top.update_latency, (("row gradients", 0),)),
+        Stage("layers' gradients", networks, all_ranks * reduced, (("layers", 0),), True),
     ]  # fmt: skip
 
 
@@ -260,7 +343,7 @@ def whole(name: str, gpus: int) -> dict[str, Any]:
         "predicted_s": report.prediction.step, "load_s": report.load, "bound_s": report.bound,
         "greedy_s": report.greedy, "summary": report.summary().split("\n")[0].partition(": ")[2],
         "hbm": float(report.prediction.hbm.max()), "host": float(report.prediction.host.max()),
-        "stages_s": dict(zip(STAGES, seconds_of(model, made, How()).max(0).tolist(), strict=True)),
+        "stages_s": dict(zip(cost_model.STAGES, seconds_of(model, made, How()).max(0).tolist(), strict=True)),
     }  # fmt: skip
     if gpus != 128:
         return row
@@ -410,109 +493,9 @@ def study() -> list[dict[str, Any]]:
 def main() -> None:
     from benchmarks.studies import scale_page
 
-    conditions = environment()
-    results = {"date": conditions["date"], "rows": [row | conditions for row in study()]}
-    print(f"wrote {result_files.write('scale', results).name}")
+    publish("scale", study(), [])
     scale_page.report()
 
 
 if __name__ == "__main__":
     main()
-
-
-Array = np.ndarray[Any, Any]
-
-
-class Stage(NamedTuple):
-    """Of a step: which resources it holds, seconds `[ranks]`, and the stages that it follows, so many batches before.
-
-    `together`: an exchange, which starts when all ranks are ready and ends with the slowest.
-    """
-
-    name: str
-    resources: tuple[str, ...]
-    seconds: Array
-    after: tuple[tuple[str, int], ...] = ()
-    together: bool = False
-
-
-class Span(NamedTuple):
-    """That a stage ran, on a rank; -1: on all."""
-
-    batch: int
-    stage: str
-    rank: int
-    start: float
-    end: float
-
-
-def simulate(stages: Sequence[Stage], batches: int) -> list[Span]:
-    """Runs the steps event by event. A resource does one thing at a time; of what waits, the oldest batch is first."""
-    ranks, numbers = len(stages[0].seconds), {stage.name: number for number, stage in enumerate(stages)}
-    shared = {name for stage in stages if stage.together for name in stage.resources}
-    if wrong := [stage.name for stage in stages if not stage.together and shared & {*stage.resources}]:
-        raise ValueError(f"stage {wrong[0]!r} has a resource of an exchange")
-    follows: list[list[tuple[int, int]]] = [[] for _ in stages]
-    left: dict[tuple[int, int, int], int] = {}  # what a task still waits for
-    for number, stage in enumerate(stages):
-        for name, back in stage.after:
-            follows[numbers[name]].append((number, back))
-        for batch in range(batches):
-            parts = [stages[numbers[name]].together for name, back in stage.after if batch >= back]
-            if stage.together:
-                left[batch, number, -1] = sum(1 if each else ranks for each in parts)
-            else:
-                left.update({(batch, number, rank): len(parts) for rank in range(ranks)})
-    waiting: dict[Any, list[tuple[int, int]]] = {}
-    events: list[tuple[float, int, int, int]] = []
-    busy, spans, touched, now = set[Any](), list[Span](), set[Any](), 0.0
-
-    def ready(batch: int, number: int, rank: int) -> None:
-        place = "together" if rank < 0 else (stages[number].resources[0], rank)
-        heapq.heappush(waiting.setdefault(place, []), (batch, number))
-        touched.add(place)
-
-    def begin(batch: int, number: int, rank: int) -> None:
-        stage = stages[number]
-        busy.update(stage.resources if rank < 0 else [(stage.resources[0], rank)])
-        end = now + float(stage.seconds.max() if rank < 0 else stage.seconds[rank])
-        spans.append(Span(batch, stage.name, rank, now, end))
-        heapq.heappush(events, (end, batch, number, rank))
-
-    for task, count in left.items():
-        if not count:
-            ready(*task)
-    while True:
-        for place in sorted(touched, key=str):
-            queue = waiting.get(place, [])
-            if place == "together":
-                for task in sorted(queue):
-                    if not busy & {*stages[task[1]].resources}:
-                        queue.remove(task)
-                        begin(*task, -1)
-                heapq.heapify(queue)
-            elif queue and place not in busy:
-                begin(*heapq.heappop(queue), place[1])
-        touched.clear()
-        if not events:
-            return spans
-        now = events[0][0]
-        while events and events[0][0] == now:
-            _, batch, number, rank = heapq.heappop(events)
-            place = "together" if rank < 0 else (stages[number].resources[0], rank)
-            busy.difference_update(stages[number].resources if rank < 0 else [place])
-            touched.add(place)
-            for other, back in follows[number]:
-                if batch + back < batches:
-                    local = not stages[other].together
-                    for each in range(ranks) if rank < 0 and local else [rank if local else -1]:
-                        left[batch + back, other, each] -= 1
-                        if not left[batch + back, other, each]:
-                            ready(batch + back, other, each)
-
-
-def period(spans: Sequence[Span]) -> float:
-    """Seconds from step to step, without the first ones."""
-    batches = max(span.batch for span in spans) + 1
-    ends = [max(span.end for span in spans if span.batch == batch) for batch in (batches // 2 - 1, batches - 1)]
-    return (ends[1] - ends[0]) / (batches - batches // 2)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measuring import result_files
-from benchmarks.measuring.report import ROOT, markdown_table, replace_section
+from benchmarks.measuring.report import ROOT, draw_if_possible, markdown_table, replace_section, save, table_of
 
 PAGE = "docs/scale.md"
 MODES = {"step_s": "by hosts", "device_ids_s": "by devices"}  # who exchanges IDs
 COLORS = {"step_s": "#1f77b4", "device_ids_s": "#b0b0b0"}
 WIDTH = 116
-RECALLED = {
-    "A1": 1.047e6,
-    "A2": 0.622e6,
-    "A3": 0.360e6,
-    "F1": 0.970e6,
-}  # samples per second that the paper is said to have
+RECALLED = {"A1": 1.047e6, "A2": 0.622e6, "A3": 0.360e6, "F1": 0.970e6}  # samples/s that the paper is said to have
 Rows = list[dict[str, Any]]
 
 
@@ -101,27 +96,33 @@ def stages(rows: Rows) -> str:
     return f"{markdown_table(['model', *found[0]['stages_s']], lines)}\n\n{slower}"
 
 
+def samples(row: dict[str, Any], mode: str) -> float:
+    """Millions a second."""
+    return row["gpus"] * 512 / row[mode] / 1e6
+
+
 def gpus(rows: Rows) -> str:
     lines = []
     for row in sorted(of(rows, "plan"), key=lambda row: (row["model"], row["gpus"])):
-        if "error" in row:
-            lines.append([row["model"], str(row["gpus"]), "does not fit", "", "", ""])
-            continue
-        cells = [f"{row[mode] * 1e3:.1f}" for mode in MODES]
-        cells += [f"{row['gpus'] * 512 / row[mode] / 1e6:.2f}" for mode in MODES]
+        cells = ["does not fit", "", "", ""]
+        if "error" not in row:
+            cells = [f"{row[mode] * 1e3:.1f}" for mode in MODES] + [f"{samples(row, mode):.2f}" for mode in MODES]
         lines.append([row["model"], str(row["gpus"]), *cells])
-    return markdown_table(
-        ["model", "GPUs", "ms, by hosts", "by devices", "10⁶ samples/s, by hosts", "by devices"], lines
-    )
+    header = ["model", "GPUs", "ms, by hosts", "by devices", "10⁶ samples/s, by hosts", "by devices"]
+    return markdown_table(header, lines)
+
+
+def both(row: dict[str, Any], value: Callable[[str], float]) -> str:
+    return " / ".join(times(value(mode)) for mode in MODES)
 
 
 def baseline(rows: Rows) -> str:
-    lines = [
-        [row["model"], f"{row['trainer_samples_per_s']:,.0f}", row["trainer_waits_for"],
-         " / ".join(times(row[f"{mode}_times"]) for mode in MODES)]
-        for row in of(rows, "plan", gpus=128) if "trainer_samples_per_s" in row
-    ]  # fmt: skip
-    return markdown_table(["model", "samples/s of a trainer", "it waits for", "128 GPUs / 50 trainers"], lines)
+    columns = {
+        "model": "{model}", "samples/s of a trainer": "{trainer_samples_per_s:,.0f}",
+        "it waits for": "{trainer_waits_for}",
+        "128 GPUs / 50 trainers": lambda row: both(row, lambda mode: row[f"{mode}_times"]),
+    }  # fmt: skip
+    return table_of([row for row in of(rows, "plan", gpus=128) if "trainer_samples_per_s" in row], columns)
 
 
 def refused(rows: Rows) -> str:
@@ -132,21 +133,25 @@ def refused(rows: Rows) -> str:
 def servers(rows: Rows) -> str:
     found = [row for row in of(rows, "servers") if "error" not in row]
     (fails,) = [row for row in of(rows, "servers") if "error" in row]
-    lines = [
-        [f"{row['trillions']:g}", f"{row['rows_a_server'] / 1e9:.1f}", f"{row['bytes_a_server'] / 1e12:.2f}",
-         f"{row['rows_a_rank']:,.0f}", f"{row['step_s'] * 1e3:.1f}", f"{row['waited_s'] * 1e3:.1f}",
-         f"{row['slow_s'] * 1e3:.1f} / {row['slow_waited_s'] * 1e3:.1f}",
-         f"{row['samples_per_s'] / 1e6:.2f}", f"{row['rows_a_server_per_s'] / 1e6:.2f}",
-         f"{row['processes_a_server']:.1f}", f"{row['bytes_a_worker_per_s'] / 1e9:.2f}"]
-        for row in found
-    ]  # fmt: skip
-    header = ["10¹² parameters", "10⁹ rows a server", "TB a server", "rows a GPU and step", "ms a step",
-              "without pipeline", "a process a server: with / without", "10⁶ samples/s",
-              "10⁶ rows/s a server", "processes for that", "GB/s a GPU"]  # fmt: skip
+    columns = {
+        "10¹² parameters": "{trillions:g}",
+        "10⁹ rows a server": lambda row: f"{row['rows_a_server'] / 1e9:.1f}",
+        "TB a server": lambda row: f"{row['bytes_a_server'] / 1e12:.2f}",
+        "rows a GPU and step": "{rows_a_rank:,.0f}",
+        "ms a step": lambda row: f"{row['step_s'] * 1e3:.1f}",
+        "without pipeline": lambda row: f"{row['waited_s'] * 1e3:.1f}",
+        "a process a server: with / without": lambda row: (
+            f"{row['slow_s'] * 1e3:.1f} / {row['slow_waited_s'] * 1e3:.1f}"
+        ),
+        "10⁶ samples/s": lambda row: f"{row['samples_per_s'] / 1e6:.2f}",
+        "10⁶ rows/s a server": lambda row: f"{row['rows_a_server_per_s'] / 1e6:.2f}",
+        "processes for that": "{processes_a_server:.1f}",
+        "GB/s a GPU": lambda row: f"{row['bytes_a_worker_per_s'] / 1e9:.2f}",
+    }
     first, last, rate = found[0], found[-1], found[-1]["measured_rows_per_s"]
     more = [100 * (last[name] / first[name] - 1) for name in ("rows_a_rank", "step_s")]
     return (
-        f"{markdown_table(header, lines)}\n\nA process was measured at {rate / 1e6:.2f} million rows/s with two "
+        f"{table_of(found, columns)}\n\nA process was measured at {rate / 1e6:.2f} million rows/s with two "
         f"threads (`benchmarks/results`, pull of 50,000 rows of 64\ncolumns). From the first line to the last, a GPU "
         f"pulls {more[0]:.1f} % more rows, and a step takes {max(0.0, more[1]):.1f} % longer.\n\n"
         f"In 16 bits, {last['row_bytes']:.0f} bytes per row with states and index:\n\n{wrapped(last['plan'])}\n\n"
@@ -155,27 +160,31 @@ def servers(rows: Rows) -> str:
 
 
 def offload(rows: Rows) -> str:
-    lines = [
-        [row["case"], f"{4 + row['state_bytes']}", f"{row['bytes'] / 1e12:,.1f}", f"{row['gpus_without']:,}",
-         str(row["nodes_of_host"]), str(row["nodes_of_nvme"]), f"{row['checkpoints_a_node'] / 1e12:.2f}",
-         str(row["sequences_in_host"]), str(row["tiles"]), f"{row['compute_s']:,.0f}", f"{row['states_s']:,.0f}"]
-        for row in of(rows, "offload")
-    ]  # fmt: skip
-    header = ["parameters, machine", "bytes a parameter", "TB", "GPUs to hold it", "nodes, by host memory",
-              "nodes, by NVMe", "TB of activations a node", "sequences a GPU that fit", "tiles of the largest layer",
-              "s of compute a step", "s of NVMe for states"]  # fmt: skip
-    return markdown_table(header, lines)
+    columns = {
+        "parameters, machine": "{case}",
+        "bytes a parameter": lambda row: f"{4 + row['state_bytes']}",
+        "TB": lambda row: f"{row['bytes'] / 1e12:,.1f}",
+        "GPUs to hold it": "{gpus_without:,}",
+        "nodes, by host memory": "{nodes_of_host}",
+        "nodes, by NVMe": "{nodes_of_nvme}",
+        "TB of activations a node": lambda row: f"{row['checkpoints_a_node'] / 1e12:.2f}",
+        "sequences a GPU that fit": "{sequences_in_host}",
+        "tiles of the largest layer": "{tiles}",
+        "s of compute a step": "{compute_s:,.0f}",
+        "s of NVMe for states": "{states_s:,.0f}",
+    }
+    return table_of(of(rows, "offload"), columns)
 
 
 def paper(rows: Rows) -> str:
-    lines = []
-    for row in of(rows, "plan", gpus=128):
-        if "error" not in row:
-            ours = [128 * 512 / row[mode] / RECALLED[row["model"]] for mode in MODES]
-            lines.append(
-                [row["model"], f"{RECALLED[row['model']] / 1e6:.2f}", " / ".join(times(each) for each in ours)]
-            )
-    return markdown_table(["model", "10⁶ samples/s, recalled", "ours / that, IDs by hosts / by devices"], lines)
+    columns = {
+        "model": "{model}",
+        "10⁶ samples/s, recalled": lambda row: f"{RECALLED[row['model']] / 1e6:.2f}",
+        "ours / that, IDs by hosts / by devices": lambda row: both(
+            row, lambda mode: samples(row, mode) * 1e6 / RECALLED[row["model"]]
+        ),
+    }
+    return table_of([row for row in of(rows, "plan", gpus=128) if "error" not in row], columns)
 
 
 SECTIONS = {
@@ -193,62 +202,43 @@ def filled(page: str, rows: Rows) -> str:
 
 def draw(rows: Rows, folder: Path) -> None:
     """The pictures of the page."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    def keep(figure: Any, name: str) -> None:
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+        save(figure, folder / name, dpi=110)
 
     figure, panels = pyplot.subplots(1, 3, figsize=(15, 4.4), layout="constrained", width_ratios=(1, 1, 1))
     _draw_steps(panels[0], of(rows, "plan", gpus=128))
     for axes, model in zip(panels[1:], ("A1", "A2"), strict=True):
         _draw_scaling(axes, model, sorted(of(rows, "plan", model=model), key=lambda row: row["gpus"]))
-    _save(figure, folder / "scale-gpus.png")
+    keep(figure, "scale-gpus.png")
     figure, panels = pyplot.subplots(2, 1, figsize=(12, 4.6), layout="constrained", sharex=True)
     for axes, row in zip(panels, of(rows, "timeline"), strict=True):
         _draw_timeline(axes, row)
     panels[1].set_xlabel("milliseconds")
-    _save(figure, folder / "scale-pipeline.png")
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    keep(figure, "scale-pipeline.png")
+    figure, (memory, speed) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     found = [row for row in of(rows, "servers") if "error" not in row]
-    sizes = [row["trillions"] for row in found]
-    panels[0].plot(sizes, [row["bytes_a_server"] / 1e12 for row in found], marker="o")
-    panels[0].axhline(12, color="#b0b0b0", linestyle="--")
-    panels[0].set(xlabel="10¹² parameters", ylabel="TB a server, of 12", ylim=(0, 13))
+    sizes, top = [row["trillions"] for row in found], 1.2 * 64 * 1024 / found[0]["step_s"] / 1e6
+    memory.plot(sizes, [row["bytes_a_server"] / 1e12 for row in found], marker="o")
+    memory.axhline(12, color="#b0b0b0", linestyle="--")
+    memory.set(xlabel="10¹² parameters", ylabel="TB a server, of 12", ylim=(0, 13))
     for name, words in (("step_s", "with the pipeline"), ("waited_s", "without")):
-        panels[1].plot(sizes, [64 * 1024 / row[name] / 1e6 for row in found], marker="o", label=words)
-    panels[1].set(
-        xlabel="10¹² parameters", ylabel="10⁶ samples/s", ylim=(0, 1.2 * 64 * 1024 / found[0]["step_s"] / 1e6)
-    )
-    panels[1].legend(frameon=False, loc="lower left")
-    _save(figure, folder / "scale-servers.png")
-
-
-def _save(figure: Any, path: Path) -> None:
-    from matplotlib import pyplot
-
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+        speed.plot(sizes, [64 * 1024 / row[name] / 1e6 for row in found], marker="o", label=words)
+    speed.set(xlabel="10¹² parameters", ylabel="10⁶ samples/s", ylim=(0, top))
+    speed.legend(frameon=False, loc="lower left")
+    keep(figure, "scale-servers.png")
 
 
 def _draw_steps(axes: Any, rows: Sequence[dict[str, Any]]) -> None:
     rows = [row for row in rows if "error" not in row]
     for at, (mode, words) in enumerate(MODES.items()):
         values = [row[mode] * 1e3 for row in rows]
-        errors = [
-            [(row[mode] - row[f"{mode}_low"]) * 1e3 for row in rows],
-            [(row[f"{mode}_high"] - row[mode]) * 1e3 for row in rows],
-        ]
-        axes.bar(
-            [x + 0.4 * at for x in range(len(rows))],
-            values,
-            0.38,
-            yerr=errors,
-            capsize=3,
-            color=COLORS[mode],
-            label=words,
-        )
+        errors = [[abs(row[f"{mode}_{side}"] - row[mode]) * 1e3 for row in rows] for side in ("low", "high")]
+        places = [x + 0.4 * at for x in range(len(rows))]
+        axes.bar(places, values, 0.38, yerr=errors, capsize=3, color=COLORS[mode], label=words)
     axes.set_xticks([x + 0.2 for x in range(len(rows))], [row["model"] for row in rows])
     axes.set(ylabel="milliseconds a step", title="128 GPUs; rates ± 20 %")
     axes.legend(frameon=False, title="IDs exchanged")
@@ -258,9 +248,7 @@ def _draw_scaling(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None
     rows = [row for row in rows if "error" not in row]
     numbers = [row["gpus"] for row in rows]
     for mode, words in MODES.items():
-        axes.plot(
-            numbers, [row["gpus"] * 512 / row[mode] / 1e6 for row in rows], marker="o", color=COLORS[mode], label=words
-        )
+        axes.plot(numbers, [samples(row, mode) for row in rows], marker="o", color=COLORS[mode], label=words)
     first = rows[0]["device_ids_s"]
     axes.plot(numbers, [512 * n / first / 1e6 for n in numbers], ":", color="black", label="linear")
     axes.set_xscale("log", base=2)
@@ -273,11 +261,9 @@ def _draw_scaling(axes: Any, model: str, rows: Sequence[dict[str, Any]]) -> None
 def _draw_timeline(axes: Any, row: dict[str, Any]) -> None:
     places = {"ids": 0, "misses": 1, "grouping": 2, "lookup": 2, "layers": 2, "update": 2}
     colors = "#1f77b4", "#ff7f0e", "#2ca02c"
+    look = {"height": 0.8, "alpha": 0.75, "edgecolor": "white"}
     for batch, stage, start, end in row["spans"]:
-        y = places.get(stage, 3)
-        axes.barh(
-            y, (end - start) * 1e3, left=start * 1e3, height=0.8, color=colors[batch], alpha=0.75, edgecolor="white"
-        )
+        axes.barh(places.get(stage, 3), (end - start) * 1e3, left=start * 1e3, color=colors[batch], **look)
     axes.set_yticks(range(4), ["control network", "device-host link", "device", "GPU network"])
     axes.set_title(f"{row['model']}, three steps, {'with' if row['pipeline'] else 'without'} the pipeline", fontsize=10)
 
@@ -287,10 +273,7 @@ def report() -> None:
     rows = result_files.read(result_files.newest("scale"))["rows"]
     page = ROOT / PAGE
     page.write_text(filled(page.read_text(), rows))
-    try:
-        draw(rows, page.parent)
-    except ImportError:
-        print("the pictures are as they were: matplotlib is not installed")
+    draw_if_possible(draw, rows, page.parent, "python -m benchmarks.studies.scale_page")
 
 
 if __name__ == "__main__":

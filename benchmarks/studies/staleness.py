@@ -26,7 +26,6 @@ import itertools
 import math
 import queue
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,8 +39,8 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from benchmarks.measuring import result_files
-from benchmarks.measuring.chart import draw_if_possible
-from benchmarks.measuring.environment import OtherLoad, environment
+from benchmarks.measuring.clock import OtherLoad
+from benchmarks.measuring.report import draw_if_possible, publish, save
 from tritonemb.data import Column, Dataset, Feature, Rows, load_adult, load_movielens_100k
 from tritonemb.data.datasets import NUMERIC_FIELDS
 from tritonemb.data.protocol import Split, Stream
@@ -69,24 +68,26 @@ COLORS = {
 
 
 class Line:
-    """One direction of a slow network: a thread delivers each message so many seconds after it was put."""
+    """One direction of a slow network, a channel: a thread delivers each message so many seconds after it was sent."""
 
-    def __init__(self, seconds: float, deliver: Reply) -> None:
-        self._seconds, self._deliver = seconds, deliver
+    def __init__(self, seconds: float, deliver: Reply, closes: Sequence[Channel] = ()) -> None:
+        self._seconds, self._deliver, self._closes = seconds, deliver, closes
         self._queue: queue.SimpleQueue[tuple[float, Message] | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, daemon=True, name="slow-network").start()
 
-    def put(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._queue.put((time.monotonic() + self._seconds, message))
 
     def close(self) -> None:
         self._queue.put(None)
+        for channel in self._closes:
+            channel.close()
 
     def _run(self) -> None:
-        while (found := self._queue.get()) is not None:
-            due, message = found
+        while (item := self._queue.get()) is not None:
+            due, message = item
             time.sleep(max(0.0, due - time.monotonic()))
-            with suppress(ConnectionError):  # of what is on its way when the servers are closed
+            with suppress(ConnectionError):  # of what is under way when the servers are closed
                 self._deliver(message)
 
 
@@ -98,19 +99,8 @@ class SlowTransport:
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         back = Line(self._seconds, receive)
-        return _SlowChannel(self._transport.open(back.put, lost), back, self._seconds)
-
-
-class _SlowChannel:
-    def __init__(self, channel: Channel, back: Line, seconds: float) -> None:
-        self._channel, self._back, self._there = channel, back, Line(seconds, channel.send)
-
-    def send(self, message: Message) -> None:
-        self._there.put(message)
-
-    def close(self) -> None:
-        for each in (self._there, self._back, self._channel):
-            each.close()
+        channel = self._transport.open(back.send, lost)
+        return Line(self._seconds, channel.send, (back, channel))
 
 
 class Measured(Dataset):
@@ -326,8 +316,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     handles = [pyplot.Line2D([], [], color=color, marker=".") for color in COLORS.values()]
     labels = [f"staleness {name}" for name in COLORS]
     figure.legend(handles, labels, loc="outside lower center", ncols=len(COLORS), frameon=False)
-    figure.savefig(path, dpi=120, metadata={"Software": None})
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -354,7 +343,7 @@ def main() -> None:
         draw_if_possible(draw, result_files.read(result_files.newest("accuracy-staleness")), PICTURE, DRAWS)
         return
     torch.set_num_threads(1)
-    environment_, rows = environment() | {"threads": 1}, []
+    rows = []
     studies = [movielens(), hot_ids("sgd", 1.0, EXACT | LOOSE), hot_ids("adagrad", 0.1, EXACT)]
     if arguments.adult:
         studies.insert(0, adult(arguments.adult))
@@ -364,15 +353,12 @@ def main() -> None:
         seeds = arguments.seeds + 2 * (study.data.name == "adult")
         for row in compare(study, range(seeds), arguments.delay / 1000):
             print(
-                f"{row['data']}, staleness {row['staleness']}: AUC {row['auc']:.4f} ± {row['auc_standard_error']:.4f}, "
-                f"difference {row['difference']:+.4f} ± {row['standard_error']:.4f}, {row['seconds']:.1f} s"
+                "{data}, staleness {staleness}: AUC {auc:.4f} ± {auc_standard_error:.4f}, difference {difference:+.4f} "
+                "± {standard_error:.4f}, {seconds:.1f} s".format(**row)
             )
-            rows.append(row | environment_)
-    path = result_files.write("accuracy-staleness", {"date": environment_["date"], "rows": rows})
-    print(f"wrote {path.name}")
-    draw_if_possible(draw, result_files.read(path), PICTURE, DRAWS)
-    if missed := problems(rows):
-        sys.exit("; ".join(missed))
+            rows.append(row)
+    draw_if_possible(draw, {"rows": rows}, PICTURE, DRAWS)
+    publish("accuracy-staleness", rows, problems(rows))
 
 
 if __name__ == "__main__":

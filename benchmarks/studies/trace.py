@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import tritonemb as te
 from benchmarks import bench_overlap
-from benchmarks.bench_overlap import BATCH_SIZE, WIDTH, Steps
-from tests.ranks import Ranks
+from benchmarks.bench_overlap import BATCH_SIZE, WIDTH, Steps, run_ranks
+from benchmarks.measuring.report import ROOT, draw_if_possible, save
 from tritonemb.comm.group import RankGroup
 from tritonemb.offloading.tiers import DiskTier
 from tritonemb.storage.store import OperationQueue
@@ -94,18 +94,17 @@ def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
     x, moved = torch.randn(2, 128, 512), list[tuple[str, float, float]]()
     transfer, submit = DiskTier.transfer, OperationQueue.submit
 
-    def on_disk(tier: Any, span: Any, values: Any, write: bool) -> None:
+    def noted(name: str, work: Callable[[], object]) -> None:
         begin = time.perf_counter()
-        transfer(tier, span, values, write)
-        moved.append((WRITE if write else READ, begin, time.perf_counter()))
+        work()
+        moved.append((name, begin, time.perf_counter()))
+
+    def on_disk(tier: Any, span: Any, values: Any, write: bool) -> None:
+        noted(WRITE if write else READ, lambda: transfer(tier, span, values, write))
 
     def in_memory(operations: Any, work: Callable[[], None]) -> Any:
-        def copy() -> None:
-            begin = time.perf_counter()
-            work()
-            moved.append((COPY, begin, time.perf_counter()))
-
-        return submit(operations, copy if operations._name == "tritonemb-offload-copy" else work)
+        copies = operations._name == "tritonemb-offload-copy"
+        return submit(operations, (lambda: noted(COPY, work)) if copies else work)
 
     with tempfile.TemporaryDirectory() as folder:
         model, optimizer = te.offload(
@@ -122,12 +121,12 @@ def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
         with mock.patch.object(DiskTier, "transfer", on_disk), mock.patch.object(OperationQueue, "submit", in_memory):
             found, began = profiled(step)
         te.offloading.close(model)
-    events = list(events_of(found, rank, []))
-    for name, begin, end in moved:
-        at, lasts = 1e6 * (begin - began), 1e6 * (end - begin)
-        if at >= 0:
-            events.append(_event(name, rank, name, at, lasts))
-    return events
+    events = [
+        _event(name, rank, name, 1e6 * (begin - began), 1e6 * (end - begin))
+        for name, begin, end in moved
+        if begin >= began
+    ]
+    return [*events_of(found, rank, []), *events]
 
 
 def _event(name: str, rank: int, line: str, at: float, lasts: float) -> dict[str, Any]:
@@ -154,9 +153,6 @@ def events_of(found: list[dict[str, Any]], rank: int, held_back: list[float]) ->
 
 
 def draw(events: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib import patches, pyplot
 
     order = ["computes", "messages", COLLECTIVE, COPY, READ, WRITE]
@@ -179,26 +175,20 @@ def draw(events: list[dict[str, Any]], path: Path) -> None:
     handles = [patches.Rectangle((0, 0), 1, 1, color=COLORS[kind]) for kind in shown]
     names = [LABELS.get(kind, kind) for kind in shown]
     figure.legend(handles, names, loc="outside upper center", ncols=len(shown), frameon=False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    save(figure, path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=("overlap", "offload"), default="overlap", help="which step")
-    parser.add_argument("--out", type=Path, help="the files' path without endings")
     arguments = parser.parse_args()
     record = record_offloaded_step if arguments.what == "offload" else record_step
-    out = arguments.out or Path("docs", arguments.what)
-    ranks = Ranks(2)
-    try:
-        events = [event for of_rank in ranks.run(record, 2) for event in of_rank]
-    finally:
-        ranks.close()
+    out = ROOT / "docs" / arguments.what
+    events = [event for of_rank in run_ranks(2, record, 2) for event in of_rank]
     versions = {"torch": torch.__version__}
     with gzip.GzipFile(out.with_suffix(".trace.json.gz"), "wb", mtime=0) as file:
         file.write(json.dumps({"traceEvents": events, "otherData": versions}, indent=0).encode())
-    draw(events, out.with_suffix(".png"))
+    draw_if_possible(draw, events, out.with_suffix(".png"), f"python -m benchmarks.studies.trace {arguments.what}")
 
 
 if __name__ == "__main__":

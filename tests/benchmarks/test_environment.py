@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.measuring import environment as environment_module
-from benchmarks.measuring.environment import ROOT, OtherLoad, environment
+from benchmarks.measuring import clock as environment_module
+from benchmarks.measuring.clock import OtherLoad
+from benchmarks.measuring.result_files import ROOT, environment
 
 pytestmark = pytest.mark.more
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import run as gpu_run
+from benchmarks import run as gpu_run
 from benchmarks.gpu import targets
 from benchmarks.measuring import cases, report, result_files, workload
 from benchmarks.measuring.cases import GRAPH
@@ -230,7 +230,7 @@ def test_cases_can_be_chosen_by_name() -> None:
 
 def test_who_chooses_no_case_is_told() -> None:
     with pytest.raises(SystemExit, match=r"no case has 'nothing' in its op and one of \[\] in its shape; --list shows"):
-        gpu_run.main(["--device", "cpu", "--op", "nothing"])
+        gpu_run.main(["--tiny", "--op", "nothing"])
 
 
 def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
@@ -256,7 +256,7 @@ def test_each_workload_family_and_tier_is_a_process() -> None:
 
 def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ops, shapes = "forward,group,step,sort,codec int8", ["small tables", "rows 8 T26 D128"]
-    found = gpu_run.main(["--device", "cpu", "--tiny", "--op", ops, "--shape", *shapes, "--out", str(tmp_path)])
+    found = gpu_run.main(["--tiny", "--op", ops, "--shape", *shapes, "--out", str(tmp_path)])
     (path,) = tmp_path.glob("cpu-*.json")
     assert json.loads(path.read_text()) == found
     measured = {(row["op"], row["implementation"]) for row in found["rows"]}
@@ -272,7 +272,7 @@ def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_run_without_time_says_what_it_has_not_measured(tmp_path: Path) -> None:
-    options = ["--device", "cpu", "--tiny", "--op", "codec int8 pack", "--seconds", "0", "--out", str(tmp_path)]
+    options = ["--tiny", "--op", "codec int8 pack", "--seconds", "0", "--out", str(tmp_path)]
     found = gpu_run.main(options)
     assert found["rows"] == []
     assert {(failure["op"], failure["implementation"], failure["error"]) for failure in found["failures"]} == {
@@ -285,6 +285,6 @@ def test_a_run_without_time_says_what_it_has_not_measured(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_everything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = gpu_run.main(["--device", "cpu", "--tiny", "--seconds", "850"])
+    found = gpu_run.main(["--tiny", "--seconds", "850"])
     assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
     assert ("DLRM step", "tritonemb") in {(row["op"], row["implementation"]) for row in found["rows"]}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import run as gpu_run
-from benchmarks.gpu.run import Case, measure_groups
+from benchmarks import run as gpu_run
+from benchmarks.run import Case, measure_groups
 from tests.gpu import processes
 
 pytestmark = pytest.mark.more

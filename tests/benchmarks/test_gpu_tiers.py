@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.gpu import run as gpu_run
-from benchmarks.gpu import targets, tiers, training
-from benchmarks.gpu.tiers import IN_HBM, NONE_AHEAD, Tier
-from benchmarks.gpu.training import Feed, Prefetched, SentAhead
+from benchmarks import run as gpu_run
+from benchmarks.gpu import targets, tiers
+from benchmarks.gpu.tiers import NONE_AHEAD, ON_DEVICE, Feed, Prefetched, SentAhead, Tier
 from benchmarks.measuring.clock import Clock, Outcome
 from benchmarks.measuring.peers import FbgemmTables, OurTables
 from benchmarks.measuring.workload import Batch, Workload
@@ -30,19 +29,19 @@ SAMPLES = 2
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "STEPS", 5)
-    monkeypatch.setattr(training, "WARMUP_STEPS", 25)
+    monkeypatch.setattr(tiers, "STEPS", 5)
+    monkeypatch.setattr(tiers, "WARMUP_STEPS", 25)
 
 
 def small_makers(share: float = 0.1) -> tuple[dict[str, Callable[[], Feed]], tuple[Batch, ...]]:
     """Those of the case but for FBGEMM's, which is not everywhere."""
-    batches = tiers.draw(SMALL, training.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
+    batches = tiers.draw(SMALL, tiers.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
     found = dict(tiers.makers(Tier("host", share, SMALL), batches, CPU))
     return {name: maker for name, maker in found.items() if not name.startswith("fbgemm")}, batches
 
 
 def race(makers: dict[str, Callable[[], Feed]]) -> Outcome:
-    return training.race(makers, SMALL, Clock(CPU), SAMPLES, {IN_HBM: 7})
+    return tiers.race(makers, SMALL, Clock(CPU), SAMPLES, {ON_DEVICE: 7})
 
 
 def test_rows_come_back_and_batches_are_the_same_each_time() -> None:
@@ -79,14 +78,14 @@ def test_all_train_alike_and_what_crosses_is_counted() -> None:
     outcome = race(makers)
     assert outcome.errors == {}
     assert [(timing.name, len(timing.samples)) for timing in outcome.timings] == [(name, SAMPLES) for name in makers]
-    assert outcome.num_bytes[IN_HBM] == 7
+    assert outcome.num_bytes[ON_DEVICE] == 7
     # Each row that is read into a full cache makes another one go, and that one was trained.
     tables = OurTables(SMALL, CPU, "host", te.CacheConfig(share=0.1))
     counted = []
-    for batch in batches[: training.num_batches(SAMPLES)]:
+    for batch in batches[: tiers.num_batches(SAMPLES)]:
         tables.backward(tables.forward(batch), torch.ones(SMALL.batch_size, SMALL.width))
         counted.append(sum(c.read + c.written for c in tables.module.cache_statistics().values()))
-    steps = training.STEPS * (SAMPLES + 1)
+    steps = tiers.STEPS * (SAMPLES + 1)
     assert outcome.num_bytes[NONE_AHEAD] == (counted[-1] - counted[-1 - steps]) // steps
     assert 2 * RECORD_BYTES < outcome.num_bytes["tritonemb"] < 2 * RECORD_BYTES * max(b.num_distinct for b in batches)
 
@@ -107,8 +106,8 @@ def test_who_trains_otherwise_is_left_out() -> None:
     wrong = {"others": lambda: Feed(others, batches), "forgetful": lambda: Forgetful(same, batches)}
     outcome = race(makers | wrong)
     assert set(outcome.errors) == {"others", "forgetful"}
-    assert "pooled in step 1 unlike 'tritonemb, in HBM'" in outcome.errors["others"]
-    assert "pooled in step 2 unlike 'tritonemb, in HBM'" in outcome.errors["forgetful"]
+    assert "pooled in step 1 unlike 'tritonemb, on the device'" in outcome.errors["others"]
+    assert "pooled in step 2 unlike 'tritonemb, on the device'" in outcome.errors["forgetful"]
     assert [timing.name for timing in outcome.timings] == list(makers)
 
 
@@ -121,11 +120,11 @@ def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
     outcome = race(makers | {"absent": fail})
     assert outcome.errors == {"absent": "ImportError: there is no such library"}
     assert len(outcome.timings) == len(makers)
-    outcome = race(makers | {IN_HBM: fail})
+    outcome = race(makers | {ON_DEVICE: fail})
     assert outcome.timings == []
-    assert outcome.errors.pop(IN_HBM) == "ImportError: there is no such library"
+    assert outcome.errors.pop(ON_DEVICE) == "ImportError: there is no such library"
     assert set(outcome.errors.values()) == {
-        "RuntimeError: there is nothing to compare with: 'tritonemb, in HBM' did not train"
+        "RuntimeError: there is nothing to compare with: 'tritonemb, on the device' did not train"
     }
 
 
@@ -137,7 +136,7 @@ def test_nothing_is_timed_before_the_caches_are_full() -> None:
 
 
 def test_who_is_too_slow_to_be_warmed_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "WARMUP_SECONDS", -1.0)
+    monkeypatch.setattr(tiers, "WARMUP_SECONDS", -1.0)
     outcome = race(small_makers()[0])
     assert outcome.timings == []
     assert all(error.startswith("TimeoutError: 0 of 25 steps") for error in outcome.errors.values())
@@ -173,7 +172,7 @@ def test_fbgemm_prefetches_the_next_batch_between_forward_and_backward() -> None
 
     tables: Any = SimpleNamespace(module=SimpleNamespace(prefetch=prefetch), forward=forward)
     feed = Prefetched(tables, batches, CPU)
-    training.Training(feed, SMALL, CPU).run(3)
+    tiers.Training(feed, SMALL, CPU).run(3)
     assert calls == [
         ("prefetch", 0), ("forward", 0), ("prefetch", 1), ("backward", 0), ("forward", 1), ("prefetch", 2),
         ("backward", 1), ("forward", 2), ("backward", 2),
@@ -185,17 +184,17 @@ def test_fbgemm_prefetches_the_next_batch_between_forward_and_backward() -> None
 @pytest.mark.fbgemm
 def test_fbgemm_on_the_device_trains_alike() -> None:
     pytest.importorskip("fbgemm_gpu")
-    batches = tiers.draw(SMALL, training.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
+    batches = tiers.draw(SMALL, tiers.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
     makers = dict(tiers.makers(Tier("host", 0.1, SMALL), batches, CPU))
     assert "fbgemm, cached" not in makers  # needs a GPU
-    outcome = race({IN_HBM: makers[IN_HBM], "fbgemm, in HBM": makers["fbgemm, in HBM"]})
+    outcome = race({ON_DEVICE: makers[ON_DEVICE], "fbgemm, on the device": makers["fbgemm, on the device"]})
     assert outcome.errors == {}
     with pytest.raises(ValueError, match="only in front of a GPU"):
         FbgemmTables(SMALL, CPU, 0.1)
 
 
 def test_targets_of_each_share() -> None:
-    medians = {"tritonemb": 5.0, IN_HBM: 4.5, NONE_AHEAD: 9.0, "fbgemm, cached": 7.0}
+    medians = {"tritonemb": 5.0, ON_DEVICE: 4.5, NONE_AHEAD: 9.0, "fbgemm, cached": 7.0}
     rows = [
         {
             "op": "training from host memory",
@@ -211,19 +210,19 @@ def test_targets_of_each_share() -> None:
     found = {(v["op"], v["shape"][6:9], v["measured"]): (v["ratio"], v["met"]) for v in targets.verdicts(rows)}
     host = "training from host memory"
     assert found == {
-        (host, "10%", "tritonemb, in HBM / tritonemb"): (pytest.approx(0.9), True),
-        (host, "20%", "tritonemb, in HBM / tritonemb"): (pytest.approx(0.9), True),
+        (host, "10%", "tritonemb, on the device / tritonemb"): (pytest.approx(0.9), True),
+        (host, "20%", "tritonemb, on the device / tritonemb"): (pytest.approx(0.9), True),
         (host, "10%", "fbgemm, cached / tritonemb"): (pytest.approx(1.4), False),
         (host, "20%", "fbgemm, cached / tritonemb"): (None, None),
     }
 
 
 def test_the_cases_run_in_small(capfd: pytest.CaptureFixture[str]) -> None:
-    found = gpu_run.main(["--device", "cpu", "--tiny", "--shape", "10% on"])
+    found = gpu_run.main(["--tiny", "--shape", "10% on"])
     assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
     measured = {(row["op"], row["shape"].rpartition(", ")[2], row["implementation"]) for row in found["rows"]}
     for case in tiers.CASES[::2]:
-        for name in (IN_HBM, "tritonemb", NONE_AHEAD):
+        for name in (ON_DEVICE, "tritonemb", NONE_AHEAD):
             assert (case.op, f"{case.share:.0%} on the device", name) in measured
     assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
     assert [verdict["met"] is None for verdict in found["targets"]] == [False, True]

@@ -11,13 +11,13 @@ import torch
 
 import tritonemb as te
 from benchmarks import bench_dynamic_table, bench_embedding_bag
-from benchmarks.gpu.run import FAMILIES, ON_TABLES
 from benchmarks.measuring import peers
 from benchmarks.measuring.cases import COPY, OURS
 from benchmarks.measuring.clock import Clock, Timing
 from benchmarks.measuring.peers import OurTables, check_forward, check_step, copy_weights
 from benchmarks.measuring.result_files import lines, timing_rows
 from benchmarks.measuring.workload import draw_batches, draw_gradient, same
+from benchmarks.run import FAMILIES, ON_TABLES
 
 pytestmark = pytest.mark.more
 

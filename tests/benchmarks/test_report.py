@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.measuring import report, result_files
 from benchmarks.measuring.clock import Timing
-from benchmarks.measuring.result_files import at_least, at_most, timing_rows
+from benchmarks.measuring.result_files import Goal, at_least, timing_rows
 from benchmarks.measuring.workload import same
 from benchmarks.run import condense
 
@@ -43,8 +43,8 @@ def test_targets_compare_medians_with_the_fastest_peer() -> None:
     assert target["measured"] == "fbgemm / tritonemb"
     assert not target["met"]
     assert at_least("forward", SHAPE, OURS, [PEER], 4.5)["met"]
-    assert at_most("scaling", SHAPE, PEER, OURS, 4.5)["met"]
-    assert not at_most("scaling", SHAPE, PEER, OURS, 4.4)["met"]
+    assert Goal(0, 1, most=4.5).row("scaling", SHAPE, [PEER, OURS])["met"]
+    assert not Goal(0, 1, most=4.4).row("scaling", SHAPE, [PEER, OURS])["met"]
 
 
 def test_only_the_marked_section_is_replaced() -> None:

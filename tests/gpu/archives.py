@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.launch_cost import measure
-from benchmarks.measuring.environment import commit
 from benchmarks.measuring.peers import OurTables, step
+from benchmarks.measuring.result_files import commit
 from benchmarks.measuring.workload import WORKLOADS, Workload, draw_batches, draw_gradient
 from tests.gpu import processes
 from tests.gpu.checks import CPU, LAUNCHES

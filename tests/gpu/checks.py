@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import tritonemb as te
-from benchmarks.gpu.training import Side
+from benchmarks.gpu.tiers import Side
 from tests.gpu.problems import hot_steps, run_step, warm_up
 from tests.helpers import contents, fewer, make_collection
 from tests.kernels.ahead_of_time_cases import CASES, on

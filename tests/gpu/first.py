@@ -59,15 +59,15 @@ def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
         return Stage(name, share, [*command, *go_on, *arguments], lines, variables)
 
     smoke = ["--test-seconds", "60", "--files", "tests/gpu/test_smoke.py", "-k"]
-    speed = ["benchmarks/gpu/run.py", "--seconds", "{seconds}", "--op", "forward,group + update,step"]
-    speed += ["--out", str(out / "speed"), *go_on, *(["--device", "cpu", "--tiny"] if rehearse else [])]
+    speed = ["benchmarks/run.py", "--seconds", "{seconds}", "--op", "forward,group + update,step"]
+    speed += ["--out", str(out / "speed"), *go_on, *(["--tiny"] if rehearse else ["--device", "cuda"])]
     speed += ["--shape", *(TINY if rehearse else SHAPES)]
     speed += ["--commit", commit.read_text()] if commit.exists() else []
     host = ["benchmarks/gpu/launch_cost.py", "--tables", "1", "26", "1000", "--rounds", "3" if rehearse else "100"]
     path = os.pathsep.join(filter(None, (str(PEERS), os.environ.get("PYTHONPATH"))))
     rest = ["--files", "tests/kernels/test_initial.py"] if rehearse else []
     return [
-        Stage("device", 0.05, ["benchmarks/gpu/device.py"]),
+        Stage("device", 0.05, ["benchmarks/gpu/launch_cost.py", "--about"]),
         suite("smoke", 0.16, 10, *smoke, "launches or captured"),
         suite("ahead", 0.12, 3, *smoke, "ahead"),
         Stage("speed", 0.32, speed, 20, {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.gpu.training import Side
+from benchmarks.gpu.tiers import Side
 from tests.helpers import Step, make_collection, random_steps
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import TRITON, kernels_of, load, ops

@@ -1,0 +1,56 @@
+"""Two trees' benchmarks take turns, round by round, whatever imports the clock first."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.more
+
+ROOT = Path(__file__).parents[2]
+# As benchmarks/conftest.py, which is imported before any plugin is configured.
+CONFTEST = """
+import os, pytest
+from benchmarks.measuring.clock import measure
+
+@pytest.fixture
+def measure_case(benchmark):
+    def measured(name):
+        def setup():
+            open(os.environ["LOG"], "a").write(name)
+            return (), {}
+        measure(benchmark, setup)
+        row = {"op": "any", "shape": "x", "implementation": "i", "p20_ms": 1.0 + (name == "B")}
+        benchmark.extra_info["rows"] = [row]
+    return measured
+
+def pytest_addoption(parser):
+    parser.addoption("--rounds", type=int)
+"""
+CLOCK = "def measure(benchmark, setup):\n    benchmark.pedantic(lambda: None, setup=setup, rounds=4)\n"
+BENCH = "def bench_some(measure_case):\n    measure_case({name!r})\n"
+
+
+def test_trees_take_turns_and_are_compared_by_the_names_of_benchmarks(tmp_path: Path) -> None:
+    pytest.importorskip("pytest_benchmark")
+    for tree, name, file in (("before", "A", "bench_old.py"), ("now", "B", "bench_new.py")):
+        folder = tmp_path / tree / "benchmarks"
+        (folder / "measuring").mkdir(parents=True)
+        for copied in ("pytest.ini", "before_after.py"):
+            shutil.copy(ROOT / "benchmarks" / copied, folder)
+        (folder / "conftest.py").write_text(CONFTEST)
+        for package in (folder, folder / "measuring"):
+            (package / "__init__.py").touch()
+        (folder / "measuring" / "clock.py").write_text(CLOCK)
+        (folder / file).write_text(BENCH.format(name=name))
+    command = [sys.executable, str(tmp_path / "now/benchmarks/before_after.py"), str(tmp_path / "before")]
+    variables = os.environ | {"LOG": str(tmp_path / "log")}
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert (tmp_path / "log").read_text() in ("ABABABAB", "BABABABA"), done.stdout
+    assert " 2.00 slower  any, x, i: 1.000 2.000 ms" in done.stdout
+    assert done.returncode == 1
