@@ -239,8 +239,8 @@ _SIMPLE = {
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
     "reader": ("tritonemb.data.open", "ReaderOptions", "run_reader"),
     "embedding-server": ("tritonemb.server.launch", "ServerOptions", "serve"),
-    "plan": ("tritonemb.training.plan", "PlanOptions", "make_plan"),
-    "calibrate": ("tritonemb.training.plan", "CalibrateOptions", "run_calibration"),
+    "plan": ("tritonemb.training.job", "PlanOptions", "make_plan"),
+    "calibrate": ("tritonemb.training.job", "CalibrateOptions", "run_calibration"),
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,

@@ -31,7 +31,7 @@ from benchmarks.measuring.cases import OURS
 from benchmarks.measuring.clock import Clock, Contender, Outcome, recover
 from benchmarks.measuring.peers import FbgemmTables, OurTables, Tables, copy_weights
 from benchmarks.measuring.workload import Batch, Population, Workload, make_batch, step_bytes
-from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.protocol import Prefetcher
 from tritonemb.layout import NO_ROW, WAYS
 from tritonemb.tables.cache import released_before
 from tritonemb.tables.table_set import PrefetchedFeatures

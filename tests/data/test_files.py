@@ -1,6 +1,7 @@
 import os
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -8,8 +9,10 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
 from tritonemb.data import CRITEO, ClickLog, LogOptions, SplitRule, convert  # noqa: E402
-from tritonemb.data.files import Part, find_files, natural_sort_key  # noqa: E402
+from tritonemb.data.click_log import SOURCES  # noqa: E402
+from tritonemb.data.files import SUFFIXES, Format, Part, find_files, natural_sort_key  # noqa: E402
 from tritonemb.data.parquet import ArrowSource  # noqa: E402
+from tritonemb.data.pipeline import LogSource  # noqa: E402
 from tritonemb.data.text import TextSource  # noqa: E402
 
 GOOD = line()
@@ -203,3 +206,8 @@ def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
         ValueError, match=r"log.txt.gz has changed .*: its text ends at byte \d+ and had at least 90000"
     ):
         list(TextSource(find_files(path), LogOptions(), True, ()).chunks(Part(0, 0, 90_000), 0, 1000, 0, 0))
+
+
+def test_every_format_has_a_source():
+    assert set(SOURCES) == set(get_args(Format)) >= {"text", *SUFFIXES.values()}
+    assert all(LogSource in source.__mro__ for source in SOURCES.values())

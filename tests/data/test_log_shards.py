@@ -235,7 +235,7 @@ def test_lines_are_counted_from_anywhere(tmp_path, name):
 
 
 def text_of(path):
-    with text.open_text(reader(path, SplitRule(split_by="end", test_share=0.0))._source._files[0]) as source:
+    with text.open_text(reader(path, SplitRule(split_by="end", test_share=0.0))._reader.source.files[0]) as source:
         return source.read(1 << 20)
 
 
@@ -333,7 +333,7 @@ def test_packed_files_are_dealt_out_whole_if_there_are_enough(logs):
     log = reader(logs["packed files", 300])
     assert [len(numbers(log, shard=(index, 5))) for index in range(5)] == [60] * 5
     for index in range(6):
-        assert {part.stripes for part in log._shard("train", (index, 6))._parts["train"]} == {(index, 6)}
+        assert {part.stripes for part in log._reader.shard("train", (index, 6)).parts["train"]} == {(index, 6)}
 
 
 @pytest.mark.parametrize("shard", [(1, 1), (-1, 2), (0, 0), (0,), [0, 1], (0.0, 1), (False, 1), "01"])

@@ -10,7 +10,7 @@ import pytest
 from tests.data.threads import running, threads_end
 from tests.helpers import DEADLINE, process_ends
 from tritonemb.data import make_synthetic
-from tritonemb.data.prefetch import Prefetcher, end_all
+from tritonemb.data.protocol import Prefetcher, end_all
 
 
 def test_items_come_in_order_and_no_further_ahead_than_asked():

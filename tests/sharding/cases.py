@@ -17,7 +17,7 @@ from tests.helpers import make_collection, output_of
 from tests.ranks import KEPT
 from tests.sharding.models import whole_state
 from tests.strategies import rows_of
-from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.protocol import Prefetcher
 from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.sharding import (
     ColumnWise,

@@ -15,7 +15,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.planner import calibrate as module
 from tritonemb.sharding.planner.calibrate import calibrate, fit, measure
 from tritonemb.sharding.planner.topology import Topology, machine
-from tritonemb.training.plan import CalibrateOptions, run_calibration
+from tritonemb.training.job import CalibrateOptions, run_calibration
 
 SMALL = {"NUM_ROWS": 100, "LAYER": 8, "WIDTH": 8, "SIZES": (1, 2, 4, 8, 30), "ROUNDS": 1}
 LINKS = {"lookup", "update", "id", "host", "disk", "flops", "routing"}

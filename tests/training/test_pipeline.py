@@ -14,11 +14,10 @@ import torch.distributed as dist
 
 from tests.training import jobs
 from tritonemb.comm.group import RankFailed, RankGroup
-from tritonemb.data import prefetch as prefetch_module
-from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
+from tritonemb.data import protocol as prefetch_module
+from tritonemb.data.protocol import PositionedBatch, Prefetcher, ReadReport, Stream
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.step import prepare
+from tritonemb.training.step import StepPipeline
 from tritonemb.training.train_state import empty_batch
 
 CPU = torch.device("cpu")
@@ -139,7 +138,7 @@ def joining(rank, counts, accumulate):
     data, world = jobs.planted(64, validation=False), RankGroup.world()
     batches = list(data.open("train", rank + 1))[: counts[rank]]
     with stream_of(batches) as stream:
-        steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), accumulate=accumulate)
+        steps = StepPipeline(Ranks(world, 60.0), CPU, lambda: empty_batch(data), accumulate=accumulate).steps(stream)
         with Prefetcher(steps, 2, "test", collective=True) as ahead:
             return [
                 (info.rows, [len(batch) for batch in batches], info.weights, dict(info.position),
@@ -183,7 +182,9 @@ def stopping(rank):
         return 15 if rank == 1 and len(asked) > 2 else 0
 
     with stream_of(list(data.open("train", 4))) as stream:
-        steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), signal=signal, clock=lambda: rank)
+        steps = StepPipeline(
+            Ranks(world, 60.0), CPU, lambda: empty_batch(data), signal=signal, clock=lambda: rank
+        ).steps(stream)
         with Prefetcher(steps, 2, "test", collective=True) as ahead:
             return [(len(batches), info.signal, info.clock, info.position["row"]) for batches, info in ahead]
 
@@ -197,7 +198,7 @@ def failing(rank, who):
     data, world = jobs.planted(64, validation=False), RankGroup.world()
     num_taken = []
     with stream_of(list(data.open("train", 4)), fail_after=2 if rank == who else None) as stream:
-        steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data))
+        steps = StepPipeline(Ranks(world, 60.0), CPU, lambda: empty_batch(data)).steps(stream)
         ahead = Prefetcher(steps, 2, "test", collective=True)
         with pytest.raises(ValueError if rank == who else RankFailed) as caught:
             num_taken.extend(ahead)

@@ -14,7 +14,7 @@ pytest.importorskip("psutil")
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
-from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.protocol import Prefetcher
 from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.trackers import TensorBoard

@@ -61,23 +61,22 @@ class Batch:
         return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
-        """Return a copy in one buffer, or the batch itself if it has a buffer. Raise ValueError if ids have weights, or
-        for unsupported dtypes."""
+        """Return a copy in one buffer, or itself if in one. Raise ValueError for weights of ids or other dtypes."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:
             raise ValueError("a batch whose ids have weights does not fit into one buffer")
-        if self.dense.dim() != 2 or any(tensor.dtype != torch.float32 for tensor in (self.dense, self.labels)):
+        if self.dense.dim() != 2 or {self.dense.dtype, self.labels.dtype} != {torch.float32}:
             raise ValueError(
                 "dense numbers must be float32 [B, num_dense] and labels float32 [B], got "
                 f"{self.dense.dtype} {tuple(self.dense.shape)} and {self.labels.dtype}"
             )
-        layout = self.layout
-        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        tensors = (self.dense, self.labels, self.sparse.values(), self.sparse.lengths(), self.sparse.offsets())
-        for view, tensor in zip(layout.views(buffer), tensors, strict=True):
-            view.copy_(tensor)
-        return layout.batch(buffer)
+        result = self.layout.batch(torch.empty(self.layout.num_bytes, dtype=torch.uint8))
+        for target, source in ((result.dense, self.dense), (result.labels, self.labels)):
+            target.copy_(source)
+        for name in ("values", "lengths", "offsets"):
+            getattr(result.sparse, name)().copy_(getattr(self.sparse, name)())
+        return result
 
 
 @dataclass(frozen=True)
@@ -92,15 +91,11 @@ class BatchLayout:
     num_values: int
     wide: bool = False
 
-    def _fields(self) -> tuple[tuple[torch.dtype, int], ...]:
-        bags = len(self.keys) * self.batch_size
-        return (
-            (torch.float32, self.batch_size * self.num_dense),
-            (torch.float32, self.batch_size),
-            (torch.int64 if self.wide else torch.int32, self.num_values),
-            (torch.int32, bags),
-            (torch.int32, bags + 1),
-        )
+    def _fields(self) -> list[tuple[torch.dtype, int]]:
+        size, bags = self.batch_size, len(self.keys) * self.batch_size
+        values = (torch.int64 if self.wide else torch.int32, self.num_values)
+        floats, integers = (size * self.num_dense, size), (bags, bags + 1)
+        return [*((torch.float32, n) for n in floats), values, *((torch.int32, n) for n in integers)]
 
     def _field_offsets(self) -> list[int]:
         sizes = (-(-dtype.itemsize * count // ALIGNMENT) * ALIGNMENT for dtype, count in self._fields())
@@ -112,7 +107,6 @@ class BatchLayout:
 
     @property
     def bytes_before_offsets(self) -> int:
-        """Bytes before the offsets, which come last and can be computed from the lengths."""
         return self._field_offsets()[-2]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -196,19 +190,16 @@ def concat_rows(blocks: Sequence[Rows], order: Array | None = None) -> Rows:
         positions, offsets = order, None
         if feature_columns[0].offsets is not None:
             lengths = np.concatenate([np.diff(c.offsets.numpy()) for c in feature_columns if c.offsets is not None])
-            offsets = lengths_to_offsets(lengths)
             if order is not None:
-                positions, lengths = _segment_positions(offsets, order)
-                offsets = lengths_to_offsets(lengths)
-        values = _concat_arrays([column.values for column in feature_columns], positions)
-        columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
-    dense, labels = (_concat_arrays([getattr(block, name) for block in blocks], order) for name in ("dense", "labels"))
-    return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
+                positions, lengths = _segment_positions(lengths_to_offsets(lengths), order)
+            offsets = torch.from_numpy(lengths_to_offsets(lengths))
+        columns.append(Column(_concat([column.values for column in feature_columns], positions), offsets))
+    dense, labels = (_concat([getattr(block, name) for block in blocks], order) for name in ("dense", "labels"))
+    return Rows(dense, tuple(columns), labels)
 
 
 def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_memory: bool = False) -> Batch:
-    """Gather a batch of rows by `indices` (int64 `[B]`, or a slice) into one buffer. NumPy copies the rows: torch
-    would start a team of OpenMP threads per calling thread."""
+    """Gather a batch by `indices` (int64 `[B]`, or a slice) into one buffer, by NumPy: torch would start threads."""
     # Size the buffer: multi-hot columns have (positions or slice of the values, lengths) per bag.
     size = indices.stop - indices.start if isinstance(indices, slice) else len(indices)
     bags = [None if column.offsets is None else _segments(column.offsets.numpy(), indices) for column in rows.columns]
@@ -233,8 +224,7 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
 
 
 def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
-    """Pad a batch on the CPU with copies of its first sample, with NaN labels, to a multiple of `BATCH_MULTIPLE`
-    samples and at least `min_size`."""
+    """Pad a CPU batch with its first sample, labels NaN, to at least `min_size` and a multiple of `BATCH_MULTIPLE`."""
     size, keys = len(batch), batch.sparse.keys()
     if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
@@ -277,7 +267,7 @@ def lengths_to_offsets(lengths: Array) -> Array:
     return offsets
 
 
-def _concat_arrays(tensors: Sequence[Tensor], order: Array | None) -> Array:
+def _concat(tensors: Sequence[Tensor], order: Array | None) -> Tensor:
     arrays = [tensor.numpy() for tensor in tensors]
     array = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    return array if order is None else np.take(array, order, axis=0)
+    return torch.from_numpy(array if order is None else np.take(array, order, axis=0))

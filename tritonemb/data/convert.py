@@ -19,6 +19,8 @@ from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.utils import atomic_write, read_sealed, require, seal
 
 _Task = tuple[ClickLog, Split, Path]
+RowsDone = Callable[[int], None]
+ShareDone = Callable[[int, int], None]
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
 ROW_GROUP_ROWS = 1 << 17
@@ -29,7 +31,7 @@ MAX_PIECES = 256  # chunks per table of counts: appending one takes a time that 
 
 def convert(
     source: str | Path, target: str | Path, options: LogOptions | None = None, *, row_group_rows: int = ROW_GROUP_ROWS,
-    compression: Compression = "zstd", progress: Callable[[int], None] | None = None,
+    compression: Compression = "zstd", progress: RowsDone | None = None,
 ) -> ReadReport:  # fmt: skip
     """Convert a text file to a Parquet file, or a folder of them to a folder of Parquet files; report the rows written.
 
@@ -62,22 +64,19 @@ def convert(
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
-    empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
-    for _, path in empty:
-        path.unlink()
+    empty = [number for number, report in enumerate(reports) if not report.rows]
+    for number in empty:
+        targets[number].unlink()
     if empty:
-        raise ValueError(f"{empty[0][0].path} has no valid rows to convert")
+        raise ValueError(f"{files[empty[0]].path} has no valid rows to convert")
     return sum(reports, ReadReport())
 
 
-def cached_as_parquet(
-    log: ClickLog, folder: str | Path, progress: Callable[[int, int], None] | None = None
-) -> ClickLog:
+def cached_as_parquet(log: ClickLog, folder: str | Path, progress: ShareDone | None = None) -> ClickLog:
     """Return a text log as read from a cache of Parquet files, which is written on first use; other logs as they are.
 
     Splits, rows and their order are the same; the cache has one file per split. Skipped bad rows are reported in each
-    epoch as before; a bad row that is not skipped is a ValueError. Processes that need the same files wait for the one
-    that writes them.
+    epoch as before; a bad row that is not skipped is a ValueError. Processes wait for the one that writes.
 
     Args:
         folder: folder of the cache, created if missing. Logs, and options that change their rows, have separate files.
@@ -99,33 +98,30 @@ def cached_as_parquet(
         reports = json.loads(read_sealed(summary))
     except ValueError as error:
         raise ValueError(f"{summary} is damaged ({error}); remove {cache} to build it again") from error
-    paths = {split: cache / f"{split}.parquet" if reports[split]["rows"] else None for split in log.splits()}
-    files = {split: None if path is None else find_files(path)[0] for split, path in paths.items()}
+    files = {s: find_files(cache / f"{s}.parquet")[0] if reports[s]["rows"] else None for s in log.splits()}
     skipped = {split: ReadReport.from_json(reports[split] | {"rows": 0}) for split in log.splits()}
     return log.with_parquet_files(files, skipped)
 
 
-def _write(
-    tasks: Sequence[_Task], row_group_rows: int, compression: Compression, progress: Callable[[int], None] | None
-) -> list[ReadReport]:
+def _write(tasks: Sequence[_Task], group_rows: int, codec: Compression, progress: RowsDone | None) -> list[ReadReport]:
     schema = tasks[0][0].text_schema()
-    reports: list[ReadReport] = []
+    reports = list[ReadReport]()
     for log, split, path in tasks:
         report, pending, rows_before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
-            write_parquet(path, schema, compression) as writer,
+            write_parquet(path, schema, codec) as writer,
             closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
                 report += block.report
                 pending = pa.concat_tables([pending, block.rows])
-                if num_whole := pending.num_rows // row_group_rows * row_group_rows:
-                    writer.write_table(pending.slice(0, num_whole), row_group_rows)
+                if num_whole := pending.num_rows // group_rows * group_rows:
+                    writer.write_table(pending.slice(0, num_whole), group_rows)
                     pending = pending.slice(num_whole)
                 if progress is not None:
                     progress(rows_before + report.rows)
             if pending.num_rows:
-                writer.write_table(pending, row_group_rows)
+                writer.write_table(pending, group_rows)
         reports.append(report)
     return reports
 
@@ -143,7 +139,7 @@ class VocabularyReport:
 
 def build_vocabulary(
     log: ClickLog, path: str | Path, min_count: int = 1, max_size: int | None = None, *, capacity: int = CAPACITY,
-    progress: Callable[[int], None] | None = None,
+    progress: RowsDone | None = None,
 ) -> VocabularyReport:  # fmt: skip
     """Count the values of the train rows in one pass, and write a vocabulary file atomically.
 
@@ -261,26 +257,22 @@ def make_vocabulary(options: VocabOptions) -> str:
     log = ClickLog(options.data, options.read)
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress_printer("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
-    lines = [f"{options.out}: {report.rows:,} train rows{_skipped_note(report.skipped)}", f"ids: {sizes}"]
-    lines += [
-        f"note: {name} has more distinct values than can be counted at a time; counts may be {most:,} too low"
-        for name, most in report.forgotten.items()
-    ]
-    return "\n".join(lines)
+    note = "note: {} has more distinct values than can be counted at a time; counts may be {:,} too low"
+    notes = [note.format(*entry) for entry in report.forgotten.items()]
+    return "\n".join([f"{_summary(options.out, report, ' train')}", f"ids: {sizes}", *notes])
 
 
 def convert_log(options: ConvertOptions) -> str:
     """Run `tritonemb convert` and return its summary. Raise the errors of `convert`."""
-    report = convert(
-        options.data, options.out, options.read, row_group_rows=options.row_group_rows,
-        compression=options.compression, progress=_progress_printer("written"),
-    )  # fmt: skip
+    writing: dict[str, Any] = {"row_group_rows": options.row_group_rows, "compression": options.compression}
+    report = convert(options.data, options.out, options.read, **writing, progress=_progress_printer("written"))
     files = f" in {len(find_files(options.data)):,} files" if options.out.is_dir() else ""
-    return f"{options.out}: {report.rows:,} rows{files}{_skipped_note(report.skipped)}"
+    return _summary(options.out, report, "", files)
 
 
-def _skipped_note(rows: int) -> str:
-    return f"; {rows:,} bad rows were left out" if rows else ""
+def _summary(path: Path, report: ReadReport | VocabularyReport, kind: str, files: str = "") -> str:
+    skipped = f"; {report.skipped:,} bad rows were left out" if report.skipped else ""
+    return f"{path}: {report.rows:,}{kind} rows{files}{skipped}"
 
 
 def _progress_printer(verb: str) -> Callable[[int], None]:

@@ -156,18 +156,17 @@ def load_adult(folder: str | Path) -> Dataset:
 
     The label says whether a person earns more than 50,000 dollars per year. Rows have eight
     categorical features and six numbers, `capital_gain` and `capital_loss` as `log(1 + x)`; the numbers are
-    standardized with the mean and standard deviation of the training rows. Raise FileNotFoundError, or ValueError that
-    names line and value."""
+    standardized as the training rows. Raise FileNotFoundError, or ValueError that names line and value."""
     train, test = (_read_adult(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
-    labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
+    labels = torch.tensor([LABELS[label] for label in fields["label"]], dtype=torch.float32)
     numeric_values = {name: np.array(fields[name], dtype=np.float64) for name in NUMERIC_FIELDS}
     numeric_values |= {name: np.log1p(numeric_values[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardize(values, num_train) for values in numeric_values.values()], axis=1)
     names = [name for name in ADULT_FIELDS[:-1] if name not in NUMERIC_FIELDS]
     categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
     features, columns = _encode_columns(categories, num_train)
-    rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
+    rows = Rows(torch.from_numpy(dense), tuple(columns), labels)
     return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
 
 
@@ -183,13 +182,12 @@ def _read_adult(path: Path) -> list[list[str]]:
             line = f"{path}, line {reader.line_num}"
             if len(fields) != len(ADULT_FIELDS):
                 raise ValueError(f"{line}: expected {len(ADULT_FIELDS)} comma-separated fields, found {len(fields)}")
-            fields[-1] = fields[-1].rstrip(".")
-            for field_number, (name, value) in enumerate(zip(ADULT_FIELDS, fields, strict=True), start=1):
-                if name in NUMERIC_FIELDS and not value.isdecimal():
-                    raise ValueError(f"{line}: field {field_number} ({name}) is {value!r}, expected a number")
-            if fields[-1] not in LABELS:
-                raise ValueError(f"{line}: field 15 (label) is {fields[-1]!r}, expected one of {list(LABELS)}")
-            rows.append(fields)
+            rows.append([*fields[:-1], fields[-1].rstrip(".")])
+            for field_number, (name, value) in enumerate(zip(ADULT_FIELDS, rows[-1], strict=True), start=1):
+                expected = "a number" if name in NUMERIC_FIELDS and not value.isdecimal() else ""
+                expected = f"one of {list(LABELS)}" if name == "label" and value not in LABELS else expected
+                if expected:
+                    raise ValueError(f"{line}: field {field_number} ({name}) is {value!r}, expected {expected}")
     if not rows:
         raise ValueError(f"{path} has no rows")
     return rows
@@ -293,8 +291,8 @@ def read_movielens_100k(folder: Path) -> Dataset:
     dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, counts)], axis=1).astype(np.float64)
     labels = torch.from_numpy(liked.astype(np.float32))
     rows = Rows(torch.from_numpy(_standardize(dense, num_train)), tuple(columns), labels)
-    splits = [rows.slice(*bounds) for bounds in ((0, num_train), (num_train, test_start), (test_start, num_rows))]
-    return Dataset("movielens-100k", tuple(features), train=splits[0], validation=splits[1], test=splits[2])
+    train, validation = rows.slice(0, num_train), rows.slice(num_train, test_start)
+    return Dataset("movielens-100k", tuple(features), train, rows.slice(test_start, num_rows), validation)
 
 
 def _join(table: Table, ratings: Table, key: str) -> Table:

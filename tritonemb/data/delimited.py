@@ -12,8 +12,7 @@ import csv
 import io
 import itertools
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 from tritonemb.data.batch import Array
 from tritonemb.data.encode import find_invalid_values, integer_values, string_buffers, to_integers, valid_row_mask
 from tritonemb.data.files import arrow_csv, compute, pa
+from tritonemb.data.pipeline import ParsedChunk
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, invalid_value_message
 from tritonemb.utils import join_names
 
@@ -36,17 +36,6 @@ _RULES = (
     *((rb"[0-9a-fA-F]{0,8}", "up to 8 hexadecimal digits or nothing"),) * len(CATEGORIES),
 )
 _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", "string": "text in UTF-8"}
-
-
-@dataclass(frozen=True)
-class ParsedChunk:
-    """Rows of a chunk after parsing."""
-
-    batch: Any  # a `pyarrow.RecordBatch` of the valid rows
-    rows: Array  # int64 [N], their numbers in the chunk
-    bad_rows: Array  # int64, numbers of the bad rows, ascending
-    lines: Array  # int64, line of the chunk (or row) by row number
-    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th bad row
 
 
 class CsvFormat:
@@ -194,7 +183,7 @@ class CriteoFormat(CsvFormat):
         are compared."""
         if (batch := self._parse(lines, self._types)) is None:
             return None
-        arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
+        arrays, num_bytes, largest = list[Any](), len(self.columns) * batch.num_rows, 0
         for name, array in zip(self.columns, batch.columns, strict=True):
             if name in CATEGORIES:
                 array, size = parse_hexadecimal(array)
@@ -203,8 +192,7 @@ class CriteoFormat(CsvFormat):
             else:
                 size, magnitude = _decimal_length(array)
                 largest = max(largest, magnitude)
-            arrays.append(array)
-            num_bytes += size
+            arrays, num_bytes = [*arrays, array], num_bytes + size
         is_hexadecimal = largest >= 10**10 and (b"x" in lines or b"X" in lines)
         if largest >= 10**18 or (not accepted and (is_hexadecimal or num_bytes != len(lines))):
             return None
@@ -225,12 +213,9 @@ def _decimal_length(array: Any) -> tuple[int, int]:
     """Return the number of characters of int64 values in canonical decimal form, and the largest magnitude."""
     numbers = integer_values(array, fill=False)  # pyarrow.csv has 0 under nulls
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
-    size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
-    magnitudes = np.abs(numbers)
-    while bound <= min(largest, 10**18):
-        size += int(np.count_nonzero(magnitudes >= bound))
-        bound *= 10
-    return size, largest
+    size, magnitudes = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), np.abs(numbers)
+    bounds = itertools.takewhile(lambda bound: bound <= largest, (10**power for power in range(1, 19)))
+    return size + sum(int(np.count_nonzero(magnitudes >= bound)) for bound in bounds), largest
 
 
 def parse_hexadecimal(array: Any) -> tuple[Any, int]:
@@ -251,8 +236,7 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
         return pa.array(numbers), num_digits
     padded_numbers = np.zeros(len(array), np.uint32)
     padded_numbers[present] = numbers
-    valid = np.packbits(present, bitorder="little")
-    buffers = [pa.py_buffer(valid), pa.py_buffer(padded_numbers)]
+    buffers = [pa.py_buffer(np.packbits(present, bitorder="little")), pa.py_buffer(padded_numbers)]
     return pa.Array.from_buffers(pa.uint32(), len(array), buffers), num_digits
 
 
@@ -347,7 +331,7 @@ def _split_lines(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
     lines = list(iter(partial(read_line, io.BytesIO(data), quoted), b""))
     numbers = np.cumsum([0, *(line.count(b"\n") for line in lines)])
     lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]
-    return [line for line in lines if line], numbers[np.flatnonzero([bool(line) for line in lines])]
+    return [*filter(None, lines)], numbers[np.flatnonzero(list(map(len, lines)))]
 
 
 def _has_long_line(data: Text) -> bool:

@@ -20,7 +20,7 @@ then by value; 0 is for missing, unseen and rarer values. The metadata have the 
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
 
 
 def feature_seed(name: str) -> np.uint64:
-    """Return the seed of a feature's hashes."""
     return np.uint64(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
@@ -93,7 +92,6 @@ _TEXT = ("string", "large_string", "binary", "large_binary")
 
 
 def is_list(kind: Any) -> bool:
-    """Return whether a `pyarrow` type is a list type."""
     return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
 
 
@@ -180,10 +178,10 @@ def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> li
 
 
 def valid_row_mask(batch: Any, invalid_values: list[tuple[str, str, Array]]) -> Array:
-    """Return a mask (bool `[N]`) of the rows without invalid values."""
-    masks = [mask for _, _, mask in invalid_values]
-    invalid_rows: Array = np.sum(masks, axis=0, dtype=bool) if masks else np.zeros(batch.num_rows, bool)
-    return ~invalid_rows
+    mask = np.ones(batch.num_rows, bool)
+    for _, _, invalid_mask in invalid_values:
+        mask &= ~invalid_mask
+    return mask
 
 
 def string_buffers(strings: Any) -> tuple[Array, Array]:
@@ -203,10 +201,9 @@ class Numbering:
     def __init__(
         self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None, dynamic: bool = False
     ) -> None:
-        self.name, self.num_embeddings, self.dynamic = name, num_embeddings, dynamic
+        self.name, self.num_embeddings, self.dynamic, self._seed = name, num_embeddings, dynamic, feature_seed(name)
         self._dtype: Any = np.int64 if dynamic else np.int32
         self._missing = MISSING if dynamic else 0
-        self._seed = feature_seed(name)
         self._keys: Array | None = None  # sorted keys of the vocabulary: integers, or hashes of strings
         if values is not None and ids is not None:
             keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else values.to_numpy()
@@ -217,8 +214,7 @@ class Numbering:
 
     def ids(self, array: Any, kind: str = "") -> Array:
         """Map a `pyarrow` array of strings or integers to int32 `[N]`, 0 for missing values; to int64 and `MISSING` if
-        dynamic. Strings are parsed if `kind` is "integers"; raise ValueError for a value that does not have the
-        `kind`."""
+        dynamic. Strings are parsed if `kind` is "integers"; raise ValueError for a value of another kind."""
         if array.null_count == len(array) or str(value_type(array.type)) == "null":
             return np.full(len(array), self._missing, dtype=self._dtype)
         if kind and is_text(array.type) != (kind == "strings"):
@@ -230,10 +226,9 @@ class Numbering:
         # Map distinct values only, where that saves work.
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
-        if not hasattr(array.type, "index_type"):
-            ids = self._unmasked_ids(array)
-        else:
-            ids = self._unmasked_ids(array.dictionary)
+        is_encoded = hasattr(array.type, "index_type")
+        ids = self._unmasked_ids(array.dictionary if is_encoded else array)
+        if is_encoded:
             ids[missing_mask(array.dictionary)] = self._missing
             ids = ids[integer_values(array.indices)]
         if array.null_count:
@@ -241,7 +236,6 @@ class Numbering:
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
-        """Map distinct values, or integers to hash, to ids `[N]`; undefined for missing values."""
         text, known = is_text(values.type), self._keys
         keys = hash_strings(*string_buffers(values), self._seed) if text else integer_values(values, fill=False)
         if self.dynamic:
@@ -267,6 +261,9 @@ def _take_strings(values: Any, positions: Array) -> Any:
     return values.take(pa.array(positions)).cast(pa.large_string())
 
 
+Numberings = Mapping[str, Numbering]
+
+
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
     """Load the numberings in a file of `build_vocabulary`; raise FileNotFoundError, or ValueError for other files."""
     path = Path(path)
@@ -290,12 +287,11 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
 
 
 def make_numberings(schema: Schema) -> dict[str, Numbering]:
-    """Return the numbering of each sparse column. Raise FileNotFoundError, or ValueError if the vocabulary lacks
-    one."""
+    """Return the numbering of each sparse column. Raise FileNotFoundError; ValueError if the vocabulary lacks one."""
     sizes = schema.sizes_by_name()
     if schema.vocabulary is None:
-        num_ids = {name: sizes.get(name, schema.num_embeddings) for name in schema.sparse}
-        return {name: Numbering(name, number, dynamic=schema.dynamic) for name, number in num_ids.items()}
+        default, dynamic = schema.num_embeddings, schema.dynamic
+        return {name: Numbering(name, sizes.get(name, default), dynamic=dynamic) for name in schema.sparse}
     if sizes:
         raise ValueError("schema: sizes are for hashed categories; the vocabulary determines its sizes")
     vocabulary = load_vocabulary(schema.vocabulary)
@@ -331,9 +327,7 @@ def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> A
     return frequent.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
 
-def encode(
-    batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering], labelled: bool
-) -> Rows:
+def encode(batch: Any, schema: Schema, features: Sequence[Feature], numberings: Numberings, labelled: bool) -> Rows:
     """Encode a `pyarrow.RecordBatch` as rows; labels are 0 unless `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for column_index, name in enumerate(schema.dense):

@@ -24,7 +24,7 @@ fs: Any = LazyModule("pyarrow.fs")
 parquet: Any = LazyModule("pyarrow.parquet")
 
 Format = Literal["text", "parquet", "table"]
-PARQUET = (".parquet", ".pq", ".parq")
+SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".pq": "parquet", ".parq": "parquet"}  # other files are text
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EDGE_BYTES = 1 << 16  # bytes at each end of a file that are checksummed for a run
 NEAR = 1 / 16  # of a shard: how far its bounds may move to the end of a row group
@@ -55,7 +55,7 @@ class LogFile:
     def stem(self) -> str:
         """Name without suffixes of format and compression: `day_0` of `day_0.gz` and of `day_0.parquet`."""
         name = self.name
-        for suffix in (*CODECS, *PARQUET, ".tsv", ".txt", ".csv"):
+        for suffix in (*CODECS, *SUFFIXES, ".tsv", ".txt", ".csv"):
             name = name.removesuffix(suffix)
         return name
 
@@ -91,7 +91,6 @@ class LogFile:
         return system, path
 
     def changed_error(self, reason: str) -> ValueError:
-        """Return the error to raise if the file has changed since it was listed."""
         return ValueError(f"{self.path} has changed since it was opened: {reason}; start again")
 
 
@@ -99,20 +98,20 @@ def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]
     """List the files of a log: one, several in this order, or those of a folder in natural order (day_2 before day_10).
 
     Names in a folder that begin with a dot or an underscore (`_SUCCESS`) are ignored. URIs such as `s3://bucket/logs`
-    are opened by `pyarrow`, or else by `fsspec`. FileNotFoundError or ValueError names a file that is missing, empty,
-    unreadable, not a regular file or of another format.
+    are opened by `pyarrow`, or else by `fsspec`. FileNotFoundError or ValueError names a file that cannot be read.
     """
     if not (sources := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files given; pass a file, several files or a folder")
     files = [file for source_entry in sources for file in _list_files(source_entry)]
-    if len(by_format := {file.format: file.path for file in files}) > 1:
-        raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
+    if len(path_by_format := {file.format.replace("parquet", "Parquet"): file.path for file in files}) > 1:
+        (form, path), (other_form, other_path), *_ = sorted(path_by_format.items())
+        raise ValueError(f"{path} is {form} and {other_path} {other_form}: a log has one format")
     _check_distinct(files)
     return tuple(files)
 
 
 def _check_distinct(files: Sequence[LogFile]) -> None:
-    seen: dict[Any, LogFile] = {}
+    seen = dict[Any, LogFile]()
     for file in files:
         path = file.path if isinstance(file.path, str) else os.path.abspath(file.path)
         for key in (file.identity, (path.removesuffix(file.name), file.stem)):
@@ -149,11 +148,8 @@ def _list_files(entry: str | Path) -> list[LogFile]:
             entries = sorted(entries, key=lambda entry: natural_sort_key(entry.base_name))
             entries = [entry for entry in entries if not entry.base_name.startswith((".", "_"))]
             folders = [entry for entry in entries if entry.type == fs.FileType.Directory]
-            info_by_path = {
-                f"{path}/{entry.base_name}" if isinstance(path, str) else path / entry.base_name: entry
-                for entry in entries
-                if entry.type != fs.FileType.Directory
-            }
+            folder = f"{path}/{{}}".format if isinstance(path, str) else path.joinpath
+            info_by_path = {folder(entry.base_name): entry for entry in entries if entry not in folders}
             if names := [entry.base_name for entry in folders if system.get_file_info(fs.FileSelector(entry.path))]:
                 raise ValueError(
                     f"{path} contains folders, whose files are not read: {join_names(names, limit=5)}; move the files "
@@ -172,9 +168,9 @@ def _list_files(entry: str | Path) -> list[LogFile]:
             files.append(LogFile(current, form, codec, info.size, info.mtime_ns, (system, info.path)))
     except UnicodeError as error:
         raise ValueError(f"{str(current)!r}: names of files must be UTF-8 ({error}); rename them") from error
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         reason = os.strerror(error.errno) if error.errno else error
         raise ValueError(f"{current} cannot be read: {reason}") from error
     return files
@@ -208,8 +204,8 @@ def _resolve_path(source: str | Path) -> tuple[Any, str]:
 
 def _detect_format(path: Path | str, beginning: bytes) -> tuple[Format, str | None]:
     suffix = Path(path).suffix.lower()
-    if suffix in PARQUET:
-        return "parquet", None
+    if suffix in SUFFIXES:
+        return SUFFIXES[suffix], None
     if suffix not in CODECS and beginning == b"PAR1":
         raise ValueError(f"{path} is a Parquet file by its contents; rename it to end with .parquet")
     codec = CODECS.get(suffix)
@@ -246,8 +242,7 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 @contextmanager
 def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
     """Open a `pyarrow.parquet.ParquetFile`, with a function that verifies the checksums of a row group, or of some of
-    its columns, before its rows are used. Files without them, and remote files, have page checksums verified, if any.
-    Raise ValueError if the file is damaged or has changed."""
+    its columns, before use. Others have page checksums verified, if any. Raise ValueError if damaged or changed."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
@@ -265,30 +260,21 @@ def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callabl
     checksums, footer_start = (metadata.metadata or {}).get(CHECKSUMS, b""), raw.size() - metadata.serialized_size - 8
     if not checksums.startswith(b"%016x" % footer_start):  # not the file of this metadata: other writers copy metadata
         return None
-    if checksums[16:24] != _crc32(
-        raw.read_at(raw.size() - footer_start, footer_start).replace(
-            checksums, checksums[:16] + _crc32(b"") + checksums[24:]
-        )
-    ):
+    footer = raw.read_at(raw.size() - footer_start, footer_start)
+    if checksums[16:24] != _crc32(footer.replace(checksums, checksums[:16] + _crc32(b"") + checksums[24:])):
         raise OSError("checksum mismatch in its footer")
     verified = set[int]()  # numbers of blocks
 
     def verify(group: int) -> None:
         # Blocks of the column chunks of the row group.
-        chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
-        byte_ranges = [
-            (chunk.dictionary_page_offset or chunk.data_page_offset, chunk.total_compressed_size)
-            for chunk in chunks
-            if columns is None or f"{chunk.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
-        ]
-        ranges = (range(at // BLOCK_BYTES, -(-(at + size) // BLOCK_BYTES)) for at, size in byte_ranges)
-        blocks = set(itertools.chain.from_iterable(ranges))
+        blocks, prefixes = set[int](), ("",) if columns is None else tuple(f"{name}." for name in columns)
+        for chunk in map(metadata.row_group(group).column, range(metadata.num_columns)):
+            if f"{chunk.path_in_schema}.".startswith(prefixes):
+                start = chunk.dictionary_page_offset or chunk.data_page_offset
+                blocks |= {*range(start // BLOCK_BYTES, -(-(start + chunk.total_compressed_size) // BLOCK_BYTES))}
         for block in sorted(blocks - verified):
-            start = block * BLOCK_BYTES
-            if (
-                _crc32(raw.read_at(min(BLOCK_BYTES, footer_start - start), start))
-                != checksums[8 * block + 24 : 8 * block + 32]
-            ):
+            start, digits = block * BLOCK_BYTES, checksums[8 * block + 24 : 8 * block + 32]
+            if _crc32(raw.read_at(min(BLOCK_BYTES, footer_start - start), start)) != digits:
                 raise OSError(f"checksum mismatch in the block at byte {start:,}")
             verified.add(block)
 
@@ -312,8 +298,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive rows of a part of a log. A job replaces `rows` by its result for the valid ones, and adds a
-    report."""
+    """Consecutive rows of a part of a log. A job replaces `rows` by its result for valid ones, and adds a report."""
 
     part: int  # index
     offset: int  # first byte of the decompressed text, or first row
@@ -357,13 +342,12 @@ def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]
 
 def ranges_between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
     """Return the parts between two offsets into the concatenated parts, in the unit of their `sizes`."""
-    pieces_between, first = [], 0
-    for part, size in zip(parts, sizes, strict=True):
+    pieces = []
+    for part, size, first in zip(parts, sizes, itertools.accumulate(sizes, initial=0), strict=False):
         begin, end = max(start - first, 0), min(stop - first, size)
         if begin < end:
-            pieces_between.append(Part(part.file, part.start + begin, part.stop if end == size else part.start + end))
-        first += size
-    return pieces_between
+            pieces.append(Part(part.file, part.start + begin, part.stop if end == size else part.start + end))
+    return pieces
 
 
 def even_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
@@ -382,10 +366,8 @@ def _snap_to_ends(cut: int, length: float, ends: Sequence[int]) -> int:
 def whole_file_shard(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
     """Assign whole parts to shards, the largest first, each to the shard with the least; return one shard, in order."""
     index, count = shard
-    loads, assigned = [0] * count, []
+    loads, shard_of = [0] * count, [0] * len(parts)
     for number in sorted(range(len(parts)), key=lambda number: -sizes[number]):
-        lightest = loads.index(min(loads))
-        loads[lightest] += sizes[number]
-        if lightest == index:
-            assigned.append(number)
-    return [parts[number] for number in sorted(assigned)]
+        shard_of[number] = loads.index(min(loads))
+        loads[shard_of[number]] += sizes[number]
+    return [part for part, number in zip(parts, shard_of, strict=True) if number == index]

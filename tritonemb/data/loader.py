@@ -4,8 +4,7 @@ An epoch keeps its number of shards S until it ends, even if it resumes on anoth
 the shards r, r + W, r + 2W, ... The positions of all shards are all that is needed to resume.
 
 Data loader workers are processes of `torch.utils.data.DataLoader`. A worker serves one stream at a time: the loader's
-sampler yields the request to read. Processes are spawned, so that they inherit no threads of Numba or OpenMP. Batches
-are passed in shared memory.
+sampler yields the request to read. Processes are spawned, without threads of Numba; batches are in shared memory.
 """
 
 import atexit
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tritonemb.data import prefetch, protocol
+from tritonemb.data import protocol
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, Data, Position, PositionedBatch, ReadReport, Split, Stream
 from tritonemb.flight import decode_error, encode_error
@@ -56,7 +55,6 @@ class ShardState:
     stream: Batches | None = None
 
     def attach(self, stream: Batches) -> None:
-        """Read from this stream."""
         self.stream, self.report, self.position = stream, stream.report, dict(stream.position)
 
     def entry(self) -> dict[str, Any]:
@@ -77,8 +75,7 @@ def open_shards(
 ) -> Batches:  # fmt: skip
     """Open the batches of the shards rank, rank + world, ... of a split.
 
-    Every shard of a rank uses the threads and the memory of a stream. Raise ValueError for an unknown rank or split, or
-    a position with other shards.
+    Every shard uses the threads and memory of a stream. Raise ValueError for an unknown rank, split or position.
 
     Args:
         shards: number of shards in the epoch; by default that of `positions`, else `world`.
@@ -118,8 +115,7 @@ def _open_streams(data: Data, shards: Sequence[ShardState], options: Mapping[str
 
 
 def round_robin(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | None]]:
-    """Yield the next batch of the shard that has returned the fewest batches, the first of these; yield None when a
-    shard ends, or another thread closes it.
+    """Yield the next batch of the first shard with the fewest batches returned; None when a shard ends or is closed.
 
     The order depends on the shards' positions only, and is the same for a subset of the shards.
     """
@@ -135,8 +131,7 @@ def round_robin(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batc
 
 
 class ShardedStream(Batches):
-    """Batches of a rank's shards (`count` in the epoch), in the order of `round_robin`. Position and report cover all
-    shards."""
+    """Batches of a rank's shards (`count` in the epoch), `round_robin`. Position and report cover all shards."""
 
     def __init__(self, count: int, shards: list[ShardState]) -> None:
         self._count, self._shards, self._round_robin = count, shards, round_robin(shards)
@@ -177,8 +172,7 @@ def read_shards(data: Data, shards: Sequence[ShardState], options: Mapping[str, 
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
-    """Merge the positions of all ranks' streams into a position of the epoch; raise ValueError unless each shard is in
-    exactly one."""
+    """Merge the positions of all ranks' streams into the epoch's; raise ValueError unless each shard is in one."""
     parsed = list(map(_parse_position, positions))
     counts, numbers = sorted({count for count, _ in parsed}), Counter(name for _, entries in parsed for name in entries)
     if duplicates := sorted(name for name, number in numbers.items() if number > 1):
@@ -221,8 +215,7 @@ class DataLoaderWorkers(Closeable):
     Args:
         data: pickled once per worker; all workers share its tensors in shared memory. Workers import the main program,
             so guard its code by `if __name__ == "__main__":`.
-        num_workers: workers that divide the shards of one stream, at least 1. Streams that are open at the same time
-            have separate workers.
+        num_workers: workers that divide the shards of a stream, at least 1; each open stream has separate ones.
     """
 
     def __init__(self, data: Data, num_workers: int) -> None:
@@ -346,9 +339,8 @@ class _Worker:
                 if self._responses is None and not self._closed:
                     self._responses = iter(self._loader)
             except (TypeError, AttributeError, ValueError) as error:
-                raise TypeError(
-                    f"data loader workers need a data set that can be pickled; {self._data_type} cannot: {error}"
-                ) from error
+                text = f"data loader workers need a data set that can be pickled; {self._data_type} cannot: {error}"
+                raise TypeError(text) from error
 
     def _next_response(self) -> Any:
         """Return the next response; None if there is none within `POLL` seconds, or no process."""
@@ -372,8 +364,6 @@ class _Worker:
 
 
 class _WorkerStream(Stream):
-    """Stream of the batches of one worker's shards, round-robin; closed when all of them are closed."""
-
     def __init__(self, workers: DataLoaderWorkers, shards: Sequence[ShardState], options: Mapping[str, Any]) -> None:
         self.workers = workers  # keeps them alive while they have streams
         self.worker, self._num_open = workers.free_worker(), len(shards)
@@ -425,5 +415,5 @@ def _initialize(processes: int, _worker: int) -> None:
 
 def _exit() -> None:
     """End this worker without finalizing Python, which aborts if it stops the loader's daemon thread in C++ code."""
-    prefetch.end_all()
+    protocol.end_all()
     os._exit(0)

@@ -21,8 +21,7 @@ ALIASES = {"criteo": "criteo-kaggle"}
 
 
 def kind_of(name_or_path: str) -> str:
-    """Return the name in `NAMES`, with aliases resolved; "criteo-kaggle" for a path, because its preset suits any
-    log."""
+    """Return the name in `NAMES`, with aliases resolved; "criteo-kaggle", whose preset suits any log, for a path."""
     name = ALIASES.get(name_or_path, name_or_path)
     return name if name in NAMES else "criteo-kaggle"
 
@@ -46,9 +45,8 @@ def open_dataset(
         if path is not None:
             raise ValueError(f"{kind!r} is not one of {NAMES} but a path; remove the second path {str(path)!r}")
         if not exists(kind):
-            raise FileNotFoundError(
-                f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{did_you_mean(kind, NAMES)}"
-            )
+            near = did_you_mean(kind, NAMES)
+            raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{near}")
         return ClickLog(kind, log)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
@@ -66,19 +64,17 @@ def from_dataframe(
     """Open a data frame as a log, without a copy: pandas, Polars, a `pyarrow.Table`, any with `__arrow_c_stream__`.
 
     Column types are as in Parquet files. pandas stores a column of integers with missing values as floating point; use
-    `convert_dtypes` to make it a sparse column. Raise ValueError if `frame` is not a data frame, or a column is missing
-    or has the wrong type.
+    `convert_dtypes` to make it a sparse column. Raise ValueError for other objects, or unsuitable columns.
 
     Args:
-        options: options for reading; without held-out frames their split rule holds out rows, by default the last
-            sixth.
+        options: options for reading; without held-out frames their split rule applies, by default the last sixth.
         validation, test: frames of held-out rows with the same columns.
         name: name in messages.
     """
     frames: dict[Split, Any] = {"train": frame, "validation": validation, "test": test}
-    frames_by_split = {split: data_frame for split, data_frame in frames.items() if data_frame is not None}
-    names = {split: f"{name} ({split})" if len(frames_by_split) > 1 else name for split in frames_by_split}
-    files = {split: file_of_frame(data_frame, names[split]) for split, data_frame in frames_by_split.items()}
+    frames = {split: data_frame for split, data_frame in frames.items() if data_frame is not None}
+    suffix = " ({})" if len(frames) > 1 else ""
+    files = {split: file_of_frame(frames[split], name + suffix.format(split)) for split in frames}
     return ClickLog(files, options, name=name)
 
 
@@ -101,14 +97,12 @@ def open_for_scoring(
     name = "data frame" if is_frame else str(data)
     if not (is_frame or exists(data)):
         raise FileNotFoundError(f"{name!r}: no such file or folder to score")
-    kinds = dict.fromkeys(log.schema.integers, "integers") | {
-        feature.name: feature.kind for feature in features if feature.kind
-    }
+    trained_kinds = {feature.name: feature.kind for feature in features}
+    kinds = dict.fromkeys(log.schema.integers, "integers") | {k: kind for k, kind in trained_kinds.items() if kind}
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
-    click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns)
-    click_log = click_log.read_as({feature.name: feature.kind for feature in features})
+    click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns).read_as(trained_kinds)
     if len(click_log.features) != len(features):
         raise ValueError(f"{name}: the log has {len(click_log.features)} features, the model {len(features)}")
     for feature, expected in zip(click_log.features, features, strict=True):

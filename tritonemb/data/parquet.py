@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data import files as cuts
-from tritonemb.data.delimited import ParsedChunk
 from tritonemb.data.encode import find_invalid_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, compute, dataset, open_parquet, pa
+from tritonemb.data.pipeline import LogSource, ParsedChunk, time_mask
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import LogOptions, Names, Schema, SplitRule, invalid_value_message, quote_value
+from tritonemb.data.schema import LogOptions, Names, Schema, invalid_value_message
 
 SLICE_ROWS = 65_536  # most rows per chunk: large row groups are read in slices
 ROW_BYTES = 256  # assumed bytes per row, so that slices are about as large as chunks of text
@@ -64,21 +64,15 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
-class ArrowSource:
-    """Parquet files or tables with the same columns; `extra_columns`, with the time column, are read besides the
-    schema's. Raise ValueError if none has rows, or one is damaged, or a column is missing, duplicate or of the wrong
-    type.
+class ArrowSource(LogSource):
+    """Parquet files or tables; the unit of their parts is a row."""
 
-    Attributes: `schema` with all columns filled in; `multi_hot`, the sparse columns that are lists; `kinds` of the
-    sparse columns, see `Feature`.
-    """
-
-    row_unit: int | None = None  # text only, see `TextSource`
+    counts_rows = True
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
-        schema, self._files, self._rule, self._labelled = options.schema, files, options.split, labelled
+        schema, self.files, self._rule, self._labelled = options.schema, files, options.split, labelled
         self._groups: list[list[int]] = []  # by file: rows of its row groups
-        self.multi_hot: tuple[str, ...] = ()
+        self.multi_hot: Names = ()
         time, first_path = self._rule.time_column, ""
         kind_and_file: dict[str, tuple[str, LogFile]] = {}
         # Check that all files have the columns, with values of the same kinds.
@@ -95,9 +89,8 @@ class ArrowSource:
                 self.multi_hot, first_path = lists, location
             if lists != self.multi_hot:
                 raise ValueError(f"{location}: other columns are lists than in {first_path}: {self.multi_hot}")
-            for name in schema.sparse:
-                first_seen = kind_and_file.setdefault(name, (kinds[name], file)) if kinds[name] else ("", file)
-                expected, other_file = first_seen
+            for name in filter(kinds.get, schema.sparse):
+                expected, other_file = kind_and_file.setdefault(name, (kinds[name], file))
                 if kinds[name] != expected:
                     raise ValueError(
                         f"{location}: column {name!r} has {kinds[name]}, but {expected} in {other_file.path}; "
@@ -112,16 +105,13 @@ class ArrowSource:
         self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *extra_columns)))
 
     def sizes(self) -> list[int]:
-        """Return the sizes of the files in the unit of `Part`, rows."""
         return [sum(groups) for groups in self._groups]
 
-    def estimated_rows(self, part: Part) -> float:
-        """Return the number of rows of a part, bad rows included; exact, unlike for text."""
+    def estimated_rows(self, part: Part) -> int:
         return self._stop(part) - part.start
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        """Yield the chunks of a part (index `number`) from row `offset` on; `line` is for text only."""
-        file, stop, columns = self._files[part.file], self._stop(part), list(self._columns)
+        file, stop, columns = self.files[part.file], self._stop(part), list(self._columns)
         slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
         # Slices of a table in memory.
         if file.table is not None:
@@ -165,7 +155,7 @@ class ArrowSource:
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts: whole row groups if there are enough; else shards may divide a row group."""
-        sizes = [self._stop(part) - part.start for part in parts]
+        sizes = list(map(self.estimated_rows, parts))
         ends: list[int] = []
         first = 0
         for part, size in zip(parts, sizes, strict=True):
@@ -174,11 +164,11 @@ class ArrowSource:
             ends += [*(int(row) for row in rows if first - size < row < first), first]
         return tuple(cuts.even_shard(parts, sizes, shard, ends))
 
-    def within(self, split: Split) -> tuple[Part, ...]:
-        """Return the row groups that may have rows of a split by time, so that shards of them are of similar size."""
-        parts: list[Part] = []
+    def within(self, split: Split, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return the row groups that may have rows of a split by time."""
+        groups_within: list[Part] = []
         time = self._rule.time_column
-        for number, (file, groups) in enumerate(zip(self._files, self._groups, strict=True)):
+        for number, (file, groups) in enumerate(zip(self.files, self._groups, strict=True)):
             group_ids, ends = list(range(len(groups))), np.cumsum(groups).tolist()
             # Row group statistics omit NaN, and those of strings are in lexical order.
             if file.stored is not None and not (pa.types.is_floating(self._time_type) or is_text(self._time_type)):
@@ -188,14 +178,13 @@ class ArrowSource:
                 group_ids = [group.id for group in fragment.subset(mask).row_groups]
             for group in group_ids:
                 start = ends[group] - groups[group]
-                if parts and (parts[-1].file, parts[-1].stop) == (number, start):
-                    start = parts.pop().start
-                parts.append(Part(number, start, ends[group]))
-        return tuple(parts)
+                if groups_within and (groups_within[-1].file, groups_within[-1].stop) == (number, start):
+                    start = groups_within.pop().start
+                groups_within.append(Part(number, start, ends[group]))
+        return tuple(groups_within)
 
-    def location(self, part: Part, chunk: Chunk, row: int) -> str:
-        """Return the location of a chunk's row for messages: `train.parquet, row 3`."""
-        return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"
+    def location(self, part: Part, chunk: Chunk, line: int) -> str:
+        return f"{self.files[part.file].path}, row {chunk.offset + line + 1}"
 
     def _stop(self, part: Part) -> int:
         return sum(self._groups[part.file]) if part.stop is None else part.stop
@@ -211,40 +200,9 @@ def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:
         return "integers"
     if sparse and not is_text(inner):
         hint = f'; if these are integers: df["{name}"].astype("Int64") in pandas' if types.is_floating(inner) else ""
-        raise ValueError(
-            f"{location}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
-        )
+        text = f"column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
+        raise ValueError(f"{location}: {text}")
     if not sparse and not types.is_floating(inner):
         role = "a dense column" if name in schema.dense else "the label"
         raise ValueError(f"{location}: column {name!r} is {inner}, but {role} has numbers")
     return "strings" if sparse else "numbers"
-
-
-def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
-    """Return a mask of the rows that belong to a split by time: booleans for a `pyarrow` array of times of this type,
-    an expression for an expression. A row without a time is a train row."""
-    late, test = (_at_or_after(times, bound, kind) for bound in (rule.validation_from, rule.test_from))
-    if split == "test":
-        return test
-    return compute.and_kleene(late if split == "validation" else compute.invert(late), compute.invert(test))
-
-
-def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
-    if bound is None:  # all false; as an expression if the times are one
-        return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
-    kinds, reason = [kind], ""
-    if text := is_text(kind):  # times in ISO 8601 or numbers, in any spelling
-        times = times.cast(pa.string())
-        times = compute.if_else(compute.equal(times, ""), pa.scalar(None, pa.string()), times)
-        kinds = [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")]
-        kinds += [pa.int64(), pa.float64()]
-    for instant in kinds:
-        try:
-            late = compute.greater_equal(times.cast(instant) if text else times, pa.scalar(bound).cast(instant))
-            return compute.coalesce(late, pa.scalar(False))
-        except pa.ArrowException as error:
-            reason = reason or str(error).splitlines()[0]
-    raise ValueError(
-        f"split: {quote_value(bound)} is not a time of the time column, which is {kind}, or its times have different "
-        f"formats ({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
-    )

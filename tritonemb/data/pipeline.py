@@ -1,21 +1,22 @@
-"""Pipeline from chunks to batches: threads parse chunks, rows fill shuffle buffers, which are cut into batches."""
+"""Pipeline of a log: a source divides files into chunks, threads parse them, shuffle buffers are cut into batches."""
 
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
 
 from tritonemb.data import protocol
 from tritonemb.data.batch import Array, Rows, concat_rows, gather_batch
-from tritonemb.data.files import Chunk
-from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, ReadReport
+from tritonemb.data.encode import is_text, mix
+from tritonemb.data.files import Chunk, LogFile, Part, compute, pa
+from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, Prefetcher, ReadReport, Shard, Split
+from tritonemb.data.schema import Kind, LogOptions, Names, Schema, SplitRule, quote_value
 
 R = TypeVar("R")
 
@@ -24,9 +25,65 @@ MAX_THREADS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # keys of a position
 
 
-def ordered_map(
-    job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None
-) -> Generator[R, None, None]:
+@dataclass(frozen=True)
+class ParsedChunk:
+    """Rows of a chunk after parsing."""
+
+    batch: Any  # a `pyarrow.RecordBatch` of the valid rows
+    rows: Array  # int64 [N], their numbers in the chunk
+    bad_rows: Array  # int64, numbers of the bad rows, ascending
+    lines: Array  # int64, line of the chunk (or row) by row number
+    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th bad row
+
+
+class LogSource(Protocol):
+    """Files of a log in one format, with the same columns. A source is created from the files, the options, whether
+    rows have a label, and additional columns to read; it raises ValueError if none of the files has rows, one is
+    damaged, or a column is missing, duplicate or of the wrong type.
+
+    Attributes:
+        schema: the schema with all columns filled in.
+        multi_hot: sparse columns that are lists.
+        kinds: kinds of the sparse columns, see `Feature`.
+        counts_rows: whether `sizes` and `estimated_rows` are exact numbers of rows, known without a pass over the data.
+        row_unit: unit of `Chunk.first_row` of text, for a random split: 1 for rows; 0 for lines, as in older versions.
+    """
+
+    files: tuple[LogFile, ...]
+    schema: Schema
+    multi_hot: Names
+    kinds: Mapping[str, str]
+    counts_rows: bool = False
+    row_unit: int | None = None
+
+    def sizes(self) -> list[int]:
+        """Return the sizes of the files in the unit of `Part`."""
+
+    def estimated_rows(self, part: Part) -> float:
+        """Estimate the number of rows of a part, bad rows included."""
+
+    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
+        """Yield chunks of a part (index `number`) from `offset`, in its line `line`, on. ValueError: it has changed."""
+
+    def parse(self, chunk: Chunk) -> ParsedChunk:
+        """Parse a chunk, and check its rows."""
+
+    def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
+        """Return one shard of some parts."""
+
+    def within(self, split: Split, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """Return parts that may have rows of a split by time, so that shards of them are of similar size."""
+        return parts
+
+    def location(self, part: Part, chunk: Chunk, line: int) -> str:
+        """Return the location of a chunk's row for messages: `train.txt, line 3`."""
+
+    def text_schema(self) -> Any:
+        """Return the `pyarrow.Schema` of the columns of text; None for other formats."""
+        return None
+
+
+def ordered_map(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None) -> Generator[R]:
     """Map `job` over chunks in threads; yield results in order, and raise an exception at its position.
 
     At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
@@ -100,43 +157,187 @@ def permutation(num_rows: int, *seeds: int) -> Array:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
 
 
-def iterate_batches(
-    name: str, options: OpenOptions, blocks: Callable[[LogPosition], Generator[Chunk, None, None]],
-    keys: tuple[str, ...], buffer_rows: int, order: Callable[[int, int], Array | None], position: Position,
-    report: ReadReport,
-) -> Iterator[PositionedBatch]:  # fmt: skip
-    """Yield the batches of one stream from a position on; after the last one, the report of all rows.
+@dataclass(frozen=True)
+class LogReader:
+    """Reader of the splits of a log: `parts` of the source's files by split, by a rule of the resolved `kind`."""
 
-    `blocks(start)` yields the blocks of the split from `start` on; `order` is that of `shuffle_buffers`; `report`
-    counts the rows before the position, with the bad rows that the blocks do not have.
-    """
+    name: str
+    source: LogSource
+    options: LogOptions
+    kind: Kind
+    parts: Mapping[Split, tuple[Part, ...]]
 
-    def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
-        nonlocal report
-        for block in blocks:
-            report += block.report
-            yield block
+    def split_parts(self, split: Split) -> tuple[Part, ...]:
+        """Return the parts of a split; raise ValueError if the log does not have it."""
+        if split not in self.parts:
+            raise ValueError(f"data set {self.name!r} has no {split!r} rows, only {', '.join(self.parts)}")
+        return self.parts[split]
 
-    # Resume at batch `first_batch` of the shuffle buffer that begins at `start`.
-    start = LogPosition(*(position[field] for field in FIELDS[:5]))
-    first_batch, rows, batch_size = position["batch"], position["rows"], options.batch_size
-    with closing(blocks(start)) as split_blocks:
-        buffers = shuffle_buffers(add_reports(split_blocks), buffer_rows, order, start, position["window"])
-        for buffer_index, buffer, begin, end in buffers:
-            if first_batch * batch_size >= (num_rows := len(buffer)):
-                raise ValueError(f"data set {name!r}: it has fewer rows than the position requires")
-            for batch_index in range(first_batch, -(-num_rows // batch_size)):
-                indices = slice(batch_index * batch_size, min((batch_index + 1) * batch_size, num_rows))
-                batch = gather_batch(buffer, keys, indices, options.pin_memory)
-                rows += len(batch)
-                # The position of the next batch: in this buffer, or the first one of the next buffer.
-                next_start, window, next_batch = begin, buffer_index, batch_index + 1
-                if next_batch * batch_size >= num_rows:
-                    next_start, window, next_batch = end, buffer_index + 1, 0
-                next_position = vars(next_start) | {"window": window, "batch": next_batch, "rows": rows}
-                yield PositionedBatch(batch, {"of": position["of"], **next_position}, replace(report, rows=rows))
-            first_batch = 0
-    if rows == 0 and options.shard == WHOLE:
-        skipped = f" ({report.skipped} bad rows were skipped)" if report.skipped else ""
-        raise ValueError(f"data set {name!r}: there are no {options.split} rows{skipped}")
-    yield PositionedBatch(None, {}, replace(report, rows=rows))  # counts bad rows after the last batch
+    def num_rows(self, split: Split) -> int | None:
+        """Return the number of rows of a split; None if it is unknown before the split has been read."""
+        parts = self.split_parts(split)
+        is_exact = self.source.counts_rows and self.kind in ("end", "files") and self.options.on_bad_row == "raise"
+        return round(sum(map(self.source.estimated_rows, parts))) if is_exact else None
+
+    def estimated_rows(self, split: Split) -> int | None:
+        """Estimate the number of rows of a split; None for a split by time."""
+        if self.kind == "time":
+            return None
+        rows = sum(map(self.source.estimated_rows, self.split_parts(split)))
+        if self.kind == "random":
+            held_out = self.options.split.held_out(self.kind)
+            rows *= held_out[split] if split != "train" else 1 - sum(held_out.values())
+        return round(rows)
+
+    def shard(self, split: Split, shard: Shard) -> Self:
+        """Return a reader of one shard of a split."""
+        parts = self.split_parts(split)
+        if shard == WHOLE:
+            return self
+        parts = self.source.within(split, parts) if self.kind == "time" else parts
+        return replace(self, parts={split: self.source.shard(parts, shard)})
+
+    def check_position(self, position: Position, split: Split, num_batches: int) -> None:
+        """Raise ValueError for a position outside the split, or outside a shuffle buffer of `num_batches`."""
+        part, parts = position["part"], self.parts[split]
+        if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
+            raise ValueError(f"data set {self.name!r}: the position is in a file that is not in the {split} split")
+        if position["batch"] >= num_batches:
+            raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a buffer")
+        if self.options.on_bad_row == "raise" and position["skipped"]:
+            raise ValueError(
+                f"data set {self.name!r}: {position['skipped']} bad rows were skipped before this position, so it "
+                'cannot resume with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
+            )
+
+    def scan(self, split: Split, job: Callable[[Any], Any], start: LogPosition | None = None) -> Generator[Chunk]:
+        """See `ClickLog.scan`; from `start` on."""
+        parts = self.split_parts(split)
+        first = start or LogPosition(offset=parts[0].start if parts else 0)
+
+        def chunks() -> Iterator[Chunk]:
+            for number, part in enumerate(parts[first.part :], start=first.part):
+                offset, line = (first.offset, first.line) if number == first.part else (part.start, 0)
+                yield from self.source.chunks(part, number, self.options.chunk_bytes, offset, line)
+
+        def work(chunk: Chunk) -> Chunk:
+            batch, report = self._read(split, chunk)
+            return replace(chunk, rows=job(batch), report=report)
+
+        return ordered_map(work, chunks(), self.options.parser_threads)
+
+    def batches(
+        self, options: OpenOptions, encode: Callable[[Any], Rows], keys: tuple[str, ...], buffer_rows: int,
+        seeds: tuple[int, ...] | None, position: Position, report: ReadReport,
+    ) -> Iterator[PositionedBatch]:  # fmt: skip
+        """Yield the batches of one stream from a position on; after the last one, the report of all rows.
+
+        Args:
+            seeds: seeds of the permutation of each shuffle buffer; None to keep the order.
+            report: counts of the rows before the position, with the bad rows that the source does not have.
+        """
+
+        def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
+            nonlocal report
+            for block in blocks:
+                report += block.report
+                yield block
+
+        def order(num_rows: int, buffer: int) -> Array | None:
+            return None if seeds is None else permutation(num_rows, *seeds, buffer)
+
+        # Resume at batch `first_batch` of the shuffle buffer that begins at `start`.
+        start = LogPosition(*(position[field] for field in FIELDS[:5]))
+        first_batch, rows, batch_size = position["batch"], position["rows"], options.batch_size
+        with closing(self.scan(options.split, encode, start)) as blocks:
+            buffers = shuffle_buffers(add_reports(blocks), buffer_rows, order, start, position["window"])
+            for buffer_index, buffer, begin, end in buffers:
+                if first_batch * batch_size >= (num_rows := len(buffer)):
+                    raise ValueError(f"data set {self.name!r}: it has fewer rows than the position requires")
+                for batch_index in range(first_batch, -(-num_rows // batch_size)):
+                    indices = slice(batch_index * batch_size, min((batch_index + 1) * batch_size, num_rows))
+                    batch = gather_batch(buffer, keys, indices, options.pin_memory)
+                    rows += len(batch)
+                    # The position of the next batch: in this buffer, or the first one of the next buffer.
+                    next_start, window, next_batch = begin, buffer_index, batch_index + 1
+                    if next_batch * batch_size >= num_rows:
+                        next_start, window, next_batch = end, buffer_index + 1, 0
+                    next_position = vars(next_start) | {"window": window, "batch": next_batch, "rows": rows}
+                    yield PositionedBatch(batch, {"of": position["of"], **next_position}, replace(report, rows=rows))
+                first_batch = 0
+        if rows == 0 and options.shard == WHOLE:
+            skipped = f" ({report.skipped} bad rows were skipped)" if report.skipped else ""
+            raise ValueError(f"data set {self.name!r}: there are no {options.split} rows{skipped}")
+        yield PositionedBatch(None, {}, replace(report, rows=rows))  # counts bad rows after the last batch
+
+    def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
+        parsed, part = self.source.parse(chunk), self.parts[split][chunk.part]
+        row_numbers = parsed.lines if self.source.row_unit == 0 else np.arange(len(parsed.lines))
+        # Count and describe the bad rows of the split, or raise at the first.
+        counts: Counter[str] = Counter()
+        problems: list[str] = []
+        for bad_index in np.flatnonzero(self._split_mask(split, chunk, row_numbers[parsed.bad_rows])).tolist():
+            reason, message = parsed.describe(bad_index)
+            counts[f"{self.source.files[part.file].path}: {reason}"] += 1
+            if len(problems) < protocol.MAX_PROBLEMS:
+                line = int(parsed.lines[parsed.bad_rows[bad_index]])
+                problems.append(f"{self.source.location(part, chunk, line)}: {message}")
+            if self.options.on_bad_row == "raise":
+                raise ValueError(problems[0])
+        # Keep the valid rows of the split.
+        split_mask = self._split_mask(split, chunk, row_numbers[parsed.rows], parsed.batch)
+        batch = parsed.batch if split_mask.all() else parsed.batch.filter(pa.array(split_mask))
+        return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
+
+    def _split_mask(self, split: Split, chunk: Chunk, row_numbers: Array, batch: Any = None) -> Array:
+        """Return a mask of the rows of a chunk that belong to a split; `batch` has these rows unless they are bad."""
+        rule, part = self.options.split, self.parts[split][chunk.part]
+        if self.kind == "random":
+            return random_mask(rule, split, part.file, chunk.first_row + row_numbers)
+        if self.kind == "time":
+            if batch is None and isinstance(chunk.rows, bytearray):  # bad lines have no time
+                return np.full(len(row_numbers), split == "train")
+            batch = chunk.rows.take(pa.array(row_numbers)) if batch is None else batch
+            times = batch.column(rule.time_column)
+            return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)
+        return np.ones(len(row_numbers), dtype=bool)
+
+
+def random_mask(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
+    """Return a mask of the rows (numbers in the file, from 0) that belong to a random split: row numbers are hashed to
+    `[0, 1)`; the largest hashes are test rows, the next largest validation rows."""
+    row_number = rows.astype(np.uint64) + (np.uint64(file) << np.uint64(44))
+    fraction = (mix(row_number ^ np.uint64(0x53504C4954)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    is_test = fraction >= 1 - rule.test_share
+    is_held_out = fraction >= 1 - rule.test_share - rule.validation_share
+    return {"train": ~is_held_out, "validation": is_held_out & ~is_test, "test": is_test}[split]
+
+
+def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
+    """Return a mask of the rows that belong to a split by time: booleans for a `pyarrow` array of times of this type,
+    an expression for an expression. A row without a time is a train row."""
+    late, test = (_at_or_after(times, bound, kind) for bound in (rule.validation_from, rule.test_from))
+    if split == "test":
+        return test
+    return compute.and_kleene(late if split == "validation" else compute.invert(late), compute.invert(test))
+
+
+def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
+    if bound is None:  # all false; as an expression if the times are one
+        return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
+    kinds, reason = [kind], ""
+    if text := is_text(kind):  # times in ISO 8601 or numbers, in any spelling
+        times = times.cast(pa.string())
+        times = compute.if_else(compute.equal(times, ""), pa.scalar(None, pa.string()), times)
+        kinds = [pa.timestamp(unit, zone) for unit in ("us", "ns") for zone in (None, "UTC")]
+        kinds += [pa.int64(), pa.float64()]
+    for instant in kinds:
+        try:
+            late = compute.greater_equal(times.cast(instant) if text else times, pa.scalar(bound).cast(instant))
+            return compute.coalesce(late, pa.scalar(False))
+        except pa.ArrowException as error:
+            reason = reason or str(error).splitlines()[0]
+    raise ValueError(
+        f"split: {quote_value(bound)} is not a time of the time column, which is {kind}, or its times have different "
+        f"formats ({reason}); write both as 2014-05-31T12:00:00 or, with a zone, as 2014-05-31T12:00:00Z"
+    )

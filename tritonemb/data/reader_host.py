@@ -76,8 +76,7 @@ def _handle_request(data: Data, stop_event: threading.Event, request: dict[str, 
 
 class RemoteData(TablesMixin):
     """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. Raise ConnectionError if a host
-    does not answer, PermissionError for a wrong token, ValueError for an invalid address, or if the hosts have
-    different data.
+    does not answer, PermissionError for a wrong token, ValueError for invalid addresses or different data.
 
     Args:
         addresses: addresses of hosts with the same data; host `i % len(addresses)` reads shard i.
@@ -91,16 +90,14 @@ class RemoteData(TablesMixin):
         self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
         if not self._addresses:
             raise ValueError("expected the address of a reader host, got none")
-        self._token = token or os.environ.get(TOKEN, "")
-        self._roots = roots or os.environ.get(ROOTS)
+        self._token, self._roots = token or os.environ.get(TOKEN, ""), roots or os.environ.get(ROOTS)
         description, *descriptions = (self._client(index).call("describe") for index in range(len(self._addresses)))
         for address, other_description in zip(self._addresses[1:], descriptions, strict=True):
             if other_description != description:
                 raise ValueError(f"the reader hosts {self._addresses[0]} and {address} have different data")
-        self.name: str = description["name"]
+        self.name, self.encoding = str(description["name"]), str(description["encoding"])
         self.features = tuple(Feature(*feature) for feature in description["features"])
         self.num_dense: int = description["num_dense"]
-        self.encoding: str = description["encoding"]
         self.contents: dict[str, str] = description.get("contents", {})
         self.best_auc: float | None = description["best_auc"]
         self._splits: tuple[Split, ...] = tuple(description["splits"])
@@ -119,8 +116,7 @@ class RemoteData(TablesMixin):
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
         """Open a split; see `tritonemb.data.protocol.Data.open`. Batches and positions are those of the host's data
-        set; its errors are raised as built-in types. Raise ConnectionError, here or in `next`, if the host does not
-        answer."""
+        set; its errors are raised as built-in types. Raise ConnectionError, also in `next`, if it does not answer."""
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **kwargs))
         pin_memory = request.pop("pin_memory")
         messages, cancel = self._client(request["shard"][0]).stream(request)

@@ -14,7 +14,7 @@ import torch
 
 from tritonemb.data import encode
 from tritonemb.data.batch import Array, Batch, lengths_to_offsets
-from tritonemb.data.encode import Numbering
+from tritonemb.data.encode import Numberings
 from tritonemb.data.files import pa
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, quote_value
@@ -29,29 +29,26 @@ class RequestEncoder:
     """Encoder of rows, dictionaries of raw values by column, as the batch that `ClickLog` would read.
 
     A value is a number or a string, None or NaN if missing, or a list for a multi-hot feature. Decimal strings are
-    parsed for features trained with integers, and numbers in strings for models trained on text. Columns that the model
-    does not have are ignored.
+    parsed for features trained with integers, numbers in strings for models of text; other columns are ignored.
 
     Args:
         schema: with all columns filled in.
         features: features of the model.
         numberings: by feature name.
-        from_text: whether the model was trained on text; then an empty string is a missing value, and Criteo's
-            categories are hexadecimal digits.
+        from_text: whether the model was trained on text: empty strings are missing, Criteo's categories hexadecimal.
     """
 
     def __init__(
-        self, schema: Schema, features: Sequence[Feature], numberings: Mapping[str, Numbering], from_text: bool = False
+        self, schema: Schema, features: Sequence[Feature], numberings: Numberings, from_text: bool = False
     ) -> None:
         self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
         self._keys = tuple(feature.name for feature in features)
-        self._seeds = np.array([encode.feature_seed(name) for name in self._keys], dtype=np.uint64)
+        self._seeds = np.array(list(map(encode.feature_seed, self._keys)), dtype=np.uint64)
         self._sizes = np.array([feature.num_embeddings for feature in features])
-        self._logarithmic = np.array([schema.is_logarithmic(name) for name in schema.dense], dtype=bool)
+        self._logarithmic = np.array(list(map(schema.is_logarithmic, schema.dense)), dtype=bool)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Batch:
-        """Encode rows, with labels of 0; ValueError names row (counted from `first`), column and value that cannot be
-        encoded."""
+        """Encode rows, with labels of 0; ValueError names row (counted from `first`), column and invalid value."""
         # Check and convert value by value, so that errors name row and column.
         names, bags = self.schema.dense, list[list[Sequence[Any]]]()
         numbers = np.zeros((len(rows), len(names)))
@@ -78,9 +75,8 @@ class RequestEncoder:
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
         """Encode values of one feature as ids int64 `[N]`; ValueError names a value that cannot be encoded."""
         if feature not in (names := self._keys):
-            raise ValueError(
-                f"unknown feature {feature!r}; features: {join_names(names)}{did_you_mean(feature, names)}"
-            )
+            near = did_you_mean(feature, names)
+            raise ValueError(f"unknown feature {feature!r}; features: {join_names(names)}{near}")
         feature_index = names.index(feature)
         items = [self._item(value, self.features[feature_index]) for value in values]
         return torch.from_numpy(self._ids(items, np.full(len(items), feature_index)).astype(np.int64))

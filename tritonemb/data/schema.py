@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from tritonemb.utils import Options, did_you_mean, join_names, number
 
@@ -79,17 +79,17 @@ class Schema:
 
     def sizes_by_name(self) -> dict[str, int]:
         """Parse `sizes`: number of ids by column."""
-        sizes = {}
+        sizes = dict[str, int]()
         for entry in self.sizes:
-            name, separator, number = entry.rpartition("=")
-            if not separator or not number.isascii() or not number.isdigit():
+            if not (match := re.fullmatch(r"(.*)=([0-9]+)", entry, re.DOTALL)):
                 raise ValueError(f'sizes has {entry!r}, expected "name=number"')
+            name, size = match[1], int(match[2])
             if self.sparse and name not in self.sparse:
                 raise ValueError(f"sizes has {entry!r}, but sparse has no {name!r}: {join_names(self.sparse)}")
             if name in sizes:
                 raise ValueError(f"sizes names {name!r} twice")
-            _check_size(f"the size of {name!r}", int(number))
-            sizes[name] = int(number)
+            _check_size(f"the size of {name!r}", size)
+            sizes[name] = size
         return sizes
 
     def is_logarithmic(self, name: str) -> bool:
@@ -170,13 +170,20 @@ class SplitRule:
                 raise ValueError(f"{name} must be a share of the rows, from 0 to less than 1, got {share}")
         if self.test_share + self.validation_share >= 1:
             raise ValueError(f"shares of {self.test_share} and {self.validation_share} leave no train rows")
-        by = self.kind()
+        by, times = self.kind(), self.test_from or self.validation_from
         if by != "files" and (self.test_files or self.validation_files):
             raise ValueError(f'test and validation files are for split_by="files", not for split_by={by!r}')
-        if by != "time" and (self.time_column or self.test_from or self.validation_from):
+        if by != "time" and (self.time_column or times):
             raise ValueError(f'a time column and times are for split_by="time", not for split_by={by!r}')
-        if by == "time" and not (self.time_column and (self.test_from or self.validation_from)):
+        if by == "time" and not (self.time_column and times):
             raise ValueError('split_by="time" needs time_column and test_from, validation_from or both')
+
+    def held_out(self, kind: Kind) -> dict[Any, Any]:
+        """Return the share, or first time, of the validation and test rows of a split of a resolved kind."""
+        if kind == "files":
+            return {}
+        suffix = "from" if kind == "time" else "share"
+        return {split: getattr(self, f"{split}_{suffix}") for split in ("validation", "test")}
 
     def kind(self, stems: Sequence[str] = ()) -> Kind:
         """Resolve "auto" for files with these names."""
@@ -234,9 +241,8 @@ def check_columns(columns: Sequence[str], names: Iterable[str], location: str, r
     """Raise ValueError unless every name is that of exactly one column; `role` describes them."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
-            raise ValueError(
-                f"{location}: {role} {name!r} is missing; columns: {join_names(columns)}{did_you_mean(name, columns)}"
-            )
+            near = did_you_mean(name, columns)
+            raise ValueError(f"{location}: {role} {name!r} is missing; columns: {join_names(columns)}{near}")
         if count > 1:
             raise ValueError(f"{location}: there are {count} columns {name!r}; rename all but one")
 

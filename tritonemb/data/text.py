@@ -8,13 +8,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from tritonemb.data import delimited
 from tritonemb.data import files as cuts
 from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
 from tritonemb.data.files import Chunk, LogFile, Part, pa
+from tritonemb.data.pipeline import LogSource, ParsedChunk
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions, Names
 from tritonemb.utils import join_names
@@ -26,9 +27,9 @@ _END = 1 << 62  # of any file
 _COUNTING = threading.Lock()  # threads that count the same lines wait for one another
 
 
-class TextSource:
-    """Text files in Criteo's format, or CSV files with the same header; has the methods of `ArrowSource`. Raise
-    ValueError if a column of the schema is missing, or a file's first line is bad, unless bad rows are skipped."""
+class TextSource(LogSource):
+    """Text files in Criteo's format, or CSV files with the same header; the unit of their parts is a byte of the
+    decompressed text. Raise ValueError if a file's first line is bad, unless bad rows are skipped, too."""
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
         # Format and columns.
@@ -45,8 +46,7 @@ class TextSource:
         for file, (header, _) in zip(files, headers, strict=True):
             if header != columns:
                 raise ValueError(f"{file.path}: its header differs from that of {location}: {join_names(header)}")
-        self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
-        # Unit of `Chunk.first_row`, for a random split: 1 for rows; 0 for lines, as in older versions.
+        self.files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
         self.row_unit = 1 if options.split.kind() == "random" else None
         # Schema and parser.
         self.schema = options.schema.of(columns, location, labelled, extra_columns)
@@ -59,14 +59,14 @@ class TextSource:
     def sizes(self) -> list[int]:
         """Return the bytes of the decompressed files; decompresses all of them."""
         sizes = []
-        for file in self._files:
+        for file in self.files:
             with open_text(file) as source:
                 sizes.append(source.seek(file.size if file.codec is None else _END))
         return sizes
 
     def estimated_rows(self, part: Part) -> float:
         """Estimate the rows of a part from the length and the compression ratio of the first lines of the file."""
-        file, first_lines = self._files[part.file], first_bytes(self._files[part.file], _SAMPLE_BYTES)
+        file, first_lines = self.files[part.file], first_bytes(self.files[part.file], _SAMPLE_BYTES)
         size: float = file.size
         if file.codec is not None:
             compressed_bytes = len(pa.compress(first_lines, codec=file.codec, asbytes=True))
@@ -75,9 +75,8 @@ class TextSource:
         return max(size, 0) * max(first_lines.count(b"\n"), 1) / len(first_lines)
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        """Yield chunks of lines that begin in one stripe of the file. Raise ValueError if it is damaged or has
-        changed."""
-        header_bytes, file, quoted = self._header_bytes[part.file], self._files[part.file], self.parser.quoted
+        """Yield chunks of lines that begin in one stripe of the file."""
+        header_bytes, file, quoted = self._header_bytes[part.file], self.files[part.file], self.parser.quoted
         if offset == part.start == 0 and header_bytes:
             offset, line = header_bytes, 1
         stop = _END if part.stop is None else part.stop
@@ -106,32 +105,34 @@ class TextSource:
                 row += delimited.count_rows(data, quoted) if self.row_unit else num_lines
                 offset = source.tell()
 
-    def parse(self, chunk: Chunk) -> delimited.ParsedChunk:
+    def text_schema(self) -> Any:
+        return self.parser.arrow_schema()
+
+    def parse(self, chunk: Chunk) -> ParsedChunk:
         return delimited.parse(self.parser, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts. Plain text is divided by bytes. Compressed text is not seekable: whole files
         are assigned if there are enough; else every shard decompresses all of them and parses every count-th stripe."""
-        unseekable = [part for part in parts if self.parser.quoted or self._files[part.file].codec is not None]
+        unseekable = [part for part in parts if self.parser.quoted or self.files[part.file].codec is not None]
         seekable = [part for part in parts if part not in unseekable]
-        sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in seekable]
+        sizes = [(self.files[part.file].size if part.stop is None else part.stop) - part.start for part in seekable]
         shard_parts = cuts.even_shard(seekable, sizes, shard)
         if len(unseekable) >= shard[1]:
-            sizes = [self._files[part.file].size for part in unseekable]
+            sizes = [self.files[part.file].size for part in unseekable]
             shard_parts += cuts.whole_file_shard(unseekable, sizes, shard)
         else:
             shard_parts += [replace(part, stripes=shard) for part in unseekable]
         return tuple(sorted(shard_parts, key=lambda part: (part.file, part.start)))
 
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
-        """Return the location of a chunk's line for messages: `train.txt, line 3`."""
         lines_before = self._lines_and_rows_before(part.file, part.start)[0]
-        return f"{self._files[part.file].path}, line {lines_before + chunk.line + line + 1}"
+        return f"{self.files[part.file].path}, line {lines_before + chunk.line + line + 1}"
 
     def _lines_and_rows_before(self, number: int, start: int) -> tuple[int, int]:
         """Count lines and rows of a file before the first line that begins at byte `start` or later; cached."""
         with _COUNTING:
-            return count_before(self._files[number], start, self.parser.quoted, self._header_bytes[number] > 0)
+            return count_before(self.files[number], start, self.parser.quoted, self._header_bytes[number] > 0)
 
     def _check_beginning(self, file: LogFile, header_bytes: int, allow_bad: bool) -> None:
         # Read the first line after the header that is not blank.
@@ -144,20 +145,20 @@ class TextSource:
                     "Convert it: iconv -f UTF-16 -t UTF-8"
                 )
             source.read(header_bytes)
-            line_number, line = 1 + (header_bytes > 0), read_line(source, self.parser.quoted)
-            while line in (b"\n", b"\r\n"):
-                line_number, line = line_number + 1, read_line(source, self.parser.quoted)
+            lines = enumerate(iter(partial(read_line, source, self.parser.quoted), None), 1 + (header_bytes > 0))
+            line_number, line = next(entry for entry in lines if entry[1] not in (b"\n", b"\r\n"))
         parsed = delimited.parse(self.parser, line)
-        if len(parsed.bad_rows) and not allow_bad:
-            criteo = isinstance(self.parser, CriteoFormat)
-            hint = "; for a file with a header, set a delimiter, or rename it to end with .csv"
-            hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
-            if criteo and b"\t" not in line:
-                raise ValueError(
-                    f"{file.path} is not a log in a known format: Parquet (.parquet), CSV (.csv) or Criteo's text: "
-                    f"its line {line_number} has no tab{encoding_hint(line)}{hint}"
-                )
-            raise ValueError(f"{file.path}, line {line_number}: {parsed.describe(0)[1]}{hint}")
+        if allow_bad or not len(parsed.bad_rows):
+            return
+        criteo = isinstance(self.parser, CriteoFormat)
+        hint = "; for a file with a header, set a delimiter, or rename it to end with .csv"
+        hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
+        if criteo and b"\t" not in line:
+            raise ValueError(
+                f"{file.path} is not a log in a known format: Parquet (.parquet), CSV (.csv) or Criteo's text: "
+                f"its line {line_number} has no tab{encoding_hint(line)}{hint}"
+            )
+        raise ValueError(f"{file.path}, line {line_number}: {parsed.describe(0)[1]}{hint}")
 
 
 def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
@@ -176,8 +177,7 @@ def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
 
 @contextmanager
 def open_text(file: LogFile) -> Iterator[Any]:
-    """Open the decompressed bytes of a file, an `io.BufferedReader`; raise ValueError if it is damaged or has
-    changed."""
+    """Open a file's decompressed bytes, an `io.BufferedReader`; raise ValueError if it is damaged or has changed."""
     with file.open() as raw:
         if file.codec is None:
             yield io.BufferedReader(raw, _BUFFER_BYTES)
@@ -216,9 +216,7 @@ class _ForwardStream(io.RawIOBase):
 @lru_cache(maxsize=1024)
 def count_before(file: LogFile, start: int, quoted: bool = False, header: bool = False) -> tuple[int, int]:
     """Count the lines of a file before the first line that begins at byte `start` or later, and the rows among them."""
-    lines, rows = 0, -1 if header else 0
-    if start == 0:
-        return 0, 0
+    lines, rows = 0, -1 if header and start else 0
     with open_text(file) as source:
         while (size := start - source.tell()) > 0 and (data := _read_lines(source, min(size, _BLOCK_BYTES), quoted)):
             lines, rows = lines + count_lines(data), rows + delimited.count_rows(data, quoted)
@@ -226,7 +224,6 @@ def count_before(file: LogFile, start: int, quoted: bool = False, header: bool =
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
-    """Read the beginning of the decompressed text."""
     with open_text(file) as source:
         return bytes(source.read(num_bytes))
 

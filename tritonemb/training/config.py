@@ -107,8 +107,7 @@ class CheckpointOptions(Options):
         keep: number of latest checkpoints to keep; the best one is kept too.
         on_checkpoint_error: if a checkpoint cannot be written, continue with the earlier checkpoints, or stop.
         on_changed_data: if the data have changed at resume, stop, or continue from the start of the epoch.
-        checkpoint_incremental: for tables on disk, write only the rows changed since the last checkpoint, while these
-            changes together are smaller than the table.
+        checkpoint_incremental: write only changed rows of tables on disk, while all changes are smaller than the table.
         checkpoint_async: write checkpoints in a thread during training; needs host memory for a copy of the tensors.
     """
 
@@ -203,9 +202,9 @@ class TrainConfig(RunOptions):
 
     def trainer_options(self) -> dict[str, Any]:
         """Keyword arguments of `Trainer`, collected from the sections."""
-        sections = (self, self.schedule, self.evaluation)
         names = [option.name for option in fields(TrainerOptions)]
-        options = {name: getattr(section, name) for section in sections for name in names if hasattr(section, name)}
+        sections = [(section, name) for section in (self, self.schedule, self.evaluation) for name in names]
+        options = {name: getattr(section, name) for section, name in sections if hasattr(section, name)}
         return options | {"checkpoints": self.checkpoint, "offload": self.offload, **self.server.trainer_options()}
 
 

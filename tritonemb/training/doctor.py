@@ -36,15 +36,14 @@ def examine(device: str | None = None) -> tuple[str, bool]:
         details = versions(target)
         try:
             difference = check_step(target)
-            agrees = difference <= TOLERANCE
-            verdict = f"a training step agrees with the reference (largest difference {difference:.1e})"
-            if not agrees:
-                verdict = f"a training step is WRONG: it differs from the reference by {difference:.1e}"
+            verdict = f"agrees with the reference (largest difference {difference:.1e})"
+            if not difference <= TOLERANCE:
+                verdict = f"is WRONG: it differs from the reference by {difference:.1e}"
         except Exception as error:  # any failure belongs in the report
-            agrees, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
-        healthy &= agrees
+            verdict = f"FAILS: {type(error).__name__}: {error}"
+        healthy &= verdict.startswith("agrees")
         lines += ["", f"{target}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += [*align_columns(("", op, *explain_choice(op, target)) for op in ops()), f"  {verdict}"]
+        lines += [*align_columns(("", op, *explain_choice(op, target)) for op in ops()), f"  a training step {verdict}"]
     size = format_bytes(sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc")))
     lines += ["", f"compiled kernels: {size} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:

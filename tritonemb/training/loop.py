@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
 from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
-from tritonemb.training.step import PreparedStep, StepInfo, count, take
+from tritonemb.training.step import PreparedStep, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
 
@@ -67,8 +67,7 @@ class Loop:
     """Training loop of one fit.
 
     The order after a step is log, evaluation, checkpoint. All events up to a step precede its checkpoint, so a run that
-    resumes from it logs every later event exactly once. All ranks take the same decisions, from values that they have
-    agreed upon: rows, metrics, signals, rank 0's clock.
+    resumes from it logs every later event exactly once. All ranks take the same decisions, from agreed values.
     """
 
     def __init__(
@@ -83,6 +82,7 @@ class Loop:
         self.clock = Clock(self.progress.seconds)
         self.caches = CacheMeter(state.model) if caches_of(state.model) else None
         self.dynamic = DynamicMeter(state.model)
+        self.evaluations = Evaluations(state, callbacks, self.clock)
 
         # Time of the latest step, in milliseconds since rank 0's `_start_time`, and its signal; equal on all ranks.
         self._start_time, self._now = time.monotonic(), 0
@@ -92,28 +92,19 @@ class Loop:
         self._saved_at, self._saved_step = 0, self.progress.step
         self._checkpoint_error: CheckpointError | None = None  # of the latest checkpoint
         self._logged_step = self.progress.step
-        self._reported_skipped: dict[str, int] = {}
-        self._evaluated = bool(self.ranks.max(bool(callbacks) or self.options.patience is not None))
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, evaluate the test rows with `test`, and call the callbacks."""
         progress, initial_samples, end = self.progress, self.progress.samples, None
         try:
-            # Start event, with the size of the run.
-            exact = self.state.data.num_rows("train")
-            rows = self.state.data.estimated_rows("train") if exact is None else exact
-            self.callbacks.on_start(FitStart(
-                progress.step, self.state.total_steps, initial_samples, self.state.total_samples(rows), rows,
-                exact is None, num_epochs=self.state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
-                config=self.state.config, versions=versions(self.state.device),
-            ))  # fmt: skip
+            self.callbacks.on_start(start_of(self.state, self.folder))
             # Train, and wait for embedding servers and for the last checkpoint.
             reason = self._train()
             if reason in ("finished", "early stop"):
                 flush(self.state.model)
             self._save(self.checkpointer.finish)
             # Test metrics, messages and the end event.
-            metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
+            metrics = self.evaluations.metrics("test") if test and reason in ("finished", "early stop") else None
             if metrics is not None and self.callbacks and (warning := warn_of_repeated_rows(self.state)):
                 self.callbacks.on_message(warning)
             if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
@@ -138,7 +129,7 @@ class Loop:
 
     def _train(self) -> str:
         """Train all epochs; return the reason of the end: "finished", "early stop", or the name of a signal."""
-        while not self.progress.ended and not self._finished:
+        while not self.progress.ended and not self.state.finished:
             self._train_epoch()
             if self._stop_signal is not None and not self.progress.ended:
                 if self.folder is not None and self._saved_step != self.progress.step:
@@ -147,18 +138,11 @@ class Loop:
         return self.progress.ended or "finished"
 
     @property
-    def _finished(self) -> bool:
-        """True once the run has reached its last epoch or step."""
-        last = self.state.last_step
-        return self.progress.epoch >= self.state.last_epoch or (last is not None and self.progress.step >= last)
-
-    @property
     def _stop_signal(self) -> int | None:
         """Signal that ends training; on several ranks the one that they have agreed upon."""
         return self.request.signum if self.ranks.size == 1 else self._signal
 
     def _train_epoch(self) -> None:
-        """Train an epoch, or the rest of one, up to its last step, the end of the run or a signal."""
         state, progress, request, start = self.state, self.progress, self.request, self._start_time
         signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - start))}
         state.model.train()
@@ -168,28 +152,25 @@ class Loop:
                 epoch = progress.epoch
                 self._train_step(step)
                 step, last = self._next_step(steps)  # before the events, which depend on whether this was the last step
-                if last or self._finished or self._stop_signal is not None:
-                    self._report_skipped_rows(step[1], f"train {epoch}")
+                if last or self.state.finished or self._stop_signal is not None:
+                    skipped, text = self.ranks.skipped_rows(step[1].report)
+                    self.evaluations.report_skipped(skipped, f"train {epoch}", text)
                 # Before a checkpoint, train all steps whose rows have been prefetched: it must not have later rows.
-                draining = (self._stop_signal is not None or self._checkpoint_due()) and self._has_prefetched_steps()
+                due = self._stop_signal is not None or self._checkpoint_due()
+                draining = due and self.state.has_prefetched_steps()
                 self._finish_step(epoch, last, save=not draining)
                 if draining:
                     continue
-                if progress.ended or self._finished or self._stop_signal is not None:
+                if progress.ended or self.state.finished or self._stop_signal is not None:
                     return
 
     def _train_step(self, step: PreparedStep) -> None:
-        """Train a step, and advance the progress."""
         progress, info = self.progress, step[1]
         self.ranks.step = progress.step + 1
         self.state.step(progress.step, take(step), info.weights)
         if self.caches is not None:
             self.caches.trained = info.counted
-        progress.step += 1
-        progress.samples += info.rows
-        progress.epoch_samples += info.rows
-        progress.logged_samples += info.rows
-        progress.position = info.position
+        progress.advance(info.rows, info.position)
         if self.state.ordered_prefetch is not None:
             self.state.ordered_prefetch.mark_trained(progress.step)
         self.clock.step(info.rows)
@@ -200,13 +181,13 @@ class Loop:
         """Wait for the next step; return it, and whether there is none in this epoch, which is ended then."""
         begin = time.perf_counter()
         step = batches, info = next(steps)
-        end = time.perf_counter()
+        end, prefetcher = time.perf_counter(), self.state.prefetcher
         self.clock.waited += end - begin
         if self.caches is not None:
             self.caches.record_wait(begin, end, info.moved)
             deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
-            if deeper and self.ranks.size == 1 and self.state.prefetcher is not None:
-                self.state.prefetcher.widen()
+            if deeper and self.ranks.size == 1 and prefetcher is not None:
+                prefetcher.widen()
         self._now, self._signal = info.clock, info.signal or None
         # End the epoch.
         last = not batches and not info.signal
@@ -221,21 +202,12 @@ class Loop:
             progress.position, progress.epoch_samples = None, 0
         return step, last
 
-    def _has_prefetched_steps(self) -> bool:
-        """Hold the prefetch of rows; return whether any rank has prefetched rows of a step that is not trained yet."""
-        if self.state.ordered_prefetch is not None:
-            self.state.hold()
-            self.state.settle()
-        return self.ranks.max(self.state.hold()) > self.progress.step
-
     def _finish_step(self, epoch: int, last: bool, save: bool) -> None:
-        """Log, evaluate and save a checkpoint, as far as they are due after a step."""
-        progress, finished = self.progress, self._finished
+        progress, finished, every = self.progress, self.state.finished, self.options.evaluate_every
         if progress.step % self.options.log_every == 0 or finished:
             self._log(epoch)
-        every = self.options.evaluate_every
-        if self._evaluated and (progress.step % every == 0 if every else last or finished):
-            self._evaluate(epoch)
+        if self.evaluations.due and (progress.step % every == 0 if every else last or finished):
+            self.evaluations.validate(epoch)
         if finished and not progress.ended:
             progress.ended = "finished"
         if save and self.folder is not None and self._checkpoint_due():
@@ -245,7 +217,6 @@ class Loop:
             self.state.ordered_prefetch.hold(False)
 
     def _log(self, epoch: int) -> None:
-        """Call `on_log` with the means since the last log."""
         progress = self.progress
         loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
@@ -263,50 +234,17 @@ class Loop:
                 {} if servers is None else totals(servers.statistics()),
             ))  # fmt: skip
 
-    def _evaluate(self, epoch: int) -> None:
-        """Evaluate the validation rows, track the best checkpoint, and stop early if patience is exhausted."""
-        progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
-        self.state.check_finite()
-        metrics = self._metrics("validation") if "validation" in self.state.data.splits() else None
-        if metrics is None:
-            return
-        value, previous_best = getattr(metrics, monitor), progress.best
-        best = previous_best is None or bool(value > previous_best if monitor == "auc" else value < previous_best)
-        if best:
-            progress.best, progress.best_step, progress.evaluations_since_best = value, progress.step, 0
-        else:
-            progress.evaluations_since_best += 1
-        self.callbacks.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
-        if patience is not None and progress.evaluations_since_best >= patience:
-            progress.ended = "early stop"
-
-    def _metrics(self, split: Split) -> Metrics | None:
-        """Evaluate a split; None, and a message, if its labels are all the same."""
-        try:
-            with self.clock.pause(), self.ranks.without_metering():
-                metrics = evaluate(self.state, split)
-        except UndefinedMetricsError as error:
-            self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
-            return None
-        text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad rows skipped"
-        self._report_skipped(metrics.num_skipped, split, text)
-        return metrics
-
     def _checkpoint_due(self) -> bool:
-        if self.progress.ended or self._stop_signal is not None or self._is_best():
+        if self.progress.ended or self._stop_signal is not None or self.progress.is_best:
             return True
         every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
         return 0 < 60_000 * minutes <= self._now - self._saved_at or bool(every and self.progress.step % every == 0)
 
-    def _is_best(self) -> bool:
-        return self.progress.best is not None and self.progress.best_step == self.progress.step
-
     def _checkpoint(self) -> None:
-        self._saved_at = self._now
-        self.progress.seconds = self.clock.seconds
+        self._saved_at, self.progress.seconds = self._now, self.clock.seconds
         self._save(self.checkpointer.finish)  # an asynchronous checkpoint that is still being written
         check_errors(self.state.device)
-        if self._save(lambda: self.checkpointer.start(self._is_best())):
+        if self._save(lambda: self.checkpointer.start(self.progress.is_best)):
             self._saved_step, self._checkpoint_error = self.progress.step, None
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
@@ -324,16 +262,59 @@ class Loop:
             self.callbacks.on_checkpoint(saved)
         return True
 
-    def _report_skipped_rows(self, info: StepInfo, split: str) -> None:
-        """Report the bad rows that all ranks have skipped. Collective."""
-        reports = self.ranks.control.all_gather_object(info.report)
-        texts = [f"rank {r}: " * (len(reports) > 1) + str(report) for r, report in enumerate(reports) if report.skipped]
-        self._report_skipped(sum(report.skipped for report in reports), split, "\n".join(texts))
 
-    def _report_skipped(self, skipped: int, split: str, text: str) -> None:
+def start_of(state: TrainState, folder: Path | None) -> FitStart:
+    """Return the event of a fit's start, with the size of the run."""
+    progress, exact = state.progress, state.data.num_rows("train")
+    rows = state.data.estimated_rows("train") if exact is None else exact
+    return FitStart(
+        progress.step, state.total_steps, progress.samples, state.total_samples(rows), rows, exact is None,
+        num_epochs=state.last_epoch, num_ranks=state.ranks.size, folder=folder, config=state.config,
+        versions=versions(state.device),
+    )  # fmt: skip
+
+
+class Evaluations:
+    """Evaluations of a fit, reported to its callbacks; they stop the clock and are not metered. Collective."""
+
+    def __init__(self, state: TrainState, callbacks: CallbackList, clock: "Clock") -> None:
+        self._state, self._callbacks, self._clock = state, callbacks, clock
+        self._reported_skipped = dict[str, int]()
+        consumers = bool(callbacks) or state.options.patience is not None
+        self.due = bool(state.ranks.max(consumers)) and "validation" in state.data.splits()
+
+    def validate(self, epoch: int) -> None:
+        """Evaluate the validation rows, track the best checkpoint, and stop early if patience is exhausted."""
+        progress, monitor, patience = self._state.progress, self._state.options.monitor, self._state.options.patience
+        self._state.check_finite()
+        if (metrics := self.metrics("validation")) is None:
+            return
+        value, previous_best = getattr(metrics, monitor), progress.best
+        best = previous_best is None or bool(value > previous_best if monitor == "auc" else value < previous_best)
+        progress.evaluations_since_best = 0 if best else progress.evaluations_since_best + 1
+        if best:
+            progress.best, progress.best_step = value, progress.step
+        self._callbacks.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
+        if patience is not None and progress.evaluations_since_best >= patience:
+            progress.ended = "early stop"
+
+    def metrics(self, split: Split) -> Metrics | None:
+        """Evaluate a split; None, and a message, if its labels are all the same."""
+        try:
+            with self._clock.pause(), self._state.ranks.without_metering():
+                metrics = evaluate(self._state, split)
+        except UndefinedMetricsError as error:
+            self._callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
+            return None
+        text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad rows skipped"
+        self.report_skipped(metrics.num_skipped, split, text)
+        return metrics
+
+    def report_skipped(self, skipped: int, split: str, text: str) -> None:
+        """Report skipped rows of a split, unless this number of them has been reported."""
         if skipped and self._reported_skipped.get(split) != skipped:
             self._reported_skipped[split] = skipped
-            self.callbacks.on_message(text)
+            self._callbacks.on_message(text)
 
 
 class Clock:
@@ -443,7 +424,7 @@ class DynamicMeter:
         }
 
     def _now(self) -> dict[str, Counter[str]]:
-        counts: dict[str, Counter[str]] = {}
+        counts = defaultdict[str, Counter[str]](Counter)
         for table in self._tables:
-            counts.setdefault(table.config.name, Counter()).update(vars(table.statistics()))
+            counts[table.config.name].update(vars(table.statistics()))
         return counts

@@ -34,8 +34,7 @@ class Metrics:
         num_skipped: bad rows skipped.
         best_threshold: probability threshold with the largest F1, the harmonic mean of precision and recall.
         best_f1: F1 at this threshold.
-        calibration: calibration curve in ten bins of equal size by ascending probability: number of rows, mean
-            probability, fraction of clicks.
+        calibration: curve in ten bins of equal size by probability: rows, mean probability, fraction of clicks.
     """
 
     auc: float
@@ -59,9 +58,8 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
     base_rate = labels.mean()
     if not 0 < float(base_rate) < 1:
-        raise UndefinedMetricsError(
-            f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
-        )
+        text = f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
+        raise UndefinedMetricsError(text)
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     auc = exact_auc(logits, labels)
@@ -78,8 +76,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def best_threshold(logits: Tensor, labels: Tensor) -> tuple[float, float]:
-    """Return the probability threshold with the largest F1, and this F1; the largest of equal thresholds. `logits`
-    `[N]` ascend."""
+    """Return the largest probability threshold with the largest F1, and this F1. `logits` `[N]` ascend."""
     logits, clicks = logits.flip(0), labels.flip(0).cumsum(0)
     f1 = 2 * clicks / (torch.arange(1, len(clicks) + 1) + clicks[-1])
     f1[:-1][logits[:-1] == logits[1:]] = 0.0  # a threshold cannot separate equal scores
@@ -94,7 +91,6 @@ def calibration_of(logits: Tensor, labels: Tensor, num_bins: int = 10) -> tuple[
 
 
 def evaluate(state: TrainState, split: Split) -> Metrics:
-    """See `Trainer.evaluate`."""
     start = time.perf_counter()
     with state.ranks.monitor_failures():
         logits, labels, skipped = score(state, split)
@@ -130,7 +126,6 @@ def warn_of_repeated_rows(state: TrainState, max_test_rows: int = 1_000, max_tra
 
 
 def first_rows(state: TrainState, split: Split, max_rows: int) -> Iterator[int]:
-    """Hashes of a split's first rows."""
     with state.data.open(split, state.options.batch_size) as stream:
         yield from islice(chain.from_iterable(map(row_hashes, stream)), max_rows)
 
@@ -152,8 +147,7 @@ def predict_logits(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, precision: Precision = "fp32",
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Predict logits in evaluation mode; return logits and labels `[N]` of all samples but padding, on the CPU.
-    `forward` is the compiled model, if it is compiled."""
+    """Predict in evaluation mode, by `forward` if compiled; return logits and labels `[N]` but padding, on the CPU."""
     if training := [module for module in model.modules() if module.training]:
         model.eval()
     # Append to one tensor that doubles when it is full. A tensor kept of every batch would fragment the allocator's

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from tritonemb.comm.control import FailureReports, lost_contact
 from tritonemb.comm.group import Consensus, RankGroup
+from tritonemb.data.protocol import ReadReport
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.utils import join_names
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-MAX_LISTED = 8
 
 
 class CheckpointError(OSError):
@@ -61,6 +62,12 @@ class Ranks:
         send_sizes = [values.shape[0]] + [0] * (self.size - 1)
         return self.control.all_to_all(values, send_sizes, sizes if self.is_first else [0] * self.size, "evaluation")()
 
+    def skipped_rows(self, report: ReadReport) -> tuple[int, str]:
+        """Return the number of bad rows that all ranks have skipped, and their reports. Collective."""
+        reports = self.control.all_gather_object(report)
+        texts = [f"rank {r}: " * (len(reports) > 1) + str(report) for r, report in enumerate(reports) if report.skipped]
+        return sum(report.skipped for report in reports), "\n".join(texts)
+
     @contextmanager
     def monitor_failures(self) -> Iterator[None]:
         """Raise `RankFailed`, which names the rank, if one fails in the block; report errors of this rank to others."""
@@ -99,8 +106,7 @@ class Ranks:
 
 
 def group_of(model: nn.Module) -> RankGroup:
-    """Return the group of ranks that train a model; raise ValueError for a model of one process in a job of several
-    ranks."""
+    """Return the ranks that train a model; raise ValueError for a model of one process in a job of several."""
     if isinstance(model, HybridParallel):
         return model.group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -135,18 +141,20 @@ def stop_requests() -> Iterator[StopRequest]:
     # Signals that the parent process has set to be ignored, as nohup does, remain ignored.
     handlers = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
 
-    def record(signum: int, frame: FrameType | None) -> None:
-        request.signum = signum
+    def restore() -> None:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+    def record(signum: int, frame: FrameType | None) -> None:
+        request.signum = signum
+        restore()
 
     for number in handlers:
         signal.signal(number, record)
     try:
         yield request
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        restore()
 
 
 class Failure(NamedTuple):
@@ -167,8 +175,7 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
     """Call `function()`, which must not use collectives, on every rank; return the results of all ranks, pickled.
 
     If it raises on any rank, every rank raises `error` if given, otherwise an exception of the same kind if that is a
-    common one, otherwise RuntimeError; the message names the ranks. Non-`Exception`s such as KeyboardInterrupt are
-    raised unchanged on their rank.
+    common one, otherwise RuntimeError; the message names the ranks. A KeyboardInterrupt is raised on its rank.
     """
     if group is None or group.size == 1:
         return [function()]
@@ -183,9 +190,8 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
 
 
 def on_each_rank(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
-    """Call `function()` on every rank; return this rank's result, which is not sent. Raise the errors of
-    `on_all_ranks`."""
-    results: list[T] = []
+    """Call `function()` on every rank; return this rank's result, unsent. Raise the errors of `on_all_ranks`."""
+    results = list[T]()
     on_all_ranks(group, lambda: results.append(function()), error)
     return results[0]
 
@@ -211,5 +217,4 @@ def raise_failures(outcomes: Sequence[Any], local: BaseException | None, error: 
 
 
 def _ranks(ranks: list[int]) -> str:
-    text = ", ".join(map(str, ranks[:MAX_LISTED])) + ", …" * (len(ranks) > MAX_LISTED)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+    return f"rank{'s' * (len(ranks) > 1)} {join_names(map(str, ranks), limit=8)}"

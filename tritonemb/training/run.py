@@ -76,7 +76,7 @@ def load_run(
     config, options, target = manifest["config"], None, check_device(device)
     reading = manifest.get("reading") or {name: config[name] for name in READING_KEYS if name in config}
     if "embedding_dim" in config:
-        unused = [name for name in TRAINING_KEYS.split() if servers is None or name != "server"]
+        unused = {*TRAINING_KEYS.split()} - ({"server"} if servers is not None else set())
         values = {name: value for name, value in config.items() if name not in unused}
         values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
         options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
@@ -106,7 +106,6 @@ def load_run(
 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
-    """Build the model of a config, with one table per feature."""
     tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
     options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
     if config.model == "dcnv2":
@@ -115,7 +114,6 @@ def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int
 
 
 def build_optimizer(config: TrainConfig) -> Optimizer:
-    """Build the fused optimizer of the tables."""
     return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
 
 
@@ -135,11 +133,11 @@ class Run:
         features: tuple[Feature, ...], options: TrainConfig | None, device: torch.device,
     ) -> None:  # fmt: skip
         self.path, self.model, self.features, self.options, self._device = path, model, features, options, device
-        self._precision = reading.get("precision", "fp32")
+        self._precision, self._num_dense = reading.get("precision", "fp32"), reading.get("num_dense", 0)
         self._encoding, self._kinds = manifest["run"].get("encoding", ""), manifest["run"].get("kinds", {})
         is_log = reading.get("read") and (options is None or options.data not in DATASETS)
         self._log_options = from_plain(reading["read"], LogOptions(), str(path)) if is_log else None
-        self._from_text, self._num_dense = reading.get("from_text", False), reading.get("num_dense", 0)
+        self._from_text = reading.get("from_text", False)
         schema = None if self._log_options is None else self._log_options.schema
         self.schema = schema if schema is None or schema.label else schema.of(FIELDS, str(path))
 
@@ -160,9 +158,8 @@ class Run:
             return float(self.predict([rows])[0])
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
             min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
-            batches = (
-                self._encoder(rows[start : start + batch_size], start) for start in range(0, len(rows), batch_size)
-            )
+            starts = range(0, len(rows), batch_size)
+            batches = (self._encoder(rows[start : start + batch_size], start) for start in starts)
             return self._scores(pad_batch(batch, min_size) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
@@ -194,17 +191,15 @@ class Run:
 
     def open_log(self, data: Any, names: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
         """Open a log or a data frame, encoded as in training, with all rows as test rows; also read the columns
-        `names`, and with `labelled` the label. Raise TypeError for other data; raise ValueError if the encoding would
-        differ."""
+        `names`, and with `labelled` the label. Raise TypeError for other data, ValueError for another encoding."""
         if not (isinstance(data, str | Path) or hasattr(data, "__arrow_c_stream__")) or hasattr(data, "to_frame"):
             raise TypeError(
                 "expected the path of a log, or a data frame (predict also takes a dictionary or a list of them), got "
                 f"a {type(data).__name__}"
             )
         # Raise on bad rows: skipping one would shift the scores of all later rows.
-        log = open_for_scoring(
-            data, replace(self._required_log_options, on_bad_row="raise"), self.features, names, labelled
-        )
+        options = replace(self._required_log_options, on_bad_row="raise")
+        log = open_for_scoring(data, options, self.features, names, labelled)
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
         return log
@@ -253,21 +248,18 @@ class Run:
         rows = Rows(torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size))
         expected = self._logits(self._batches(rows, size))
         sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
-        return next(
-            (n for n in sizes if torch.equal(self._logits(self._batches(rows.slice(0, n), n)), expected[:n])), size
-        )
+        results = ((n, self._logits(self._batches(rows.slice(0, n), n))) for n in sizes)
+        return next((n for n, logits in results if torch.equal(logits, expected[:n])), size)
 
     def _batches(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
-        keys = tuple(feature.name for feature in self.features)
-        slices = (slice(i, min(i + batch_size, len(rows))) for i in range(0, len(rows), batch_size))
-        return (gather_batch(rows, keys, rows_slice) for rows_slice in slices)
+        keys, size = tuple(feature.name for feature in self.features), len(rows)
+        return (gather_batch(rows, keys, slice(i, min(i + batch_size, size))) for i in range(0, size, batch_size))
 
     def _scores(self, batches: Iterable[Batch]) -> Tensor:
         logits = self._logits(batches)
         if num_nan := int(logits.isnan().sum()):
-            raise ValueError(
-                f"{self.path}: {num_nan:,} scores are NaN, because training diverged; use another checkpoint"
-            )
+            text = f"{self.path}: {num_nan:,} scores are NaN, because training diverged; use another checkpoint"
+            raise ValueError(text)
         return probabilities(logits)
 
     def _logits(self, batches: Iterable[Batch]) -> Tensor:
@@ -384,8 +376,7 @@ class EvaluateOptions(Options):
 
 
 def evaluate(options: EvaluateOptions) -> str:
-    """Evaluate a run; return the text. Raise ValueError or FileNotFoundError if the checkpoint or the log cannot be
-    used."""
+    """Evaluate a run; return the text. Raise ValueError or FileNotFoundError for an unusable checkpoint or log."""
     run = open_run(options.checkpoint, options.model, options.device)
     metrics = run.evaluate(options.data, batch_size=options.batch_size)
     return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"

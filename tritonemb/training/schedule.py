@@ -15,8 +15,7 @@ class Schedule(Options):
 
     Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay follows and takes `decay_steps`
     steps; at the fraction `x` of them the factor is `final + (1 - final) * f(x)`, where `f(x)` is `(1 - x) ** power`
-    (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017). Later it remains `final`. Numbers
-    out of range raise ValueError.
+    (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017). Later it remains `final`.
 
     Args:
         warmup_steps: steps of the warm-up, 0 for none.
@@ -43,14 +42,12 @@ class Schedule(Options):
         return self.warmup_steps == 0 and self.decay == "constant"
 
     def within(self, total_steps: int | None) -> Self:
-        """Return the schedule with `decay_steps` set for a run of `total_steps`; raise ValueError if it needs them and
-        they are unknown."""
+        """Set `decay_steps` for a run of `total_steps`; raise ValueError if it needs them and they are unknown."""
         if self.decay == "constant" or self.decay_steps is not None:
             return self
         if total_steps is None:
-            raise ValueError(
-                f"{self.decay} decay needs decay_steps (or max_steps): the size of the data set is not known in advance"
-            )
+            text = "decay needs decay_steps (or max_steps): the size of the data set is not known in advance"
+            raise ValueError(f"{self.decay} {text}")
         return replace(self, decay_steps=max(total_steps - self.warmup_steps, 1))
 
     def factor(self, step: int) -> float:
@@ -94,17 +91,13 @@ class ScheduleOptions:
     def __post_init__(self) -> None:
         _ = self.dense_schedule, self.table_schedule  # checks the options
 
-    @property
-    def dense_schedule(self) -> Schedule:
-        return Schedule(
-            self.dense_warmup_steps, self.dense_decay, self.dense_decay_steps, self.decay_power, self.dense_final_factor
-        )
+    def _schedule(self, part: str) -> Schedule:
+        values = (getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps", "final_factor"))
+        warmup_steps, decay, decay_steps, final = values
+        return Schedule(warmup_steps, decay, decay_steps, self.decay_power, final)
 
-    @property
-    def table_schedule(self) -> Schedule:
-        return Schedule(
-            self.table_warmup_steps, self.table_decay, self.table_decay_steps, self.decay_power, self.table_final_factor
-        )
+    dense_schedule = property(lambda self: self._schedule("dense"))
+    table_schedule = property(lambda self: self._schedule("table"))
 
 
 @dataclass

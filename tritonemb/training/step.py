@@ -1,7 +1,6 @@
 """Training steps: batches prefetched to the device; forward, backward and optimizer step.
 
-While a step computes, the pipeline prepares the next steps. A rank without more data trains on empty batches until all
-ranks have finished the epoch.
+While a step computes, the next ones are prepared. A rank without data trains on empty batches till all have finished.
 """
 
 import threading
@@ -30,7 +29,7 @@ from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.table_set import PrefetchedFeatures, needs_prefetch, prefetch
-from tritonemb.training.config import Precision
+from tritonemb.training.config import Precision, TrainerOptions
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
 
@@ -70,14 +69,9 @@ class StepInfo:
 PreparedStep = tuple[tuple[Batch, ...], StepInfo]
 
 
-def prepare(
-    stream: Batches, ranks: Ranks, device: torch.device, empty: Callable[[], Batch], *,
-    accumulate: int = 1, prefetch: Prefetch | None = None, counted: Callable[[], Counter[str]] | None = None,
-    signal: Callable[[], int] = lambda: 0, clock: Callable[[], int] = lambda: 0, pad: bool = False,
-) -> Generator[PreparedStep, None, None]:  # fmt: skip
-    """Prepare the steps of an epoch or an evaluation: batches on the device. Collective.
-
-    The last step has no batches: the data has ended, or a signal has been received.
+@dataclass(frozen=True)
+class StepPipeline:
+    """Preparation of the steps of an epoch or an evaluation: batches on the device.
 
     Args:
         empty: makes a batch without samples.
@@ -87,60 +81,68 @@ def prepare(
         signal: signal that this rank has received, 0 for none.
         clock: time of this rank.
         pad: pad batches, so that the logit of a sample does not depend on the other samples; see `pad_batch`.
-
-    Raises:
-        RankFailed: reading failed on another rank.
-        Exception: exception of the stream, on this rank.
     """
-    copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-    while True:
-        # Read this rank's batches, and agree with the other ranks on the step.
-        start_position, error = stream.position, None
+
+    ranks: Ranks
+    device: torch.device
+    empty: Callable[[], Batch]
+    accumulate: int = 1
+    prefetch: Prefetch | None = None
+    counted: Callable[[], Counter[str]] | None = None
+    signal: Callable[[], int] = lambda: 0
+    clock: Callable[[], int] = lambda: 0
+    pad: bool = False
+
+    def steps(self, stream: Batches) -> Generator[PreparedStep]:
+        """Prepare the steps of a stream. Collective. The last one has no batches: the data has ended, or there is a
+        signal. Raise RankFailed if reading failed on another rank; raise the stream's exception on this rank."""
+        device, prefetch = self.device, self.prefetch
+        copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        while True:
+            # Read this rank's batches, and agree with the other ranks on the step.
+            start_position, error = stream.position, None
+            try:
+                batches = list(islice(stream, self.accumulate))
+            except Exception as raised:
+                batches, error = [], raised
+            consensus = self._agree(batches, error)
+            if not consensus.batches or consensus.signal:
+                position, signal = (start_position, consensus.signal) if consensus.batches else (stream.position, 0)
+                yield (), StepInfo((), 0, position, stream.report, signal, consensus.clock)
+                return
+            batches += [self.empty() for _ in range(consensus.batches - len(batches))]
+            rows = sum(consensus.rows)
+            weights = tuple(len(batch) * self.ranks.size / max(rows, 1) for batch in batches)
+
+            # Copy the batches to the device and prefetch their rows, on a stream of their own.
+            begin = time.perf_counter()
+            batches = [pad_batch(batch) for batch in batches] if self.pad else batches
+            with nullcontext() if copy_stream is None else torch.cuda.stream(copy_stream):
+                device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
+                if prefetch is not None:
+                    device_batches = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in device_batches)
+                copied = None if copy_stream is None else copy_stream.record_event()
+            moved, counted = (begin, time.perf_counter()), None if self.counted is None else self.counted()
+            position, report = stream.position, stream.report
+            yield device_batches, StepInfo(weights, rows, position, report, 0, consensus.clock, copied, moved, counted)
+            del batches, device_batches  # free them before the next ones are read
+
+    def _agree(self, batches: list[Batch], error: Exception | None) -> Round:
+        """Exchange numbers of rows and batches with all ranks. Raise `error`, of this rank's data, or of another's."""
+        ranks, rows = self.ranks, sum(len(batch) for batch in batches)
+        if ranks.size == 1 and error is not None:
+            raise error
+        if ranks.size == 1:
+            return Round((rows,), len(batches), self.signal(), self.clock())
+        failure = None if error is None else describe(error)
         try:
-            batches = list(islice(stream, accumulate))
-        except Exception as raised:
-            batches, error = [], raised
-        consensus = _agree(ranks, batches, error, signal(), clock())
-        if not consensus.batches or consensus.signal:
-            position, stop_signal = (start_position, consensus.signal) if consensus.batches else (stream.position, 0)
-            yield (), StepInfo((), 0, position, stream.report, stop_signal, consensus.clock)
-            return
-        batches += [empty() for _ in range(consensus.batches - len(batches))]
-        rows = sum(consensus.rows)
-        weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
-
-        # Copy the batches to the device and prefetch their rows, on a stream of their own.
-        begin = time.perf_counter()
-        batches = [pad_batch(batch) for batch in batches] if pad else batches
-        with nullcontext() if copy_stream is None else torch.cuda.stream(copy_stream):
-            device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
-            if prefetch is not None:
-                device_batches = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in device_batches)
-            copied = None if copy_stream is None else copy_stream.record_event()
-        transfer_time = begin, time.perf_counter()
-        yield device_batches, StepInfo(
-            weights, rows, stream.position, stream.report, 0, consensus.clock, copied, transfer_time,
-            None if counted is None else counted(),
-        )  # fmt: skip
-        del batches, device_batches  # free them before the next ones are read
-
-
-def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
-    """Exchange numbers of rows and batches with all ranks. Raise `error`, of this rank's data, or that of another."""
-    if error is not None and ranks.size == 1:
-        raise error
-    rows = sum(len(batch) for batch in batches)
-    if ranks.size == 1:
-        return Round((rows,), len(batches), signal, clock)
-    failure = None if error is None else describe(error)
-    try:
-        return ranks.consensus.next(rows, len(batches), failure=failure, signal=signal, clock=clock)
-    except RuntimeError as connection_error:
-        if ranks.reports is not None and lost_contact(connection_error):
-            ranks.reports.report()  # tell the others at once that this rank is alive
-        if error is not None:
-            raise error from None
-        raise
+            return ranks.consensus.next(rows, len(batches), failure=failure, signal=self.signal(), clock=self.clock())
+        except RuntimeError as connection_error:
+            if ranks.reports is not None and lost_contact(connection_error):
+                ranks.reports.report()  # tell the others at once that this rank is alive
+            if error is not None:
+                raise error from None
+            raise
 
 
 def take(step: PreparedStep) -> tuple[Batch, ...]:
@@ -157,8 +159,6 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
 
 def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
     """Return a function that prefetches a batch's features for a model; None if the model needs no prefetch."""
-    if not isinstance(model, HybridParallel) and not needs_prefetch(model):
-        return None
 
     def prefetch_features(features: Any) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
@@ -166,16 +166,14 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
                 return model.prefetch(features, assign=False)  # later steps must not assign rows before a checkpoint
             return prefetch(model, features)
 
-    return prefetch_features
+    return prefetch_features if isinstance(model, HybridParallel) or needs_prefetch(model) else None
 
 
 class OrderedPrefetch:
-    """Prefetcher of batches in training order, for tables whose prefetch has effects: cached dynamic tables, where new
-    ids get rows, and tables on embedding servers.
+    """Prefetcher in training order, for tables whose prefetch has effects: cached dynamic ones, and on servers.
 
     When tables are saved or evaluated, no later batch may have been prefetched. So a step beyond `limit`, or one that
-    arrives while the prefetch is on hold, is passed through without prefetch, and gets its rows when it is trained;
-    later steps wait until then.
+    arrives on hold, is passed through without prefetch and gets its rows in training; later steps wait.
 
     Args:
         step: steps trained so far.
@@ -241,16 +239,15 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, ranks: Ranks,
-        dense_optimizer: Callable[..., torch.optim.Optimizer], dense_lr: float, precision: Precision, compile: bool,
-        offloading: OffloadOptions,
+        self, model: nn.Module, device: torch.device, ranks: Ranks, options: TrainerOptions,
+        dense_optimizer: Callable[..., torch.optim.Optimizer], offloading: OffloadOptions,
     ) -> None:  # fmt: skip
-        self.model, self.device, self.ranks, self.precision = model, device, ranks, precision
-        self.forward: Forward = torch.compile(model) if compile else model
+        self.model, self.device, self.ranks, self.precision = model, device, ranks, options.precision
+        self.forward: Forward = torch.compile(model) if options.compile else model
 
         # Optimizers.
         dense = dense_parameters(model)
-        self.dense_optimizer = dense_optimizer(dense, lr=dense_lr) if dense else None
+        self.dense_optimizer = dense_optimizer(dense, lr=options.dense_lr) if dense else None
         self.optimizer_name = None if self.dense_optimizer is None else type(self.dense_optimizer).__name__
         self.collections = fused_collections(model)
         self.loss_scale = LossScale()
@@ -264,11 +261,12 @@ class TrainStep:
         self._base_rates = [float(group["lr"]) for group, _ in self._scheduled_groups()]
         self._base_options = self._options()
         if offloading.moved:
-            arguments = {name.removeprefix("offload_"): value for name, value in vars(offloading).items()}
-            self._offload(offloading.moved[0], arguments)
+            self._offload(offloading)
 
-    def _offload(self, option: str, arguments: dict[str, Any]) -> None:
+    def _offload(self, offloading: OffloadOptions) -> None:
+        arguments = {name.removeprefix("offload_"): value for name, value in vars(offloading).items()}
         if self.dense_optimizer is None:
+            option = offloading.moved[0]
             raise ValueError(f"{option}: every parameter of the model is in a fused table; remove the option")
         for group in self._dense_groups():
             if self.device.type == "cpu" and group.get("fused", True) is None:
@@ -303,7 +301,6 @@ class TrainStep:
         return value
 
     def current_rates(self) -> tuple[float | None, float | None]:
-        """Learning rates of the dense part and of the fused tables; None if there are no such parameters."""
         dense = None if self.dense_optimizer is None else float(self.dense_optimizer.param_groups[0]["lr"])
         return dense, self.collections[0].current_learning_rate if self.collections else None
 
@@ -336,10 +333,8 @@ class TrainStep:
     def load_loss_sums(self, sums: Tensor) -> None:
         """Restore this rank's sums; after a change of the number of ranks, rank 0 gets the sums of all ranks."""
         sums = sums.reshape(-1, 2)
-        if len(sums) == self.ranks.size:
-            self.loss_sums.copy_(sums[self.ranks.rank])
-        else:
-            self.loss_sums.copy_(sums.sum(0) if self.ranks.is_first else torch.zeros(2))
+        total = sums.sum(0) if self.ranks.is_first else torch.zeros(2)
+        self.loss_sums.copy_(sums[self.ranks.rank] if len(sums) == self.ranks.size else total)
 
     def _backward(self, batches: Sequence[Batch], weights: Sequence[float], scale: float) -> None:
         """Backward of the batches' weighted mean losses, multiplied by `scale`; count losses and inputs."""
@@ -405,8 +400,7 @@ class _GradientOverflow(Exception):
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
-    """Compute the logits `[B]` of `forward(dense, sparse)`, cast from 16 bits to fp32; raise ValueError for another
-    shape."""
+    """Compute the logits `[B]` of `forward(dense, sparse)`, at least fp32; raise ValueError for another shape."""
     # Autocast: matrix products in 16 bits; tables and weights are unchanged.
     with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)

@@ -21,7 +21,7 @@ _CONVERSIBLE = {Path: (str,), float: (int,), str: (int, date, datetime)}
 def plain(value: Any) -> Any:
     """Convert a value to nested dicts, lists and scalars for TOML and JSON; fields that are None are omitted."""
     if is_dataclass(value):
-        value = {name: item for name, item in vars(value).items() if item is not None}
+        return {name: plain(item) for name, item in vars(value).items() if item is not None}
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, tuple | list):
@@ -35,18 +35,16 @@ def to_toml(config: Any) -> str:
 
 
 def read_toml(path: str | Path, base: Config) -> Config:
-    """Replace values of `base` by those of a TOML file. Raise FileNotFoundError; ValueError for invalid TOML, an
-    unknown key, or a value of a wrong type or range."""
+    """Replace values of `base` by a TOML file's. Raise FileNotFoundError; ValueError for invalid keys or values."""
     return from_plain(load_toml(path), base, str(path))
 
 
 def load_toml(path: str | Path) -> dict[str, Any]:
     """Parse a TOML file; raises as `read_toml`."""
-    path = Path(path)
-    if not path.is_file():
+    if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a configuration in TOML")
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(Path(path).read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
 
@@ -104,7 +102,6 @@ def _convert(value: Any, hint: Any) -> Any:
 
 
 def _describe_type(hint: Any) -> str:
-    """Describe the type of a field for errors."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_describe_type(part) for part in args if part is not type(None))

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import DataLoaderWorkers, open_shards
-from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Batches, Data, Split
+from tritonemb.data.protocol import Batches, Data, Prefetcher, Split
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.shards import TensorSlice, as_dtensor, local_shape, tensor_slices, to_local
@@ -30,8 +30,12 @@ from tritonemb.tables.cached_table import metadata_only
 from tritonemb.tables.table_set import TableSet, needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks, on_rank_zero
-from tritonemb.training.step import PLAIN, OrderedPrefetch, PreparedStep, TrainStep, count, prefetch_for, prepare
+from tritonemb.training.step import PLAIN, OrderedPrefetch, PreparedStep, StepPipeline, TrainStep, count, prefetch_for
 
+Steps = Iterator[PreparedStep]
+TensorMetadata = Mapping[str, TensorStorageMetadata]
+DenseOptimizer = torch.optim.Optimizer | None
+OptimizerState = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 SAVED_MASTER = "offload_master"  # name in a checkpoint of the fp32 master copy of a 16-bit parameter
 DEPTH = 2  # default of prefetch_depth: one step is ready, and one is in preparation
 
@@ -63,6 +67,18 @@ class Progress:
     evaluations_since_best: int = 0
     seconds: float = 0.0
     ended: str = ""
+
+    @property
+    def is_best(self) -> bool:
+        """Return whether the last step is that of the best evaluation."""
+        return self.best is not None and self.best_step == self.step
+
+    def advance(self, rows: int, position: Any) -> None:
+        """Count a trained step of `rows`."""
+        self.step, self.position = self.step + 1, position
+        self.samples += rows
+        self.epoch_samples += rows
+        self.logged_samples += rows
 
 
 @dataclass
@@ -106,7 +122,6 @@ class TrainState:
         self.use(self.data)
 
     def use(self, data: Data) -> None:
-        """Replace the data of the run."""
         self.data = data
         self._workers = DataLoaderWorkers(data, self.options.num_workers) if self.options.num_workers else None
 
@@ -120,10 +135,8 @@ class TrainState:
         )  # fmt: skip
 
     @contextmanager
-    def steps(
-        self, stream: Batches, training: bool = False, **signals: Callable[[], int]
-    ) -> Iterator[Iterator[PreparedStep]]:
-        """Yield the steps of a stream, prepared in a thread where that pays; for `signals` see `prepare`."""
+    def steps(self, stream: Batches, training: bool = False, **signals: Callable[[], int]) -> Iterator[Steps]:
+        """Yield the steps of a stream, prepared in a thread where that pays; for `signals` see `StepPipeline`."""
         ranks, options = self.ranks, self.options
 
         # Prefetch of rows; in training order for tables whose prefetch has effects.
@@ -141,11 +154,10 @@ class TrainState:
         sharded = [module for module in self.model.modules() if isinstance(module, ShardedCollection)]
         placements = {config.placement for module in sharded for config in module.configs}
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
-        steps = prepare(
-            stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
-            accumulate=options.accumulate if training else 1, pad=not training,
-            counted=partial(count, caches) if caches and prefetch and training else None, **signals,
-        )  # fmt: skip
+        counted = partial(count, caches) if caches and prefetch and training else None
+        empty, accumulate = partial(empty_batch, self.data), options.accumulate if training else 1
+        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, pad=not training, **signals)
+        steps = pipeline.steps(stream)
 
         # Pipeline; on one CPU without cached tables there is nothing to overlap.
         depth = options.prefetch_depth if cached and options.prefetch_depth is not None else max(DEPTH, self.staleness)
@@ -199,6 +211,19 @@ class TrainState:
         """Hold the prefetch of `ordered_prefetch`; return the last step that has been prefetched or trained."""
         return self.progress.step if self.ordered_prefetch is None else self.ordered_prefetch.hold(True)
 
+    def has_prefetched_steps(self) -> bool:
+        """Hold the prefetch of rows; return whether a rank has prefetched rows of a step that is not trained yet."""
+        if self.ordered_prefetch is not None:
+            self.hold()
+            self.settle()
+        return self.ranks.max(self.hold()) > self.progress.step
+
+    @property
+    def finished(self) -> bool:
+        """True once the run has reached its last epoch or step."""
+        last = self.last_step
+        return self.progress.epoch >= self.last_epoch or (last is not None and self.progress.step >= last)
+
     def check_finite(self, loss: float | None = None) -> None:
         """Raise ValueError if a loss, by default that of the epoch so far, is not finite. Collective."""
         loss = self.ranks.sum(self.step.loss_sums[1]) if loss is None else loss
@@ -213,22 +238,21 @@ class TrainState:
         """Describe the first non-finite dense feature of a split; "" if all are finite. Collective."""
 
         def find() -> str:
-            first_row = 0
-            with self.data.open(split, self.options.batch_size) as stream:
-                for batch in stream:
+            size = self.options.batch_size
+            with self.data.open(split, size) as stream:
+                for number, batch in enumerate(stream):
                     for row, column in (~batch.dense.isfinite()).nonzero().tolist():
-                        location = f"dense column {column} of {split} row {first_row + row:,}"
+                        location = f"dense column {column} of {split} row {number * size + row:,}"
                         return f"{location} is {batch.dense[row, column]}; correct or remove such rows"
-                    first_row += len(batch)
             return ""
 
         return on_rank_zero(self.ranks.control, find)
 
     def _next_due_step(self) -> int:
         """Next step after which a checkpoint or an evaluation is known to be due."""
-        intervals = self.options.checkpoints.checkpoint_steps, self.options.evaluate_every
-        due = [(self.last_due_step // interval + 1) * interval for interval in intervals if interval]
-        return min([*due, *([] if self.last_step is None else [self.last_step])], default=2**63)
+        intervals = filter(None, (self.options.checkpoints.checkpoint_steps, self.options.evaluate_every))
+        due = [(self.last_due_step // interval + 1) * interval for interval in intervals]
+        return min([*due, 2**63 if self.last_step is None else self.last_step])
 
 
 def empty_batch(data: Data) -> Batch:
@@ -254,20 +278,14 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise TypeError(
-                f"the model's state_dict has {name!r} of type {type(value).__name__}; checkpoints store tensors only"
-            )
+            kind = type(value).__name__
+            raise TypeError(f"the model's state_dict has {name!r} of type {kind}; checkpoints store tensors only")
     return {f"model.{name}": value.detach() for name, value in state.items()}
 
 
-def optimizer_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, offloaded: bool = True
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """State of the dense optimizer: tensors as `optimizer.<parameter>.<state>`, and scalars by parameter, for JSON.
-    Offloaded states are included only with `offloaded`.
-    """
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
+def optimizer_state(model: nn.Module, optimizer: DenseOptimizer, offloaded: bool = True) -> OptimizerState:
+    """State of the dense optimizer: tensors, offloaded ones if `offloaded`, and scalars by parameter, for JSON."""
+    tensors, plain = dict[str, Tensor](), defaultdict[str, dict[str, Any]](dict)
     for parameter, tensor_slice in _parameters_of(model, optimizer):
         name = tensor_slice.name
         states = optimizer.state.get(parameter, {}) if optimizer else {}
@@ -276,14 +294,14 @@ def optimizer_state(
             if (master := states.pop(MASTER, parameter)).dtype != parameter.dtype:  # otherwise the parameter has it
                 states[SAVED_MASTER] = master
         for key, value in states.items():
+            state_name = f"optimizer.{name}.{key}"
             if isinstance(value, Tensor) and value.ndim and tensor_slice.is_tile:
-                tensors.setdefault(f"optimizer.{name}.{key}", value.new_empty(tensor_slice.shape))[
-                    tensor_slice.slices
-                ] = value
+                tiles = tensors.setdefault(state_name, value.new_empty(tensor_slice.shape))
+                tiles[tensor_slice.slices] = value
             elif isinstance(value, Tensor):
-                tensors[f"optimizer.{name}.{key}"] = value
+                tensors[state_name] = value
             elif isinstance(value, PLAIN):
-                plain.setdefault(name, {})[key] = value
+                plain[name][key] = value
             else:
                 raise TypeError(
                     f"{type(optimizer).__name__} has state {key!r} of type {type(value).__name__} for {name}; "
@@ -292,13 +310,9 @@ def optimizer_state(
     return tensors, plain
 
 
-def optimizer_templates(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
-) -> dict[str, Tensor]:
+def optimizer_templates(model: nn.Module, optimizer: DenseOptimizer, stored: TensorMetadata) -> dict[str, Tensor]:
     """Allocate tensors for stored states of this optimizer's parameters: on the CPU, or sharded as the parameter."""
-    parameters: dict[str, Any] = {
-        f"optimizer.{tensor_slice.name}": p for p, tensor_slice in _parameters_of(model, optimizer)
-    }
+    parameters: dict[str, Any] = {f"optimizer.{entry.name}": p for p, entry in _parameters_of(model, optimizer)}
     templates: dict[str, Tensor] = {}
     for name, entry in stored.items():
         parameter = parameters.get(name.rpartition(".")[0])
@@ -322,9 +336,8 @@ def load_optimizer_state(
         prefix, state = f"optimizer.{tensor_slice.name}.", dict[str, Any](plain.get(tensor_slice.name, {}))
         for name, value in tensors.items():
             if name.startswith(prefix):
-                state[name.removeprefix(prefix)] = (
-                    value[tensor_slice.slices] if tensor_slice.is_tile and value.ndim else value
-                )
+                is_part = tensor_slice.is_tile and value.ndim > 0
+                state[name.removeprefix(prefix)] = value[tensor_slice.slices] if is_part else value
         if (master := state.pop(SAVED_MASTER, None)) is not None and isinstance(optimizer, OffloadedOptimizer):
             state[MASTER] = master
         if state:
@@ -332,9 +345,7 @@ def load_optimizer_state(
     optimizer.load_state_dict(state_dict)
 
 
-def nonfinite_parameter(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, tensors: Mapping[str, Tensor]
-) -> str | None:
+def nonfinite_parameter(model: nn.Module, optimizer: DenseOptimizer, tensors: Mapping[str, Tensor]) -> str | None:
     """Return the name of a parameter of the optimizer that is not finite in `tensors`; None if all are finite."""
     names = {tensor_slice.name for p, tensor_slice in _parameters_of(model, optimizer) if p.requires_grad}
     values = {name: to_local(tensors[f"model.{name}"]) for name in sorted(names)}
@@ -350,16 +361,14 @@ def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tens
     return tensors
 
 
-def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
+def rng_templates(stored: TensorMetadata, rank: int, device: torch.device) -> dict[str, Tensor]:
     """Allocate tensors to load the stored generators of a rank; those of a single process are rank 0's."""
     prefixes = (f"rng.{rank}.", "rng.") if rank == 0 else (f"rng.{rank}.",)
     names = [prefix + kind for prefix in prefixes for kind in ("cpu", device.type)]
     return {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in names if name in stored}
 
 
-def set_rng(
-    tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], seed: int, rank: int, device: torch.device
-) -> None:
+def set_rng(tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], seed: int, rank: int, device: Any) -> None:
     """Restore all generators of this rank from a checkpoint; a rank that it does not have is seeded."""
     states = manifest.get("rng_of_ranks", [manifest["rng"]])
     if rank >= len(states):
@@ -376,15 +385,13 @@ def set_rng(
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Seed all generators of a rank by (seed, rank)."""
-    state = [int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3, np.uint32)]
+    state = np.random.SeedSequence([seed, rank]).generate_state(3, np.uint32).tolist()
     torch.manual_seed(state[0])
     random.seed(state[1])
     np.random.seed(state[2])  # noqa: NPY002
 
 
 def rng_plain() -> dict[str, Any]:
-    """States of the generators of Python and NumPy, for JSON."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     return {
@@ -394,14 +401,13 @@ def rng_plain() -> dict[str, Any]:
 
 
 def write_offloaded(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Write loaded tensors of offloaded parameters to their tiers."""
     for parameter, tensor_slice in tensor_slices(model.module if isinstance(model, HybridParallel) else model):
         if is_offloaded(parameter):
             values = to_local(tensors[f"model.{tensor_slice.name}"])
             source_of(parameter).write(values[tensor_slice.slices] if tensor_slice.is_tile else values)
 
 
-def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[Any, TensorSlice]]:
+def _parameters_of(model: nn.Module, optimizer: DenseOptimizer) -> list[tuple[Any, TensorSlice]]:
     """Parameters of an optimizer with their names in the model's `state_dict`, which wrappers do not change."""
     ids = {id(parameter) for group in (optimizer.param_groups if optimizer else ()) for parameter in group["params"]}
     candidates: Iterable[tuple[Any, TensorSlice]]

@@ -38,8 +38,7 @@ class Trainer(TrainerOptions):
     """Trains `model(dense, sparse) -> logits [B]` on binary labels with the cross-entropy loss.
 
     Embedding collections with a fused optimizer update their tables themselves; `dense_optimizer` has every other
-    parameter. Batches are shuffled by (seed, epoch). Initial weights are the caller's; call `torch.manual_seed` before
-    building the model.
+    parameter. Batches are shuffled by (seed, epoch). Initial weights are the caller's: seed before building.
 
     With a `folder` a run survives its process: checkpoints, a log and a report are written to it, SIGINT and SIGTERM
     end training after the current step, and `resume` continues, bitwise identical to an uninterrupted run.
@@ -104,8 +103,8 @@ class Trainer(TrainerOptions):
         ranks = Ranks(group_of(self.model), self.timeout)
         self.offload.check(ranks.size, isinstance(getattr(self.model, "module", None), FSDPModule), self.compile)
         model = self.model if self.device is None else self.model.to(self.device)
-        sample_tensor = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
-        device = torch.device("cpu") if sample_tensor is None else sample_tensor.device  # includes the device index
+        parameter = next(model.parameters(), torch.empty(0))
+        device = (parameter if self.device is None else torch.empty(0, device=self.device)).device  # with its index
         if self.servers is not None:
             attach(
                 model, self.servers, self.staleness, accumulate=self.accumulate, group=ranks.control,
@@ -113,13 +112,10 @@ class Trainer(TrainerOptions):
             )  # fmt: skip
 
         # Train step and state.
-        step = TrainStep(
-            model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile, self.offload
-        )
+        step = TrainStep(model, device, ranks, self, self.dense_optimizer, self.offload)
         config = dict(self.config or {})
         state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
-        bound = staleness_bound(self.staleness)
-        if bound is None:
+        if (bound := staleness_bound(self.staleness)) is None:
             bound = DEPTH if self.prefetch_depth is None else self.prefetch_depth
         state.servers, state.staleness = self.servers, bound
 
@@ -232,7 +228,6 @@ class Trainer(TrainerOptions):
         stack.enter_context(folder.lock())
         newest = folder.checkpoints.latest()
         if self.progress.step == 0 and newest is not None:
-            raise ValueError(
-                f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
-            )
+            text = f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
+            raise ValueError(text)
         self.checkpointer.mark_best_again()

@@ -62,8 +62,7 @@ class Log(StepEnd):
         cache: statistics per step of this rank's cached tables, means since the last log: distinct `rows`, their
             `hit_rate` in device memory, bytes `read` from and `written` back to the tables, seconds of `stall` in which
             training waited for rows; with a host cache also `host_hits` (rows), `disk_read` and `disk_written` (bytes).
-        dynamic: fields of `DynamicStatistics` by name of this rank's dynamic tables, means per step since the last log;
-            `rows`, `capacity` and `num_bytes` are current values.
+        dynamic: `DynamicStatistics` of this rank's tables by name, means; `rows`, `capacity`, `num_bytes` are current.
         servers: statistics by collection on embedding servers, see `tritonemb.server.metrics.totals`.
     """
 
@@ -158,8 +157,7 @@ class Callback:
 
 
 class CallbackList:
-    """Caller of the callbacks of a fit. An `OSError` of a callback that is not `essential` is reported once on
-    stderr."""
+    """Caller of a fit's callbacks. An `OSError` of one that is not `essential` is reported once on stderr."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
@@ -175,8 +173,7 @@ class CallbackList:
             self._started.append(callback)
 
     def on_end(self, end: FitEnd | None) -> None:
-        """Call `on_end` of every started callback. If training has failed, failures here are notes of its exception;
-        otherwise the first one is raised after all calls."""
+        """Call `on_end` of all started callbacks, then raise the first failure, or note it if training has failed."""
         failure = training_error = sys.exception()
         for callback in self._started:
             try:

@@ -35,8 +35,7 @@ _NOTES = _Notes(logging.INFO)
 
 
 class Lines(Callback):
-    """Callback that prints a line for the start and for every log, evaluation, checkpoint and message, and a summary at
-    the end."""
+    """Callback that prints a line for the start and every event but steps, and a summary at the end."""
 
     essential, eta = False, True
 
@@ -78,8 +77,7 @@ class Lines(Callback):
 
 
 class LiveView(Lines):
-    """Callback that prints the lines of `Lines` above a progress bar, which the training thread redraws; it starts no
-    thread."""
+    """Callback that prints the lines of `Lines` above a progress bar, redrawn by the training thread."""
 
     eta = False  # the bar has it
 
@@ -127,47 +125,37 @@ def start_line(start: FitStart) -> str:
     if samples is not None:
         all_epochs = start.epoch_samples is None or samples >= start.epoch_samples * start.num_epochs
         work = f"{'about ' * start.estimated}{samples:,} samples" + f" in {work}" * all_epochs
-    fields = (
-        "training",
-        data if isinstance(data, str) else None,
-        work,
-        f"batch {batch:,}" + f" on each of {start.num_ranks:,} ranks" * (start.num_ranks > 1) if batch else None,
-        f"{start.total_steps:,} steps" if start.total_steps else None,
-        f"resumed at step {start.first_step:,}" if start.first_step else None,
-    )
-    return "  ".join(field for field in fields if field)
+    ranks = f" on each of {start.num_ranks:,} ranks" * (start.num_ranks > 1)
+    fields = ["training", data if isinstance(data, str) else None, work, f"batch {batch:,}{ranks}" if batch else None]
+    fields.append(f"{start.total_steps:,} steps" if start.total_steps else None)
+    fields.append(f"resumed at step {start.first_step:,}" if start.first_step else None)
+    return "  ".join(filter(None, fields))
 
 
 def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
     """Line of a log event: step, loss, speed and memory, and with `eta` the remaining time where it is known."""
-    rate = log.samples_per_second
-    fields = [
-        f"{_step_field(log.step, start)}  epoch {_epoch_done(log, start)}",
-        f"loss {log.loss:.4f}".ljust(11),
-        f"{rate:,.0f} samples/s".ljust(16),
-        f"wait {100 * log.data_wait:.0f} %".ljust(9),
-        format_bytes(log.memory_bytes).ljust(7),
-    ]
+    rate, memory = log.samples_per_second, format_bytes(log.memory_bytes)
+    line = f"{_step_field(log.step, start)}  epoch {_epoch_done(log, start)}  {f'loss {log.loss:.4f}':11}"
+    line += f"  {f'{rate:,.0f} samples/s':16}  {f'wait {100 * log.data_wait:.0f} %':9}  {memory:7}"
     if eta and start.total_samples is not None and math.isfinite(rate) and rate > 0:
-        fields.append(f"ETA {format_duration(max(0, start.total_samples - log.samples) / rate)}")
-    return "  ".join(fields).rstrip()
+        line += f"  ETA {format_duration(max(0, start.total_samples - log.samples) / rate)}"
+    return line.rstrip()
 
 
 def summary(end: FitEnd) -> str:
     """Last lines of a run: test metrics, speed, and the reason if it ended early."""
-    lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {format_seconds(end.seconds)})"]
+    rows = list[tuple[str, str]]()
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
         hint = "  (above 1: worse than always predicting the base rate; try lower learning rates, fewer epochs, or "
         hint += "--log-transform True where dense columns have large numbers)"
-        lines[:0] = [
-            f"test AUC            {end.test.auc:.4f}{best}",
-            f"log loss            {end.test.log_loss:.4f}",
-            f"normalized entropy  {end.test.normalized_entropy:.4f}{hint * (end.test.normalized_entropy > 1)}",
-        ]
+        entropy = f"{end.test.normalized_entropy:.4f}{hint * (end.test.normalized_entropy > 1)}"
+        rows += [("test AUC", f"{end.test.auc:.4f}{best}"), ("log loss", f"{end.test.log_loss:.4f}")]
+        rows.append(("normalized entropy", entropy))
+    rows.append(("samples/s", f"{end.samples_per_second:,.0f}  (training took {format_seconds(end.seconds)})"))
     if end.reason != "finished":
-        lines.append(f"ended by            {end.reason} after step {end.step:,}")
-    return "\n".join(lines)
+        rows.append(("ended by", f"{end.reason} after step {end.step:,}"))
+    return "\n".join(f"{name:18}  {text}" for name, text in rows)
 
 
 def _step_field(step: int, start: FitStart) -> str:
@@ -189,12 +177,11 @@ def _epoch_done(log: Log, start: FitStart) -> str:
 
 def wrap_line(line: str, width: int) -> str:
     """Break a line between its fields so that it fits `width`; a single field is not broken."""
-    rows = [""]
+    wrapped, size = "", 0
     for field in re.split(r"(?<=\S)(?=  +\S)", line):
-        if rows[-1] and len(rows[-1] + field) > width:
-            rows.append("")
-        rows[-1] += field
-    return "\n".join(rows)
+        breaks = size > 0 and size + len(field) > width
+        wrapped, size = wrapped + "\n" * breaks + field, len(field) + size * (not breaks)
+    return wrapped
 
 
 def format_seconds(seconds: float) -> str:

@@ -3,8 +3,8 @@
 A line is an object with `event` ("start", "log", "evaluation", "checkpoint", "message" or "end") and the fields of the
 event's dataclass. Messages have the `step` after which they were logged. Non-finite numbers, which JSON lacks, are the
 strings "nan", "inf" and "-inf". `start` and `end` have the time in UTC; the end of a failed run has the reason "failed"
-and the exception under `error`. The last field, `crc32`, is the checksum, in hexadecimal digits, of the line's text
-before ', "crc32"'; logs of old versions lack it.
+and the exception under `error`. The last field, `crc32`, is the hexadecimal checksum of the line's text before
+', "crc32"'; logs of old versions lack it.
 """
 
 import json
@@ -33,8 +33,7 @@ _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 class RunLog(Callback):
     """Callback that writes a run log line by line: a killed process loses at most the line that it was writing.
 
-    On resume, events after the resumed step and the `end` of the earlier process are removed first; raise ValueError if
-    the file is damaged.
+    On resume, later events and the `end` of the earlier process are removed; ValueError if the file is damaged.
 
     Args:
         path: file to write; its folder is created.
@@ -46,7 +45,7 @@ class RunLog(Callback):
     def __init__(self, path: Path | str, resume: bool = False) -> None:
         self._path, self._resume, self._step = Path(path), resume, 0
         self._file: FileIO | None = None
-        self._unwritten: list[bytes] = []  # lines to write again, after a full disk
+        self._unwritten = list[bytes]()  # lines to write again, after a full disk
 
     def on_start(self, start: FitStart) -> None:
         self._step = start.first_step
@@ -111,13 +110,11 @@ def read_run_log(path: Path | str) -> list[dict[str, Any]]:
     """Read the events of a log, oldest first; a partial last line, of a killed process, is skipped.
     Raise FileNotFoundError if the file does not exist; ValueError names a damaged line."""
     # "nan" is a number in events without strings of the user.
-    numeric = ("log", "evaluation", "end")
-    return [_numbers(event) if event["event"] in numeric else event for event in _events(Path(path))]
+    return [_numbers(e) if e["event"] in ("log", "evaluation", "end") else e for e in _events(Path(path))]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
-    events = []
-    lines = path.read_bytes().split(b"\n")
+    events, lines = [], path.read_bytes().split(b"\n")
     checked = any(map(_CHECKED.fullmatch, lines))
     for number, line in enumerate(lines, 1):
         match = _CHECKED.fullmatch(line) if checked else None
@@ -142,14 +139,12 @@ def _step_of(event: Mapping[str, Any]) -> Any:
 
 
 def _line(event: Mapping[str, Any]) -> str:
-    """Encode an event as a line with its checksum."""
     text = json.dumps(plain(event), default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
     content = json.dumps(json.loads(text, parse_constant=NOT_FINITE.__getitem__))[:-1]
     return f'{content}, "crc32": "{zlib.crc32(content.encode()):08x}"}}\n'
 
 
 def _numbers(value: Any) -> Any:
-    """Decode the strings of non-finite numbers in nested values."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     return float(value) if isinstance(value, str) and value in NOT_FINITE.values() else value

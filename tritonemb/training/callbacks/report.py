@@ -36,6 +36,8 @@ METRICS = {
 }  # fmt: skip
 
 Event = Mapping[str, Any]
+Events = Sequence[Event]
+Charts = Iterator[dict[str, Any]]
 Curve = Sequence[tuple[float, float]]
 Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formatters of a value and of a tick
 
@@ -57,35 +59,32 @@ def write_report(path: Path | str, log_path: Path | str) -> None:
     atomic_write(Path(path), render(read_run_log(log_path)))
 
 
-def render(events: Sequence[Event]) -> str:
+def render(events: Events) -> str:
     """Render the report of the events of a run log."""
-    kinds: dict[str, list[Event]] = defaultdict(list)
+    kinds = defaultdict[str, list[Event]](list)
     for event in events:
         kinds[event["event"]].append(event)
-    start = last_event(events, "start")
     end: Event = events[-1] if events and events[-1]["event"] == "end" else {}
-    config = start.get("config") or {}
-    validations = [event for event in kinds["evaluation"] if event.get("split") == "validation"]
+    start, tested, logs = last_event(events, "start"), test_event(events), kinds["log"]
+    config, validations = start.get("config") or {}, [e for e in kinds["evaluation"] if e.get("split") == "validation"]
     last_step = max((event["step"] for event in events if "step" in event), default=0)
     resumed = sorted({event["first_step"] for event in kinds["start"] if event["first_step"]})
-    tested = test_event(events)
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
     return render_template(
         "report.html.jinja", title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end,
         config=config, resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None),
-        last_step=last_step, tested=tested,
-        latest={**last_event(events, "log"), **end},
-        charts=list(_charts(kinds["log"], validations, tested["metrics"], end, resumed, last_step)),
-        **{key: next((log[key] for log in reversed(kinds["log"]) if log.get(key)), None) for key in SECTIONS},
+        last_step=last_step, tested=tested, latest={**last_event(events, "log"), **end},
+        charts=list(_charts(logs, validations, tested["metrics"], end, resumed, last_step)),
+        **{key: next((log[key] for log in reversed(logs) if log.get(key)), None) for key in SECTIONS},
     )  # fmt: skip
 
 
-def last_event(events: Sequence[Event], kind: str) -> Event:
+def last_event(events: Events, kind: str) -> Event:
     """Return the last event of a kind; {} if there is none."""
     return next((event for event in reversed(events) if event["event"] == kind), {})
 
 
-def test_event(events: Sequence[Event]) -> Event:
+def test_event(events: Events) -> Event:
     """Return `step` and `metrics` of the last evaluation on the test rows; that of the best checkpoint is last."""
     end = last_event(events, "end")
     tests = (event for event in reversed(events) if event["event"] == "evaluation" and event["split"] == "test")
@@ -93,7 +92,6 @@ def test_event(events: Sequence[Event]) -> Event:
 
 
 def render_template(template: str, **values: Any) -> str:
-    """Render a template of this folder."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         finalize=_replace_unprintable,
@@ -117,8 +115,8 @@ def _auc(validation: Event) -> float:
 
 
 def _charts(
-    logs: Sequence[Event], validations: Sequence[Event], test: Event, end: Event, resumed: Sequence[int], last_step: int
-) -> Iterator[dict[str, Any]]:
+    logs: Events, validations: Events, test: Event, end: Event, resumed: Sequence[int], last_step: int
+) -> Charts:
     metrics = [{"step": event["step"], **event["metrics"]} for event in validations]
     sent = [{"step": log["step"], "sent": sum(log["sent"].values())} for log in logs if log.get("sent")]
     for title, colour, events, key, unit in (
@@ -184,15 +182,12 @@ def thin(points: Curve) -> Curve:
     if len(points) <= MAX_POINTS:
         return points
     width = math.ceil(len(points) / (MAX_POINTS // 3))
-    thinned: list[tuple[float, float]] = []
+    thinned = list[tuple[float, float]]()
     for start in range(0, len(points), width):
         bucket = points[start : start + width]
-        finite_points = [point for point in bucket if is_finite(point[1])]
-        selected = (
-            {min(finite_points, key=itemgetter(1)), max(finite_points, key=itemgetter(1))} if finite_points else set()
-        )
-        selected.update([point for point in bucket if not is_finite(point[1])][:1])
-        thinned += sorted(selected)
+        finite_points, gaps = ([p for p in bucket if is_finite(p[1]) is finite] for finite in (True, False))
+        extremes = [extreme(finite_points, key=itemgetter(1)) for extreme in (min, max) if finite_points]
+        thinned += sorted({*extremes, *gaps[:1]})
     return thinned
 
 
@@ -247,8 +242,7 @@ class CompareOptions(Options):
 
 
 def compare(options: CompareOptions) -> str:
-    """Write the HTML page and return its tables as text. Raise ValueError or FileNotFoundError
-    if a log is missing or damaged."""
+    """Write the page, return its tables as text. Raise ValueError or FileNotFoundError for a missing or damaged log."""
     if len(options.runs) < 2:
         raise ValueError(f"compare needs two or more runs, got {len(options.runs)}")
     if missing := [str(path) for path in options.runs if not RunFolder(path).log.exists()]:
@@ -266,21 +260,17 @@ def compare(options: CompareOptions) -> str:
     return "\n".join([*lines, "" if differing_options else "all options are the same", f"curves: {options.out}"])
 
 
-def tables_of(logs: Sequence[Sequence[Event]]) -> dict[str, dict[str, list[str]]]:
+def tables_of(logs: Sequence[Events]) -> dict[str, dict[str, list[str]]]:
     """Options that differ between runs, and metrics; one text per run, "-" for a missing value."""
     configs = [dict(flat(last_event(log, "start").get("config") or {})) for log in logs]
     keys = dict.fromkeys(key for config in configs for key in config if key not in PATH_OPTIONS)
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
     differing_options = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
     metrics = [dict(_metric_texts(log)) for log in logs]
-    return {
-        "Options": differing_options,
-        "Metrics": {name: [values[name] for values in metrics] for name in metrics[0]},
-    }
+    return {"Options": differing_options, "Metrics": {name: [m[name] for m in metrics] for name in metrics[0]}}
 
 
-def _metric_texts(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
-    """Names and texts of a run's metrics; the same names for every run."""
+def _metric_texts(log: Events) -> Iterator[tuple[str, str]]:
     end, test = last_event(log, "end"), test_event(log)
     latest = {**last_event(log, "log"), **end}
     for key, name in METRICS.items():
@@ -296,7 +286,7 @@ def _metric_texts(log: Sequence[Event]) -> Iterator[tuple[str, str]]:
     yield "ended by", end.get("reason", "not ended")
 
 
-def _comparison_charts(logs: Sequence[Sequence[Event]]) -> Iterator[dict[str, Any]]:
+def _comparison_charts(logs: Sequence[Events]) -> Charts:
     for title, kind, key in (
         ("Validation AUC", "evaluation", "auc"), ("Validation log loss", "evaluation", "log_loss"),
         ("Training loss", "log", "loss"),

@@ -50,8 +50,7 @@ class Scalars(Callback):
 
 
 class TensorBoard(Scalars):
-    """Callback that writes the values of `Scalars` to TensorBoard event files. Raise MissingExtraError without
-    tensorboard.
+    """Callback that writes the values of `Scalars` for TensorBoard. Raise MissingExtraError without tensorboard.
 
     On resume, TensorBoard hides values of later steps that an earlier process wrote.
 
@@ -98,8 +97,7 @@ class WandB(Tracker):
     """Callback that records a run in Weights & Biases; raise MissingExtraError without wandb.
 
     Args:
-        options: arguments of `wandb.init`: project, name, mode="offline" and so on. By default, `name` is the name of
-            the run's folder, and `dir` is that folder.
+        options: arguments of `wandb.init`, such as project and mode; by default `name` and `dir` of the run's folder.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -141,10 +139,10 @@ class MLflow(Tracker):
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
-            experiment_id = (
-                experiment.experiment_id if experiment else self._call("create_experiment", self._experiment)
-            )
-            run_id = self._call("create_run", experiment_id, run_name=start.folder and start.folder.name).info.run_id
+            name, new_id = start.folder and start.folder.name, None
+            if experiment is None:
+                new_id = self._call("create_experiment", self._experiment)
+            run_id = self._call("create_run", new_id or experiment.experiment_id, run_name=name).info.run_id
             params = [self._entities.Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat(start.config)]
             for start_index in range(0, len(params), MAX_PARAMS):
                 self._call("log_batch", run_id, params=params[start_index : start_index + MAX_PARAMS])
@@ -171,8 +169,7 @@ class MLflow(Tracker):
 
 
 class OptunaPruning(Callback):
-    """Callback that reports evaluations to an Optuna trial; `optuna.TrialPruned` ends training when the study prunes
-    the trial.
+    """Callback that reports evaluations to an Optuna trial; raise `optuna.TrialPruned` when the study prunes it.
 
     Sets the trial's user attribute "run" to the run's folder. Supports training in one process only.
 

@@ -1,12 +1,11 @@
 """Checkpoints of a run: atomic writing, checks and reading, by one process or by several ranks."""
 
-from tritonemb.storage.checkpoint import FORMAT, MANIFEST
+from tritonemb.storage.checkpoint import MANIFEST
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.ranks import CheckpointError
 
 __all__ = [
-    "FORMAT",
     "MANIFEST",
     "CheckpointError",
     "CheckpointFolder",

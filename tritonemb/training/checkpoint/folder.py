@@ -41,20 +41,27 @@ class CheckpointFolder:
     With a `group` of several ranks, methods are collective: every rank writes its tensors into one folder on a shared
     file system, and rank 0 does the rest. A failure on one rank is raised on all.
 
-    With `incremental`, checkpoints of tables on disk have only the pages changed since the last one, if these are
-    fewer.
+    With `incremental`, checkpoints of tables on disk have only the pages changed since the last one, if fewer.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.folder, self.keep, self.incremental = Path(folder), keep, incremental
 
-    def steps(self) -> list[int]:
-        """Steps of the checkpoints, ascending."""
-        return self._steps_of("step")
+    def steps(self, kind: str = "step") -> list[int]:
+        """Steps of complete checkpoints of a kind, "step" or "best", ascending; warn of folders without manifest."""
+        if not self.folder.is_dir():
+            return []
+        names = {entry.name.removeprefix(REPLACED).partition("-") for entry in self.folder.iterdir()}
+        paths = {int(n): self.path(int(n), kind) for name, _, n in names if name == kind and n.isdecimal()}
+        complete = sorted(number for number, path in paths.items() if (path / MANIFEST).is_file())
+        for path in (path for number, path in paths.items() if number not in complete and path.is_dir()):
+            warnings.warn(f"{path} is skipped: it has no {MANIFEST}, so it cannot be read", stacklevel=2)
+        return complete
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int, kind: str = "step") -> Path:
         """Path of the checkpoint of a step, which need not exist."""
-        return self._path(f"step-{step}")
+        final, replaced = (self.folder / f"{prefix}{kind}-{step}" for prefix in ("", REPLACED))
+        return replaced if replaced.exists() and not final.exists() else final
 
     def latest(self, group: RankGroup | None = None) -> Path | None:
         """Path of the newest checkpoint, None if there is none; that of rank 0 on all ranks."""
@@ -63,8 +70,8 @@ class CheckpointFolder:
 
     def best(self) -> Path | None:
         """Path of the checkpoint of the best evaluation, None if there is none."""
-        steps = self._steps_of("best")
-        return self._path(f"best-{steps[-1]}") if steps else None
+        steps = self.steps("best")
+        return self.path(steps[-1], "best") if steps else None
 
     def save(
         self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
@@ -97,8 +104,7 @@ class CheckpointFolder:
         self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
         services: Mapping[str, TableService] | None = None,
     ) -> CheckpointWriter:  # fmt: skip
-        """Create the folder of a checkpoint, and submit snapshots of tables on disk; torch then saves the writer's
-        tensors. Arguments and errors are those of `save`."""
+        """Create a checkpoint's folder, and submit snapshots; torch then saves the writer's tensors. See `save`."""
         group = RankGroup() if group is None else group
         temporary = self.folder / f"{WRITING}step-{step}"
 
@@ -154,39 +160,22 @@ class CheckpointFolder:
         temporary.mkdir()
         for entry in source.iterdir():
             files.link_or_copy(entry, temporary / entry.name)
-        previous_best = [self.folder / f"best-{old}" for old in self._steps_of("best") if old != step]
+        previous_best = [self.folder / f"best-{old}" for old in self.steps("best") if old != step]
         self._publish(temporary, self.folder / f"best-{step}", previous_best)
 
     def _earlier_checkpoints(self, step: int) -> list[tuple[Path, Manifest]]:
-        checkpoints: list[tuple[Path, Manifest]] = []
+        checkpoints = list[tuple[Path, Manifest]]()
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # skip damaged ones
                 checkpoints.append((path, files.read_manifest_text(path)[1]))
         return checkpoints
 
     def _obsolete_paths(self, step: int) -> list[Path]:
-        """Paths of checkpoints to remove after that of `step`: those of later steps, if the run was resumed from an
-        earlier one, and those beyond the newest `keep`."""
-        later_steps = [(kind, number) for kind in ("step", "best") for number in self._steps_of(kind) if number > step]
+        """Paths of checkpoints to remove after that of `step`: later steps, and those beyond the newest `keep`."""
+        later_steps = [(kind, number) for kind in ("step", "best") for number in self.steps(kind) if number > step]
         earlier_steps = [("step", number) for number in self.steps() if number < step]
         surplus_steps = earlier_steps[: max(0, len(earlier_steps) + 1 - self.keep)]
         return [self.folder / f"{kind}-{number}" for kind, number in later_steps + surplus_steps]
-
-    def _steps_of(self, kind: str) -> list[int]:
-        """Steps of complete checkpoints of a kind, "step" or "best", ascending; warn of folders without manifest."""
-        if not self.folder.is_dir():
-            return []
-        names = {entry.name.removeprefix(REPLACED).partition("-") for entry in self.folder.iterdir()}
-        paths = {int(n): self._path(f"{name}-{n}") for name, _, n in names if name == kind and n.isdecimal()}
-        complete = sorted(number for number, path in paths.items() if (path / MANIFEST).is_file())
-        for path in (path for number, path in paths.items() if number not in complete and path.is_dir()):
-            warnings.warn(f"{path} is skipped: it has no {MANIFEST}, so it cannot be read", stacklevel=2)
-        return complete
-
-    def _path(self, name: str) -> Path:
-        """Path of the checkpoint called `name`, which need not exist. Does not change the folder."""
-        final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
-        return replaced if replaced.exists() and not final.exists() else final
 
     def _publish(self, temporary: Path, final: Path, obsolete: Sequence[Path]) -> None:
         """Rename a complete checkpoint to its final name, and remove obsolete ones, and an old one of this name."""
@@ -200,12 +189,13 @@ class CheckpointFolder:
 
     def _remove(self, paths: Sequence[Path]) -> None:
         """Remove checkpoints. Rename all of them first: a partially removed one must not be read."""
-        for path in paths:
-            os.rename(path, self.folder / f"{DROPPED}{path.name}")
+        dropped = [self.folder / f"{DROPPED}{path.name}" for path in paths]
+        for path, target in zip(paths, dropped, strict=True):
+            os.rename(path, target)
         if paths:
             sync(self.folder)
-        for path in paths:
-            shutil.rmtree(self.folder / f"{DROPPED}{path.name}")
+        for target in dropped:
+            shutil.rmtree(target)
 
     def _remove_leftovers(self) -> None:
         self._restore_replaced()
@@ -249,8 +239,7 @@ class RunFolder:
         self.trace, self.tensorboard = self.path / "trace.json", self.path / "tensorboard"
 
     def lock(self) -> AbstractContextManager[object]:
-        """Create the folder, and lock it until the process ends or the lock is released. Raise ValueError if another
-        process holds the lock, or the folder is not writable."""
+        """Create the folder, and lock it; raise ValueError if another process holds the lock, or it is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             return FileLock(self.path / ".lock").acquire(timeout=0)

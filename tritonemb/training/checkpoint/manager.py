@@ -69,8 +69,7 @@ class AsyncSave:
         self, step: int, tensors: Tensors, manifest: Manifest, best: bool = False,
         services: Mapping[str, TableService] | None = None,
     ) -> CheckpointSaved | None:  # fmt: skip
-        """Start to write a checkpoint, see `CheckpointFolder.save`. Wait for the previous one first and return it,
-        unless `wait` has returned it.
+        """Start to write a checkpoint, see `CheckpointFolder.save`; first wait for the previous one and return it.
 
         Raises:
             CheckpointError, ValueError: the previous checkpoint could not be written, or a rank has not enough memory
@@ -114,12 +113,12 @@ def load_model(
     stored: Mapping[str, TensorStorageMetadata], ignore: tuple[str, ...], group: RankGroup | None = None,
     servers: bool = True,
 ) -> None:  # fmt: skip
-    """Load the `stored` tensors of a checkpoint into a model and into `extra_tensors`; see `load_tensors`. Without
-    `servers`, tables on embedding servers are not changed."""
+    """Load the `stored` tensors into a model and `extra_tensors`; without `servers`, tables on these stay unchanged."""
     path, tensors = Path(path), train_state.model_tensors(model)
-    collections = collections_on_servers(model) if servers else {}
-    snapshots = on_each_rank(group, lambda: reader.saved_on_servers(path)) if servers else {}
-    services = services_of(model) if servers else {}
+    collections, services, snapshots = {}, {}, dict[str, list[list[Path]]]()
+    if servers:
+        collections, services = collections_on_servers(model), services_of(model)
+        snapshots = on_each_rank(group, lambda: reader.saved_on_servers(path))
     assert services.keys() == collections.keys(), "attach the servers first"
 
     # Tables that are now in this process, and were on servers: read the servers' files.
@@ -133,8 +132,8 @@ def load_model(
 
     # Tables that are now on servers, and were not: read their tensors, to send them to the servers.
     server_tables = dict[tuple[str, str], dict[str, Tensor]]()
-    moved = [(name, collection) for name, collection in collections.items() if name not in snapshots]
-    for name, table_name in [(name, config.name) for name, collection in moved for config in collection.configs]:
+    moved = [(n, config.name) for n, c in collections.items() if n not in snapshots for config in c.configs]
+    for name, table_name in moved:
         prefix = f"model.{_prefix(name)}{table_name}."
         fields = {key.removeprefix(prefix): _allocate(stored[key]) for key in stored if key.startswith(prefix)}
         server_tables[name, table_name] = fields
@@ -189,13 +188,11 @@ def load_model(
 
 
 def _prefix(collection: str) -> str:
-    """Return the prefix of a collection's keys in the model's `state_dict`."""
-    return "" if collection == "tables" else f"{collection}."
+    return "" if collection == "tables" else f"{collection}."  # of its keys in the model's `state_dict`
 
 
 def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: CheckpointOptions) -> str:
-    """Describe how the data differ from those of a checkpoint, "" if they do not or either is unknown; ValueError with
-    `on_changed_data="stop"`."""
+    """Describe how the data differ from those of a checkpoint, "" if not or unknown; raise ValueError on "stop"."""
     if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
         data.number_by_line()
     current = getattr(data, "contents", None)
@@ -231,21 +228,18 @@ def _rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tenso
 
 
 def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
-    """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, or None if there is
-    none."""
+    """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, if any."""
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
         if isinstance(module, DynamicTable):
             yield path, module
         elif isinstance(module, ShardedCollection) and module.service is None:
             local_tables = {spec.table: table for spec, table in module.dynamic_tables()}
-            for number, config in enumerate(module.configs):
-                if config.is_dynamic:
-                    yield f"{path}.{config.name}".lstrip("."), local_tables.get(number)
+            dynamic = [(number, config.name) for number, config in enumerate(module.configs) if config.is_dynamic]
+            yield from ((f"{path}.{name}".lstrip("."), local_tables.get(number)) for number, name in dynamic)
 
 
 class CheckpointManager:
-    """Manager that saves and restores a run; without `folder`, only restores. All methods but `mark_best_again` are
-    collective."""
+    """Manager that saves and restores a run, or without `folder` only restores. Collective but `mark_best_again`."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
@@ -260,8 +254,7 @@ class CheckpointManager:
         return save(step, self._finite_tensors(), self.manifest(), self._control, best, services_of(self._state.model))
 
     def start(self, best: bool) -> CheckpointSaved | None:
-        """Write a checkpoint, in a thread if asynchronous; return the latest completed one. Raise CheckpointError if
-        this or the previous checkpoint could not be written."""
+        """Write a checkpoint, or start to; return the latest completed one. Raise CheckpointError if either failed."""
         if self._async is None:
             return self.save(best)
         services, step = services_of(self._state.model), self._state.progress.step
@@ -278,8 +271,8 @@ class CheckpointManager:
         tensors = self.tensors()
         name = train_state.nonfinite_parameter(state.model, state.step.dense_optimizer, tensors)
         if name := next(filter(None, self._control.all_gather_object(name)), ""):
-            step = state.progress.step
-            raise ValueError(f"parameter {name!r} is not finite after step {step}; lower the learning rates")
+            text = f"parameter {name!r} is not finite after step {state.progress.step}; lower the learning rates"
+            raise ValueError(text)
         return tensors
 
     def tensors(self) -> dict[str, Tensor]:
@@ -321,13 +314,11 @@ class CheckpointManager:
         state, step = self._state, self._state.step
         self.finish()
         newest = None if self._folder is None else self._folder.checkpoints.latest(self._control)
-        if checkpoint == "auto":
-            if self._folder is None:
-                raise ValueError('resume("auto") needs a folder: pass folder= to the trainer, or a path to resume()')
-            if newest is None:
-                return None
-            checkpoint = newest
-        path = Path(checkpoint)
+        if checkpoint == "auto" and self._folder is None:
+            raise ValueError('resume("auto") needs a folder: pass folder= to the trainer, or a path to resume()')
+        if checkpoint == "auto" and newest is None:
+            return None
+        path = newest if checkpoint == "auto" and newest is not None else Path(checkpoint)
         manifest = reader.read_manifest(path, self._control)
 
         # Check that it is of this run, and that the data have not changed.
@@ -336,9 +327,8 @@ class CheckpointManager:
             data = data.read_as(run.get("kinds", {}), run.get("encoding", ""))
         current_run = self._run(data)
         run["kinds"] = current_run["kinds"] | run.get("kinds", {})  # older checkpoints have none
-        differing_values = {name: value for name, value in current_run.items() if run.get(name) != value}
-        if differing_values:
-            differences = (f"{name} was {run.get(name)!r}, is {value!r}" for name, value in differing_values.items())
+        pairs = ((name, run.get(name), value) for name, value in current_run.items())
+        if differences := [f"{name} was {old!r}, is {value!r}" for name, old, value in pairs if old != value]:
             raise ValueError(f"checkpoint {path} is of another run: {'; '.join(differences)}")
         changes = on_each_rank(self._control, lambda: data_changes(path, manifest, data, state.options.checkpoints))
         try:
@@ -350,29 +340,27 @@ class CheckpointManager:
             raise ValueError(f"{self._folder.path} holds another run than {path}; choose another folder")
 
         # Load the tensors.
-        stored = reader.stored_tensors(path, self._control)
+        stored, optimizer = reader.stored_tensors(path, self._control), step.dense_optimizer
         random = train_state.rng_templates(stored, state.ranks.rank, state.device)
-        tensors = train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored) | random
+        tensors = train_state.optimizer_templates(state.model, optimizer, stored) | random
         entry = stored.get("trainer.loss_sums")
         sums = torch.zeros(2 if entry is None else entry.size, dtype=torch.float64)
-        extra_tensors = tensors | {"trainer.loss_sums": sums}
-        load_model(path, state.model, extra_tensors, stored, ("rng.",), self._control)
-        if state.step.dense_optimizer is not None:
-            train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
+        load_model(path, state.model, tensors | {"trainer.loss_sums": sums}, stored, ("rng.",), self._control)
+        if optimizer is not None:
+            train_state.load_optimizer_state(state.model, optimizer, tensors, options["optimizer"])
 
         # Set progress, generators and position; changed data restart the epoch.
         if changes:
             progress, sums = replace(progress, position=None, epoch_samples=0), sums * torch.tensor([1.0, 0.0])
             if state.ranks.is_first:
-                warnings.warn(
-                    f"{changes}. The epoch restarts; rows that are held out now may have been trained on", stacklevel=3
-                )
+                text = f"{changes}. The epoch restarts; rows that are held out now may have been trained on"
+                warnings.warn(text, stacklevel=3)
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
-        position = progress.position
-        local_position = None if position is None else rank_position(position, state.ranks.rank, state.ranks.size)
-        state.progress = replace(progress, position=local_position)
+        if progress.position is not None:
+            progress.position = rank_position(progress.position, state.ranks.rank, state.ranks.size)
+        state.progress = progress
         state.use(data)
         return path
 

@@ -27,12 +27,13 @@ from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
 from tritonemb.training.checkpoint.writer import describe_shard, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
-from tritonemb.utils import on_error
+from tritonemb.utils import join_names, on_error
 
-MAX_LISTED = 20
 TensorMetadata = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
 # Block of rows: row numbers in the unsharded table, ascending; first column; values by field, some without columns.
 _Block = tuple[Tensor, int, Mapping[str, Tensor]]
+Blocks = Iterator[_Block]
+Entry = Mapping[str, Any]  # of the manifest
 
 
 def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
@@ -54,9 +55,8 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
     """Read names, shapes and dtypes of a checkpoint's tensors, including tables saved as files; on each rank."""
-    entries, tables = on_each_rank(
-        group, lambda: (CheckpointReader(path).read_metadata().state_dict_metadata, saved_tables(Path(path)))
-    )
+    metadata, tables = on_each_rank(group, lambda: (CheckpointReader(path).read_metadata(), saved_tables(Path(path))))
+    entries = metadata.state_dict_metadata
     result = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     for prefix, table in tables.items():
         for field, (dtype, size) in table["fields"].items():
@@ -67,13 +67,13 @@ def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str
 
 def saved_on_servers(path: Path) -> dict[str, list[list[Path]]]:
     """Snapshot files of embedding servers, by collection: one chain of files per server."""
-    servers = read_manifest_text(path)[1].get("servers", {}) if (path / MANIFEST).is_file() else {}
+    servers = saved_tables(path, "servers")
     return {name: [[path / file for file in chain["files"]] for chain in chains] for name, chains in servers.items()}
 
 
-def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
+def saved_tables(path: Path, member: str = "tables") -> dict[str, Any]:
     """Manifest entries of tables saved as files, by the prefix of their tensors' names; {} without a manifest."""
-    return read_manifest_text(path)[1].get("tables", {}) if (path / MANIFEST).is_file() else {}
+    return read_manifest_text(path)[1].get(member, {}) if (path / MANIFEST).is_file() else {}
 
 
 def load_tensors(
@@ -88,8 +88,7 @@ def load_tensors(
         group: ranks that load together; not every rank needs every tensor.
 
     Raises:
-        ValueError: on every rank, if names, shapes or dtypes differ on any; the message lists all, and nothing was
-            read.
+        ValueError: on every rank, if names, shapes or dtypes differ; the message lists all, and nothing was read.
         StorageError: a file of a table is missing, damaged, or of another table, or the disk is full; no table on disk
             was changed then, and no tensor if the checkpoint has tables on disk only.
     """
@@ -98,8 +97,7 @@ def load_tensors(
     metadata = stored_tensors(path, group)
     local_types = {name: dtype_and_shape(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     if problems := _differences(metadata, on_all_ranks(group, lambda: local_types), ignore):
-        omitted = len(problems) - MAX_LISTED
-        lines = "\n  ".join(problems[:MAX_LISTED] + [f"and {omitted} more"] * (omitted > 0))
+        lines = join_names(problems, limit=20, separator="\n  ", last="\n  ")
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {lines}")
 
     # Tables on disk adopt their new stores only when all ranks have read everything.
@@ -111,13 +109,10 @@ def load_tensors(
 
 
 @files.checkpoint_errors("the checkpoint cannot be loaded")
-def _load(
-    path: Path, tensors: dict[str, Tensor], metadata: TensorMetadata, stores: dict[CachedTable, DiskRows]
-) -> None:
+def _load(path: Path, tensors: dict[str, Tensor], metadata: TensorMetadata, stores: dict[CachedTable, Any]) -> None:
     """Read tensors in memory, and add new stores of tables on disk to `stores`."""
     table_entries = saved_tables(path)
-    in_memory, on_disk = split_tables(tensors)
-    reader = CheckpointReader(path)
+    (in_memory, on_disk), reader = split_tables(tensors), CheckpointReader(path)
 
     # Tables on disk: from files if they were on disk when saved, otherwise from tensors.
     for shard, prefix in {shard: prefix for prefix, table in on_disk.items() for shard in table.shards}.items():
@@ -128,9 +123,7 @@ def _load(
             stores[shard] = _write_rows(shard, _tensor_blocks(reader, prefix, entries, shard.config))
 
     # Tensors in memory: from tensors, on each rank independently; or from the files of tables that were on disk.
-    if plain_tensors := {
-        name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in table_entries
-    }:
+    if plain_tensors := {name: t for name, t in in_memory.items() if name.rpartition(".")[0] not in table_entries}:
         load(plain_tensors, storage_reader=reader, planner=CheckpointPlanner(), no_dist=True)
     for prefix, entry in table_entries.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
@@ -140,11 +133,10 @@ def _load(
 
 def _differences(metadata: TensorMetadata, types_by_rank: list[dict[str, str]], ignore: tuple[str, ...]) -> list[str]:
     """Describe differences of tensors between the checkpoint and the ranks; `types_by_rank` has dtypes with shapes."""
-    problems = []
-    types_by_name: dict[str, dict[str, int]] = {}  # tensor name -> type -> first rank with this type
+    problems, types_by_name = [], defaultdict[str, dict[str, int]](dict)  # name -> type -> first rank with this type
     for rank, types in enumerate(types_by_rank):
         for name, local_type in types.items():
-            types_by_name.setdefault(name, {}).setdefault(local_type, rank)
+            types_by_name[name].setdefault(local_type, rank)
     for name in sorted(types_by_name.keys() | metadata.keys()):
         if name not in metadata:
             problems.append(f"{name} is not in the checkpoint")
@@ -216,8 +208,7 @@ def _fill_tensors(path: Path, saved_shards: Sequence[Mapping[str, Any]], targets
 
 
 def _copy_columns(target: Tensor, target_column: int, values: Tensor, column: int) -> None:
-    """Copy the common columns of `values`, from `column` on, into `target`, from `target_column` on; or copy a
-    vector."""
+    """Copy the columns that `values`, from `column` on, and `target` have in common; or copy a vector."""
     if target.dim() == 1:
         target.copy_(values)
         return
@@ -236,9 +227,7 @@ def _shards_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return entry["parts"]
 
 
-def _blocks_of(
-    path: Path, shard: Mapping[str, Any], first: int, last: int, only_written: bool = False
-) -> Iterator[_Block]:
+def _blocks_of(path: Path, shard: Entry, first: int, last: int, only_written: bool = False) -> Blocks:
     """Read those rows of a shard that are in [first, last) of the table; with `only_written`, only written ones."""
     (row, num_rows), (column, _) = shard["rows"], shard["columns"]
     first, last = max(0, first - row), min(num_rows, last - row)
@@ -253,14 +242,14 @@ def _blocks_of(
             restore(snapshot_path, base, changes)
         reader = stack.enter_context(SnapshotReader(snapshot_path))
         header = reader.header
-        header_identity = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
-        if header_identity != (shard["table"], row, num_rows, column):
+        identity = tuple(header[name] for name in ("table", "row_origin", "num_rows", "column_origin"))
+        if identity != (shard["table"], row, num_rows, column):
             raise StorageError(
                 f"{base} is a snapshot of table {header['table']!r}, expected the shard of table {shard['table']!r} of "
                 "the manifest; use another checkpoint"
             )
         initial = InitialValues(reader.record, header["seed"], shard["bound"], row, column)
-        ranges = reader.written() if only_written else iter([(first, last)])
+        ranges = reader.written() if only_written else [(first, last)]
         clipped_ranges = ((max(first, begin), min(last, end)) for begin, end in ranges)
         for rows in _chunks(clipped_ranges, max(1, CHUNK_BYTES // reader.record.num_bytes)):
             records = torch.empty(rows.numel(), reader.record.num_bytes, dtype=torch.uint8)
@@ -283,15 +272,12 @@ def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
         yield torch.cat(pieces)
 
 
-def _tensor_blocks(
-    reader: CheckpointReader, prefix: str, entries: TensorMetadata, config: TableConfig
-) -> Iterator[_Block]:
+def _tensor_blocks(reader: CheckpointReader, prefix: str, entries: TensorMetadata, config: TableConfig) -> Blocks:
     """Read the rows of a table or a shard from saved tensors, in ranges of rows that were written at once."""
     begins_by_column: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for name, entry in entries.items():
-        for chunk in entry.chunks:
-            row, column = (*chunk.offsets, 0)[:2]
-            begins_by_column[name, column].add(row)
+    for name, chunk in ((name, chunk) for name, entry in entries.items() for chunk in entry.chunks):
+        row, column = (*chunk.offsets, 0)[:2]
+        begins_by_column[name, column].add(row)
     # Split at the rows where the most finely split tensor was split, so that few rows of the others are read twice.
     first, last = config.row_origin, config.row_origin + config.num_embeddings
     bounds = {first, last, *(row for row in max(begins_by_column.values(), key=len) if first < row < last)}

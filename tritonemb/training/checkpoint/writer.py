@@ -5,13 +5,14 @@ is a chain of files: a full snapshot, followed in incremental checkpoints by the
 earlier checkpoints are hard links, so each checkpoint is self-contained, and any may be removed.
 """
 
+import itertools
 import json
 import re
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +53,7 @@ class CheckpointWriter(FileSystemWriter):
     Construction is collective. Arguments and errors as of `CheckpointFolder.save`. `publish` is called on rank 0 when
     the files of all ranks are on disk; only rank 0's `services` are used.
 
-    Exceptions are sent to other ranks as a `Failure`: torch would pickle them, and if one is not picklable, the other
-    ranks would wait forever.
+    Exceptions are sent as a `Failure`: if one could not be pickled, the other ranks would wait forever.
     """
 
     def __init__(
@@ -115,14 +115,12 @@ class CheckpointWriter(FileSystemWriter):
         metadata.storage_data = outcomes  # torch sends it to all ranks; the file has been written
 
     def result(self, metadata: Metadata) -> CheckpointSaved:
-        """Return the saved checkpoint from the metadata that torch returns on every rank; raise OSError if a rank
-        failed."""
+        """Return the saved checkpoint from torch's metadata, on every rank; raise OSError if a rank failed."""
         raise_failures(metadata.storage_data, self._error, OSError)
         return CheckpointSaved(self.step, self._folder.with_name(f"step-{self.step}"), *metadata.storage_data)
 
 
 def check_shards(ranks: Sequence[Shards]) -> None:
-    """Raise ValueError unless the ranks' shards cover each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
         entries = [shards[name] for shards in ranks if name in shards]
         if len(kinds := sorted({dtype_and_shape(dtype, shape) for shape, dtype, _ in entries})) > 1:
@@ -143,14 +141,9 @@ def local_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
 
 def split_large_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Wrap large tensors of a single process as `TableShards`, to write and read them in pieces with little memory."""
-    return {
-        name: TableShards(tensor.shape, tensor.dtype, [LocalShard(tensor)])
-        if not isinstance(tensor, TableShards | DTensor)
-        and tensor.dim() in (1, 2)
-        and tensor.nbytes > sharded_tensor.PIECE_BYTES
-        else tensor
-        for name, tensor in tensors.items()
-    }
+    plain = {name: t for name, t in tensors.items() if not isinstance(t, TableShards | DTensor) and t.dim() in (1, 2)}
+    large = {name: t for name, t in plain.items() if t.nbytes > sharded_tensor.PIECE_BYTES}
+    return {**tensors, **{name: TableShards(t.shape, t.dtype, [LocalShard(t)]) for name, t in large.items()}}
 
 
 class DiskTable(NamedTuple):
@@ -171,8 +164,7 @@ class RankFiles(NamedTuple):
 
 def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, DiskTable]]:
     """Split tensors into those in memory, and this rank's tables on disk by the prefix of tensor names."""
-    in_memory: dict[str, Tensor] = {}
-    tables: dict[str, DiskTable] = {}
+    in_memory, tables = dict[str, Tensor](), dict[str, DiskTable]()
     for name, value in tensors.items():
         local_shards = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
         on_disk = [(s.tensor.table, s.is_primary) for s in local_shards if isinstance(s.tensor, DiskTensor)]
@@ -188,8 +180,6 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 class _Snapshot(NamedTuple):
-    """Submitted snapshot of a shard."""
-
     prefixes: list[str]  # prefixes of tensor names, one per path to the table in the model
     config: TableConfig
     linked_files: Files  # hard links of an earlier checkpoint, which the changes follow
@@ -206,14 +196,13 @@ class TableSnapshots:
     """
 
     def __init__(self, tables: Mapping[str, DiskTable], services: Mapping[str, TableService]) -> None:
-        self.tables, self._services = tables, services
-        self._servers: dict[str, list[dict[str, Any]]] = {}
-        self._folder = Path()
-        self._shards: dict[CachedTable, list[str]] = {}  # all prefixes of each shard
+        self.tables, self._services, self._folder = tables, services, Path()
+        self._servers = dict[str, list[dict[str, Any]]]()
+        self._shards = defaultdict[CachedTable, list[str]](list)  # all prefixes of each shard
         for prefix, table in tables.items():
             for shard in (shard for shard, owned in table.shards.items() if owned):
-                self._shards.setdefault(shard, []).append(prefix)
-        self._snapshots: list[_Snapshot] = []
+                self._shards[shard].append(prefix)
+        self._snapshots = list[_Snapshot]()
 
     def write_back(self) -> int:
         """Write back dirty rows; return an upper bound of the bytes of the snapshots."""
@@ -247,12 +236,11 @@ class TableSnapshots:
                     "not follow the previous checkpoint; the next checkpoint will have a full snapshot"
                 )
             snapshot_files = linked_files | {path.name: size_and_checksum(path)}
-            num_bytes += allocated(path)
-            files |= snapshot_files
+            num_bytes, files = num_bytes + allocated(path), files | snapshot_files
             entry = describe_shard(config) | {"files": list(snapshot_files), "snapshot": header["snapshot"]}
             for prefix in prefixes:
                 tables[prefix]["parts"].append(entry)
-        for chain in (chain for chains in self._servers.values() for chain in chains):
+        for chain in itertools.chain.from_iterable(self._servers.values()):
             files |= {name: size_and_checksum(self._folder / name) for name in chain["files"]}
             num_bytes += files[chain["files"][-1]][0]
         return RankFiles(files, tables, num_bytes, self._servers)
@@ -278,26 +266,21 @@ def snapshot_servers(folder: Path, name: str, service: TableService, earlier: Ea
         follows = [entry["after"] for entry in written] == [entry["snapshot"] for entry in previous]
         chains = [entry["files"] for entry in previous] if follows else [[] for _ in written]
         if not previous or (follows and _link(source, folder, [name for chain in chains for name in chain])):
-            return [
-                {"files": [*chain, path.name], "snapshot": entry["snapshot"]}
-                for chain, path, entry in zip(chains, new, written, strict=True)
-            ]
+            entries = zip(chains, new, written, strict=True)
+            return [{"files": [*c, path.name], "snapshot": entry["snapshot"]} for c, path, entry in entries]
         for path in new:
             path.unlink()
     raise AssertionError
 
 
 def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
-    """Merge the files of all ranks."""
-    files = sorted(entry for rank in ranks for entry in rank.files.items())
-    tables: dict[str, dict[str, Any]] = {}
+    files, tables = sorted(entry for rank in ranks for entry in rank.files.items()), dict[str, dict[str, Any]]()
     for prefix, entry in (entry for rank in ranks for entry in rank.tables.items()):
         tables.setdefault(prefix, entry | {"parts": []})["parts"].extend(entry["parts"])
     return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks), ranks[0].servers)
 
 
 def describe_shard(config: TableConfig) -> dict[str, Any]:
-    """Describe a shard for the manifest."""
     return {
         "table": config.name,
         "rows": [config.row_origin, config.num_embeddings],
@@ -341,18 +324,17 @@ def _link(source: Path, folder: Path, names: Iterable[str]) -> bool:
     try:
         for name in names:
             (folder / name).hardlink_to(source / name)
+        return True
     except OSError:
         for name in names:
             (folder / name).unlink(missing_ok=True)
         return False
-    return True
 
 
 class HostStager(BlockingAsyncStager):
     """Stages tensors in host memory, in buffers that are reused; pinned for tensors on a CUDA device.
 
-    Unlike torch's stagers, it supports `TableShards`, does not copy the entire storage of a view, and raises on all
-    ranks if one fails.
+    Unlike torch's stagers, it supports `TableShards`, copies no more than a view, and raises on all ranks.
     """
 
     def __init__(self, group: RankGroup | None = None) -> None:
@@ -385,7 +367,7 @@ class HostStager(BlockingAsyncStager):
 
         def copy(name: str, tensor: Tensor) -> Tensor:
             if isinstance(tensor, TableShards):
-                numbers = count()
+                numbers = itertools.count()
                 return tensor.map(lambda shard: fill(f"{name} {next(numbers)}", shard), only_primary=True)
             if isinstance(tensor, DTensor):
                 return DTensor(fill(name, tensor.to_local()), tensor._spec, requires_grad=False)
