@@ -25,7 +25,7 @@ from torch import nn
 import tritonemb as te
 from benchmarks.measuring.clock import Contender, Timing
 from benchmarks.measuring.result_files import Goal
-from tritonemb.offloading.tiers import CHUNK_BYTES, DiskTier, empty_host
+from tritonemb.offloading.tiers import REQUEST_BYTES, DiskTier, empty_host
 
 FOLDER = Path(os.environ.get("TRITONEMB_OFFLOAD_FOLDER", "build/swap"))  # on the disk that is measured
 SPANS, SPAN_BYTES = 6, 64 << 20
@@ -49,8 +49,8 @@ def plain_file(buffers: list[Any]) -> Iterator[Callable[[Any], None]]:
     def move(operation: Any) -> None:
         for number, buffer in enumerate(buffers):
             view = memoryview(buffer.numpy())
-            for begin in range(0, SPAN_BYTES, CHUNK_BYTES):
-                operation(handle, [view[begin : begin + CHUNK_BYTES]], number * SPAN_BYTES + begin)
+            for begin in range(0, SPAN_BYTES, REQUEST_BYTES):
+                operation(handle, [view[begin : begin + REQUEST_BYTES]], number * SPAN_BYTES + begin)
 
     try:
         os.posix_fallocate(handle, 0, len(buffers) * SPAN_BYTES)

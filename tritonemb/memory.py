@@ -1,4 +1,4 @@
-"""Memory of large CPU tensors: huge pages, pinned memory, and a pool of blocks for results.
+"""Memory of CPU tensors: their bytes in files and messages, huge pages, pinned memory, and a pool for results.
 
 glibc maps a new region for every allocation of 32 MiB and more. Each of its pages then faults and is zeroed, which
 takes longer than looking rows up. So the block of a large result returns to a pool when the result is freed, for the
@@ -9,7 +9,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,9 +18,46 @@ from torch import Tensor
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
 MIN_REUSED_BYTES = 32 << 20  # size from which glibc maps each allocation anew
 PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: pinned for all GPUs, and mapped into their address spaces
+DTYPES: dict[str, torch.dtype] = {  # of tensors in files and messages
+    name: getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "bool"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+    )
+}
+TensorSpan = tuple[slice, torch.dtype, Sequence[int]]  # bytes, dtype and shape of a tensor among others
 _idle: dict[int, Tensor] = {}  # blocks by address, the longest idle first
 _used: dict[int, Tensor] = {}
 _peak_used = 0  # bytes
+
+
+def bytes_of(tensor: Tensor) -> np.ndarray:
+    """View the bytes of a contiguous CPU tensor, uint8 `[num_bytes]`."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def describe_tensors(tensors: Iterable[Tensor]) -> list[tuple[str, list[int]]]:
+    """Return names of dtypes, and shapes, for JSON."""
+    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+
+
+def tensor_spans(dtypes_and_shapes: Iterable[tuple[str, Sequence[int]]], alignment: int = 1) -> list[TensorSpan]:
+    """Return the spans of described tensors whose bytes follow each other, each at a multiple of `alignment`."""
+    spans, end = list[TensorSpan](), 0
+    for name, shape in dtypes_and_shapes:
+        begin, dtype = -(-end // alignment) * alignment, DTYPES[name]
+        end = begin + math.prod(shape) * dtype.itemsize
+        spans.append((slice(begin, end), dtype, shape))
+    return spans
+
+
+def view_tensors(data: Tensor, spans: Iterable[TensorSpan]) -> list[Tensor]:
+    """View tensors in their bytes, uint8 and aligned to 8; copy those whose span is not aligned to their dtype."""
+    parts = ((data[span], dtype, shape) for span, dtype, shape in spans)
+    return [
+        (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).reshape(shape)
+        for part, dtype, shape in parts
+    ]
 
 
 def advise_huge_pages(tensor: Tensor) -> Tensor:

@@ -167,8 +167,24 @@ def kernel_folder() -> Path:
     return folder
 
 
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a complete file or folder to its name, after it is on the disk, and make the rename durable."""
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
 @contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
+def atomic_path(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces `path` at the end, or is removed after an error.
 
     Raise FileNotFoundError if the folder does not exist.
@@ -178,18 +194,16 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield temporary
-        os.replace(temporary, path)
+        (publish if durable else os.replace)(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Replace `path` atomically with `text` in UTF-8, after fsync; create the folder."""
+    """Replace `path` atomically and durably with `text` in UTF-8; create the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with atomic_path(path, durable=True) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="\n")
 
 
 _SEAL = ',\n "sha256": "%s"\n}\n'

@@ -16,7 +16,7 @@ pa = pytest.importorskip("pyarrow")
 from tests.data import logs  # noqa: E402
 from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
 from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule, convert, delimited, open_dataset, open_for_scoring  # noqa: E402
-from tritonemb.data.delimited import LONGEST_LINE, CsvFormat, count_rows, parse, read_line  # noqa: E402
+from tritonemb.data.delimited import MAX_LINE_BYTES, CsvFormat, count_rows, parse, read_line  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
 HEADER = "click,note,price,user,item"
@@ -196,7 +196,7 @@ BAD = [
     ('1,a,1,u,1,"', "expected 5 comma-separated fields, found 6; a quote is not closed in this line"),
     ('1,a,1,"u\n",1', "expected 5 comma-separated fields, found 4"),
     ("1,a\rb,1,u,1", "the line contains a carriage return"),
-    (f"1,{'a' * LONGEST_LINE},1,u,1", "the line has more than 65,536 characters"),
+    (f"1,{'a' * MAX_LINE_BYTES},1,u,1", "the line has more than 65,536 characters"),
 ]
 
 
@@ -334,7 +334,7 @@ def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
         with log.open("train", 64) as stream:
             rows = sum(map(len, stream))
             report = stream.report
-        assert (rows, report.skipped) == (9100 - LONGEST_LINE // 10, 1)
+        assert (rows, report.skipped) == (9100 - MAX_LINE_BYTES // 10, 1)
         assert "line 102: the line has" in report.problems[0]
 
 
@@ -355,7 +355,7 @@ def test_shards_and_positions(tmp_path, name, rule):
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
 def test_a_long_line_of_a_quoted_file_moves_no_row_to_another_split(tmp_path, name):
     rows = [f'{row % 2},"n\nn",{row},u,{row}' for row in range(400)]
-    rows[100] = f"1,n,100,{'u' * 2 * LONGEST_LINE},100"
+    rows[100] = f"1,n,100,{'u' * 2 * MAX_LINE_BYTES},100"
     log = reader(
         write(tmp_path, *rows, name=name), split=SplitRule(split_by="end", test_share=0.5), quoted_newlines=True,
         on_bad_row="skip",

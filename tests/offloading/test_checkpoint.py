@@ -129,7 +129,7 @@ def test_pretrained_models_load_shard_by_shard(tmp_path):
     assert load(model, tmp_path, rename=lambda key: key.removeprefix("body.")) == ["extra0", "extra1"]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values(), strict=True))
     assert steps(model, optimizer, 2) == steps(plain, adam(plain.parameters()), 2)
-    with pytest.raises(ValueError, match=r"has no \['embedding.weight'"):
+    with pytest.raises(ValueError, match=r"has no 'embedding\.weight', "):
         load(model, tmp_path)
     with pytest.raises(ValueError, match=r"has no \.safetensors files"):
         load(model, tmp_path / "swap")

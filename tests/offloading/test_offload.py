@@ -107,7 +107,7 @@ def test_every_element_wise_optimizer(name, states, tmp_path):
 @pytest.mark.parametrize("params", ["device", "disk"])
 @pytest.mark.parametrize("checkpointed", ["", "again", "reentrant"])
 def test_activations_come_back_as_they_were(activations, params, checkpointed, tmp_path, monkeypatch):
-    monkeypatch.setattr("tritonemb.offloading.activations.MIN_BYTES", 1_000)
+    monkeypatch.setattr("tritonemb.offloading.dispatch.MIN_BYTES", 1_000)
     expected = train(lambda: Transformer(checkpointed), tmp_path)
     offload = on(Transformer, params, activations=activations)
     trained = train(lambda: Transformer(checkpointed), tmp_path, offload=offload)
@@ -119,7 +119,7 @@ def test_activations_come_back_as_they_were(activations, params, checkpointed, t
 @pytest.mark.parametrize("wrapped", [True, False])
 @pytest.mark.parametrize("offload", [{"params": "disk", "states": "host"}, {"params": "host", "activations": "disk"}])
 def test_compiled_blocks(wrapped, offload, tmp_path, dynamo, monkeypatch):
-    monkeypatch.setattr("tritonemb.offloading.activations.MIN_BYTES", 1_000)
+    monkeypatch.setattr("tritonemb.offloading.dispatch.MIN_BYTES", 1_000)
 
     def make():
         model = Transformer(blocks=2)

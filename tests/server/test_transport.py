@@ -21,6 +21,7 @@ import pyarrow.flight
 from tests.helpers import DEADLINE
 from tritonemb import flight
 from tritonemb.flight import Client, start_server
+from tritonemb.memory import DTYPES
 from tritonemb.server import connect, transport
 from tritonemb.server.metrics import MetricsServer
 from tritonemb.server.transport import FlightServer, FlightTransport, LocalTransport
@@ -98,7 +99,7 @@ def peer(way):
 
 def random_tensors():
     """Of each dtype and shape, with any bits."""
-    for dtype in transport._DTYPES.values():
+    for dtype in DTYPES.values():
         for shape in SHAPES:
             bits = torch.randint(0, 2 if dtype is torch.bool else 256, (*shape, dtype.itemsize), dtype=torch.uint8)
             yield bits.view(dtype).squeeze(-1)

@@ -40,7 +40,7 @@ def test_positions_that_are_known(order, count):
 
 
 def test_they_grow_and_are_listed_in_pieces(monkeypatch):
-    monkeypatch.setattr(page_table, "_CHUNK", 1000)
+    monkeypatch.setattr(page_table, "_LEAVES_PER_CHUNK", 1000)
     table = PageTable(10**6)
     for first in (7, 3, 500_000 % 10):
         table.allocate(np.arange(first, 10**6, 10))

@@ -13,7 +13,7 @@ import torch
 
 from tests.storage.stores import Model, Stop, disk_rows, identity, initial, no_thread, read, some_records, write
 from tritonemb.storage import DiskRows, SnapshotReader, aio, page_table, restore
-from tritonemb.storage.sparse import copy_rows, digest
+from tritonemb.storage.io import copy_rows, digest
 from tritonemb.storage.store import OperationQueue, is_cancelled
 from tritonemb.storage.threads import IoThreads, shielded
 
@@ -202,7 +202,7 @@ def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call
             return real(*arguments)
 
         monkeypatch.setattr(owner, name, note)
-    monkeypatch.setattr("tritonemb.storage.sparse._FICLONE", 0)  # no request, so it copies
+    monkeypatch.setattr("tritonemb.storage.io._FICLONE", 0)  # no request, so it copies
     call(saved, tmp_path / "to")
     assert movers
     assert threading.main_thread() not in movers

@@ -11,7 +11,7 @@ import torch
 
 from tests.storage.stores import Model, disk_rows, failing, initial, some_records
 from tritonemb.storage import SnapshotReader, StorageError, restore, snapshot_header
-from tritonemb.storage.sparse import DIGEST_BYTES, copy_rows, digest
+from tritonemb.storage.io import DIGEST_BYTES, copy_rows, digest
 
 ROWS = 40_000
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.storage.stores import SIZES, Model, disk_rows, failing, read, some_records, write
-from tritonemb.storage import StorageError, restore, snapshot, sparse
+from tritonemb.storage import StorageError, io, restore, snapshot
 
 NUM_ROWS = 400
 PAGE = 4096
@@ -274,7 +274,7 @@ def test_a_reflink_is_made_where_the_file_system_supports_it(tmp_path, monkeypat
         return 0
 
     monkeypatch.setattr(fcntl, "ioctl", reflink)
-    monkeypatch.setattr(sparse, "_copy", None)  # nothing is copied besides
+    monkeypatch.setattr(io, "_copy", None)  # nothing is copied besides
     with disk_rows(tmp_path / "rows", 100, 516) as store:
         write(store, range(100), 1).wait()
         store.snapshot(tmp_path / "base").wait()
@@ -304,8 +304,8 @@ def test_pieces_hold_all_parts_once_and_are_small(gaps_and_lengths):
     for gap, length in gaps_and_lengths:
         parts.append(((end + gap) * PAGE, (end + gap + length) * PAGE))
         end += gap + length
-    pieces = list(sparse._copy_ranges(iter(parts)))
-    assert all(0 < stop - begin <= sparse.COPY_BYTES for begin, stop in pieces)
+    pieces = list(io._copy_ranges(iter(parts)))
+    assert all(0 < stop - begin <= io.COPY_BYTES for begin, stop in pieces)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
     covered = {page for begin, stop in pieces for page in range(begin // PAGE, stop // PAGE)}
     assert covered >= {page for begin, stop in parts for page in range(begin // PAGE, stop // PAGE)}

@@ -248,7 +248,7 @@ def fault_at(monkeypatch, number: int, fault) -> Callable[[], int]:
 
         return called
 
-    for module, name in ((os, "rename"), (os, "fsync"), (shutil, "rmtree")):
+    for module, name in ((os, "rename"), (os, "replace"), (os, "fsync"), (shutil, "rmtree")):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     return lambda: calls
 
@@ -344,7 +344,7 @@ def test_without_hard_links_the_best_checkpoint_is_on_the_disk_before_it_has_its
         assert {path.stat().st_ino for path in (source, *source.iterdir())} <= synced
         rename(source, target)
 
-    for name, function in (("link", link), ("fsync", noted), ("rename", checked)):
+    for name, function in (("link", link), ("fsync", noted), ("replace", checked)):
         monkeypatch.setattr(os, name, function)
     folder.mark_best(5)
     assert value_in(folder.best()) == 5.0
@@ -352,14 +352,14 @@ def test_without_hard_links_the_best_checkpoint_is_on_the_disk_before_it_has_its
 
 def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch):
     folder = saved(CheckpointFolder(tmp_path), 5)
-    rename = os.rename
+    rename = os.replace
 
     def refuse(source, target):
         if os.path.basename(source).startswith(".writing-"):
             raise OSError(errno.EIO, "the disk is broken")
         rename(source, target)
 
-    monkeypatch.setattr(os, "rename", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(CheckpointError, match=r"the disk is broken.*The latest complete checkpoint is step-5"):
         saved(folder, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]

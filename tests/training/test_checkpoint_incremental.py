@@ -14,6 +14,7 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 from tests.training.disk_job import Probe, in_memory
+from tritonemb.storage import checkpoint as files
 from tritonemb.training import CheckpointError
 from tritonemb.training.checkpoint import load_tensors, read_manifest, writer
 from tritonemb.training.train_state import model_tensors
@@ -89,7 +90,7 @@ class TestIncremental:
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        for place in ((writer.FileSystemWriter, "write_data"), (writer, "size_and_checksum")):
+        for place in ((files.FileSystemWriter, "write_data"), (writer, "size_and_checksum")):
             probe.write(5, 6)
             with monkeypatch.context() as patch:
                 patch.setattr(*place, fail)

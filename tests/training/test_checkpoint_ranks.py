@@ -21,6 +21,7 @@ from tests.ranks import free_port, joined, start_process
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
 from tests.training import jobs
 from tritonemb.comm.group import RankGroup
+from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import ignore_single_process_warning
 from tritonemb.training.checkpoint import (
     MANIFEST,
@@ -29,7 +30,6 @@ from tritonemb.training.checkpoint import (
     load_tensors,
     read_manifest,
     stored_tensors,
-    writer,
 )
 from tritonemb.training.checkpoint import folder as folder_module
 
@@ -177,10 +177,10 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
     full = values((12, 4), torch.float32)
     places = {
         "begin": (folder_module.CheckpointFolder, "_remove_leftovers"),
-        "write": (writer.FileSystemWriter, "write_data"),
-        "metadata": (writer.FileSystemWriter, "finish"),
-        "checksum": (writer, "size_and_checksum"),
-        "manifest": (folder_module, "atomic_write"),
+        "write": (files.FileSystemWriter, "write_data"),
+        "metadata": (files.FileSystemWriter, "finish"),
+        "checksum": (files, "size_and_checksum"),
+        "manifest": (files, "write_manifest"),
     }
     owner, name = places[where]
     real = getattr(owner, name)
@@ -355,7 +355,7 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
         save(rank, folder, 1, full, HALVES)
         group.barrier()
         if rank == 1:
-            writer.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+            files.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
         try:
             save(rank, folder, 2, full, HALVES)
         except CheckpointError:

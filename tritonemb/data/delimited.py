@@ -27,7 +27,7 @@ from tritonemb.utils import join_names
 
 Text = bytes | bytearray
 
-LONGEST_LINE = 1 << 16  # bytes; a longer line is bad and is truncated
+MAX_LINE_BYTES = 1 << 16  # bytes; a longer line is bad and is truncated
 BLOCK_BYTES = 1 << 20  # bytes that pyarrow parses at a time; a block fits the processor's cache
 
 _RULES = (
@@ -76,7 +76,7 @@ class CsvFormat:
     def accepts(self, lines: list[bytes]) -> list[bool]:
         """Return which lines can be parsed; bisects, so that valid lines around a bad one are parsed at once."""
         text = b"".join(line + b"\n" for line in lines)
-        unquoted = not any(len(line) > LONGEST_LINE or b"\r" in line or b"\n" in line for line in lines)
+        unquoted = not any(len(line) > MAX_LINE_BYTES or b"\r" in line or b"\n" in line for line in lines)
         if (unquoted and len(lines) == 1) or (self.is_regular(text) if self.quoted else unquoted):
             batch = self.read(text)
             if batch is not None and batch.num_rows == len(lines):
@@ -102,8 +102,8 @@ class CsvFormat:
     def problem(self, line: bytes) -> tuple[str, str]:
         """Return reason and message for a bad line, passed without its end."""
         hint = "; a quote is not closed in this line" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
-        if self.quote and len(line) > LONGEST_LINE:
-            return "too long", f"the line has more than {LONGEST_LINE:,} characters"
+        if self.quote and len(line) > MAX_LINE_BYTES:
+            return "too long", f"the line has more than {MAX_LINE_BYTES:,} characters"
         if self.quote and b"\r" in (re.sub(rb'"[^"]*"', b"", line) if self.quoted else line):
             return "carriage return", "the line contains a carriage return"
         fields, count = self._fields(line), len(self.columns)
@@ -306,14 +306,14 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
     """Read a line with its end, empty at the end of the file; with `quoted`, it includes line ends in quotes.
 
     A line that is too long is truncated; a quote that is not closed before that does not count."""
-    line: bytes = source.readline(LONGEST_LINE + 1)
-    while quoted and line.count(b'"') % 2 and len(line) <= LONGEST_LINE:
-        if not (continuation := source.readline(LONGEST_LINE + 1)):
+    line: bytes = source.readline(MAX_LINE_BYTES + 1)
+    while quoted and line.count(b'"') % 2 and len(line) <= MAX_LINE_BYTES:
+        if not (continuation := source.readline(MAX_LINE_BYTES + 1)):
             break
         line += continuation
-    if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+    if len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
         line += b"\n"
-        while (remainder := source.readline(LONGEST_LINE)) and not remainder.endswith(b"\n"):
+        while (remainder := source.readline(MAX_LINE_BYTES)) and not remainder.endswith(b"\n"):
             pass
     return line
 
@@ -322,7 +322,7 @@ def complete_line_bytes(text: Text) -> int:
     """Return the bytes of the complete lines, quotes considered, that come before a line that is too long."""
     data = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero((data == ord("\n")) & ~np.logical_xor.accumulate(data == ord('"'))) + 1
-    too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE + 1)
+    too_long = np.flatnonzero(np.diff(ends, prepend=0) > MAX_LINE_BYTES + 1)
     ends = ends[: too_long[0]] if len(too_long) else ends
     return int(ends[-1]) if len(ends) else 0
 
@@ -336,8 +336,8 @@ def _split_lines(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
 
 def _has_long_line(data: Text) -> bool:
     begin = 0
-    while len(data) - begin > LONGEST_LINE:
-        begin = data.rfind(b"\n", begin, begin + LONGEST_LINE) + 1
+    while len(data) - begin > MAX_LINE_BYTES:
+        begin = data.rfind(b"\n", begin, begin + MAX_LINE_BYTES) + 1
         if not begin:
             return True
     return False

@@ -12,8 +12,8 @@ Names = tuple[str, ...]
 Kind = Literal["end", "random", "files", "time"]
 
 MAX_EMBEDDINGS = 1 << 31
-SHOWN_CHARACTERS = 40
-LARGEST_CHUNK = 1 << 28
+MAX_CHARACTERS = 40
+MAX_CHUNK_BYTES = 1 << 28
 
 LABEL = "label"
 INTEGERS = tuple(f"int_{i}" for i in range(1, 14))
@@ -229,8 +229,8 @@ class LogOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         vars(self)["delimiter"] = {r"\t": "\t"}.get(self.delimiter, self.delimiter)  # as a shell passes it
-        if not 1 <= self.chunk_bytes <= LARGEST_CHUNK:
-            raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
+        if not 1 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
+            raise ValueError(f"chunk_bytes must be from 1 to {MAX_CHUNK_BYTES}, got {self.chunk_bytes}")
         if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
             raise ValueError(f"delimiter must be one ASCII character, got {self.delimiter!r}")
         if self.list_separator in {*'\n\r"', self.delimiter or ","} or (self.schema.lists and not self.list_separator):
@@ -255,4 +255,4 @@ def invalid_value_message(field_number: int, name: str, value: object, expected:
 def quote_value(value: object) -> str:
     """Quote a value for a message: escaped, and truncated if long."""
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
-    return repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "...")
+    return repr(text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 3] + "...")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tritonemb.data import delimited
 from tritonemb.data import files as cuts
-from tritonemb.data.delimited import LONGEST_LINE, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
+from tritonemb.data.delimited import MAX_LINE_BYTES, CriteoFormat, CsvFormat, count_lines, encoding_hint, read_line
 from tritonemb.data.files import Chunk, LogFile, Part, pa
 from tritonemb.data.pipeline import LogSource, ParsedChunk
 from tritonemb.data.protocol import WHOLE, Shard
@@ -223,7 +223,7 @@ def count_before(file: LogFile, start: int, quoted: bool = False, header: bool =
     return lines, rows
 
 
-def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
+def first_bytes(file: LogFile, num_bytes: int = MAX_LINE_BYTES) -> bytes:
     with open_text(file) as source:
         return bytes(source.read(num_bytes))
 

@@ -5,7 +5,6 @@ checkpoint loads into plain and sharded models, other numbers of ranks and other
 `checksums.json` beside it detects damage before anything is loaded.
 """
 
-import json
 import os
 import shutil
 import warnings
@@ -17,38 +16,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.shards import DeviceElements, StoredElements, TensorSlice, tensor_slices, to_local
-from tritonemb.offloading.sub_groups import MASTER
+from tritonemb.offloading.states import MASTER, StateArray
 from tritonemb.storage import checkpoint as files
-from tritonemb.storage.checkpoint import FORMAT, METADATA, checkpoint_errors, size_and_checksum
-from tritonemb.storage.io import sync
-from tritonemb.utils import atomic_write, on_error, require, seal
+from tritonemb.storage.checkpoint import METADATA, checkpoint_errors
+from tritonemb.utils import join_names, on_error, publish, require
 
 BLOCK_BYTES = 64 << 20  # of a tensor in memory at a time
 WRITING, CHECKSUMS = ".writing-", "checksums.json"
 
 
 class Block(NamedTuple):
-    """Block of rows of this rank's slice of a tensor.
+    """Block of rows of this rank's slice of a tensor."""
 
-    `offset` is in the full tensor, `begin` the first element in the slice, which `elements` reads and writes.
-    """
-
-    offset: tuple[int, ...]
+    offset: tuple[int, ...]  # in the full tensor
     size: torch.Size
-    begin: int
-    elements: StoredElements
+    begin: int  # first element in the slice
+    elements: StoredElements  # of the slice
 
 
 class StoredTensor(Tensor):
@@ -80,18 +73,14 @@ class StoredTensor(Tensor):
         return [ChunkStorageMetadata(torch.Size(b.offset), b.size) for b in self.blocks.values()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        block = self._block(index)
+        assert index.offset is not None
+        self._block = block = self.blocks[tuple(index.offset)]
         self._current = block.elements.read_range(block.begin, block.begin + block.size.numel()).view(block.size)
         return self._current
 
-    def commit(self, index: MetadataIndex) -> None:
+    def commit(self) -> None:
         """Write the block that `__get_tensor_shard__` returned last."""
-        block = self._block(index)
-        block.elements.write_range(block.begin, self._current.reshape(-1))
-
-    def _block(self, index: MetadataIndex) -> Block:
-        assert index.offset is not None
-        return self.blocks[tuple(index.offset)]
+        self._block.elements.write_range(self._block.begin, self._current.reshape(-1))
 
 
 class LoadPlanner(files.CheckpointPlanner):
@@ -100,7 +89,7 @@ class LoadPlanner(files.CheckpointPlanner):
     def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
         target = self.state_dict[read_item.dest_index.fqn]
         if isinstance(target, StoredTensor):
-            target.commit(read_item.dest_index)
+            target.commit()
 
 
 def _blocks(tensor_slice: TensorSlice, dtype: torch.dtype, elements: StoredElements) -> Iterator[Block]:
@@ -108,11 +97,9 @@ def _blocks(tensor_slice: TensorSlice, dtype: torch.dtype, elements: StoredEleme
     offset, size = tensor_slice.offset, tensor_slice.size
     if not size:
         yield Block((), size, 0, elements)
-    if not size or 0 in size:
-        return
     width = torch.Size(size[1:]).numel()
-    step = max(1, BLOCK_BYTES // (width * dtype.itemsize))
-    for first in range(0, size[0], step):
+    step = max(1, BLOCK_BYTES // max(1, width * dtype.itemsize))
+    for first in range(0, size[0], step) if size.numel() and size else ():
         block_size = torch.Size((min(step, size[0] - first), *size[1:]))
         yield Block((offset[0] + first, *offset[1:]), block_size, first * width, elements)
 
@@ -121,9 +108,8 @@ def _is_primary(p: Any) -> bool:
     """Return whether this rank saves its shard of a parameter: the first replica does."""
     if not isinstance(p, DTensor):
         return RankGroup.world().rank == 0
-    coordinates: Any = p.device_mesh.get_coordinate() or []
-    placements = zip(coordinates, p.placements, strict=True)
-    return all(coordinate == 0 for coordinate, placement in placements if placement.is_replicate())
+    coordinates: Any = zip(p.device_mesh.get_coordinate() or (), p.placements, strict=True)
+    return not any(coordinate for coordinate, placement in coordinates if placement.is_replicate())
 
 
 def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: bool) -> dict[str, Any]:
@@ -146,36 +132,21 @@ def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: 
         # A tied parameter has several names, and states under the first.
         if names.setdefault(p, fqn) == fqn and (optimizer.store.is_ready(p) or not for_saving):
             layout = optimizer.store.layout(p)
-            for name, value in layout.scalars.items():
-                states[fqn][name] = value
+            states[fqn].update(layout.scalars)
             for name, dtype in layout.dtypes.items():
-                add(states[fqn], name, dtype, optimizer.store.array(p, name))
-    groups = [
-        {**group, "params": list(dict.fromkeys(names[p] for p in group["params"]))} for group in optimizer.param_groups
-    ]
+                add(states[fqn], name, dtype, StateArray(optimizer.store, p, name))
+    groups = [{**group, "params": [*{names[p]: None for p in group["params"]}]} for group in optimizer.param_groups]
     return {"model": tensors, "optim": {"state": states, "param_groups": groups}}
 
 
-class OffloadWriter(FileSystemWriter):
-    """DCP writer that adds checksums, and renames the temporary folder when all files are on disk."""
-
-    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        future = super().write_data(plan, planner)
-        results: list[Any] = future.value()
-        paths = Path(self.path).glob(f"{plan.storage_data.prefix}*")
-        results.append({path.name: size_and_checksum(path) for path in paths})
-        return future
+class OffloadWriter(files.ChecksumWriter):
+    """Writer that adds a file of checksums, and publishes the folder when all files are on disk."""
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        entries = {name: entry for rank_results in results for name, entry in rank_results.pop().items()}
-        super().finish(metadata, results)
         folder = Path(self.path)
-        sync(folder / METADATA)  # torch syncs it before it is complete
-        entries[METADATA] = size_and_checksum(folder / METADATA)
-        atomic_write(folder / CHECKSUMS, seal(json.dumps({"format": FORMAT, "files": entries}, indent=1)))
-        sync(folder)
-        os.replace(folder, folder.with_name(folder.name.removeprefix(WRITING)))
-        sync(folder.parent)
+        entries = {name: entry for rank_results in results for name, entry in rank_results.pop().items()}
+        files.write_manifest(folder, {"files": entries | self.finish_files(metadata, results)}, CHECKSUMS)
+        publish(folder, folder.with_name(folder.name.removeprefix(WRITING)))
 
 
 def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
@@ -276,8 +247,8 @@ def load_safetensors(
         raise ValueError(f"{path} has no .safetensors files")
     # Parameters, and tiles, by the name of the full tensor.
     targets: dict[str, list[tuple[Any, TensorSlice]]] = {}
-    for p, tensor_slice in tensor_slices(model):
-        targets.setdefault(tensor_slice.fqn, []).append((p, tensor_slice))
+    for target in tensor_slices(model):
+        targets.setdefault(target[1].fqn, []).append(target)
     # Write each tensor to its parameter, or to its tiles.
     unknown, loaded = [], set[Any]()
     for file in shards:
@@ -298,7 +269,6 @@ def load_safetensors(
                         to_local(target).detach().copy_(local_values)
                     loaded.add(target)
     parameters = {name: p for name, matches in targets.items() for p, _ in matches if isinstance(p, nn.Parameter)}
-    missing = [name for name, p in parameters.items() if p not in loaded]
-    if strict and missing:
-        raise ValueError(f"{path} has no {missing[:5]}, {len(missing)} in all; strict=False leaves them unchanged")
+    if strict and (missing := [name for name, p in parameters.items() if p not in loaded]):
+        raise ValueError(f"{path} has no {join_names(map(repr, missing), 5)}; strict=False leaves them unchanged")
     return unknown

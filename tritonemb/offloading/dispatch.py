@@ -1,11 +1,14 @@
-"""Offloaded parameters as PyTorch sees them: operators, saved tensors and module calls get the copies in the arena.
+"""Offloaded parameters and activations as PyTorch sees them: operators, module calls and saved tensors.
 
 An offloaded parameter is an `OffloadedTensor`: shape, dtype and gradient, without values. Operators of a forward or
 backward pass get its copy in the arena; `torch.compile`d modules hold the copies during a call. Autograd saves a
-reference in place of the copy, so the arena may evict it until the backward needs it.
+reference in place of the copy, so the arena may evict it until the backward needs it. Offloaded activations are other
+tensors that autograd saves for the backward, in host memory or on disk.
 """
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,11 +19,15 @@ from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.offloading.activations import SavedView
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache, in_backward
 from tritonemb.offloading.shards import to_local
-from tritonemb.offloading.tiers import Tier
+from tritonemb.offloading.tiers import Span, Tier, empty_on, round_to_pages
+from tritonemb.storage.store import IoFuture
 
+Packed = Tensor | Callable[[], Tensor]  # saved tensor, or a function that returns it
+MIN_BYTES = 16 << 10  # smaller tensors stay on the device: a transfer costs more than their memory
+MAX_BASE_RATIO = 4  # a view stays if its storage has more than this many times its bytes
+PREFETCH_STORAGES = 4  # storages that are read before the backward needs them
 _tensor: Any = torch.Tensor
 _METADATA = {  # attributes and methods that need no values
     attribute if callable(attribute := getattr(_tensor, name)) else attribute.__get__
@@ -39,6 +46,94 @@ _METADATA = {  # attributes and methods that need no values
 }  # fmt: skip
 _MOVES = {_tensor.to, _tensor.cpu, _tensor.cuda}
 _UNSUPPORTED = {_tensor.data.__get__, _tensor.data.__set__, _tensor.register_hook}
+
+
+class SavedStorage:
+    """Offloaded storage of saved tensors. Its span is reused once autograd releases them."""
+
+    def __init__(
+        self, store: "ActivationStore", storage: torch.UntypedStorage, previous: Callable[[], "SavedStorage | None"]
+    ) -> None:
+        self.num_bytes, self._device = storage.nbytes(), store.device
+        self.span = store.acquire(self.num_bytes)
+        self.previous = previous
+        self._block: Tensor | None = empty_on(self._device, self.num_bytes)
+        self._block[: self.num_bytes].copy_(torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage))
+        self.write_future: IoFuture | None = self.span.write(self._block)
+        self._read_future: IoFuture | None = None
+        # A bound method would keep the store alive, which refers to this storage: a cycle.
+        weakref.finalize(self, store.free[round_to_pages(self.num_bytes)].append, self.span).atexit = False
+
+    def finish_write(self, wait: bool = False) -> bool:
+        """Release the memory once it is written; return whether it is."""
+        if self.write_future is not None and (wait or self.write_future.done()):
+            self.write_future.wait()
+            self.write_future = self._block = None
+        return self.write_future is None
+
+    def begin_read(self) -> None:
+        """Start to read the storage, unless it is in memory."""
+        if self._block is None:
+            self._block = empty_on(self._device, self.num_bytes)
+            self._read_future = self.span.read(self._block)
+
+    def block(self) -> Tensor:
+        """Return the memory, uint8; prefetch the storages saved before it, which the backward needs next."""
+        self.begin_read()
+        storage: SavedStorage | None = self
+        for _ in range(PREFETCH_STORAGES):
+            if storage is not None and (storage := storage.previous()) is not None:
+                storage.begin_read()
+        if self._read_future is not None:
+            self._read_future.wait()
+        assert self._block is not None
+        self.write_future = None  # keep the memory until autograd releases it
+        return self._block
+
+
+def view_later(tensor: Tensor, fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return a function that returns the tensor as a view of its storage, uint8, which `fetch` will return."""
+    dtype, layout = tensor.dtype, (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+    return lambda: fetch().view(dtype).as_strided(*layout)
+
+
+class ActivationStore:
+    """Hook of saved tensors: `pack` writes them to a tier. They are read back with prefetching in reverse order.
+
+    A storage that several operations save is written once.
+    """
+
+    def __init__(self, tier: Tier, device: torch.device, max_pending_bytes: int, excluded: Iterable[Tensor]) -> None:
+        self.device, self._tier, self._max_pending_bytes = device, tier, max_pending_bytes
+        self.free: defaultdict[int, list[Span]] = defaultdict(list)
+        self._newest: Callable[[], SavedStorage | None] = lambda: None
+        self._pending: list[SavedStorage] = []
+        self._storages = weakref.WeakValueDictionary[tuple[int, int], SavedStorage]()  # by storage and version
+        # Parameters and buffers stay, as they outlive the backward.
+        self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded if torch._C._has_storage(tensor)}
+
+    def pack(self, tensor: Tensor) -> Packed:
+        """Offload a tensor, or return it if it is small, excluded or not a plain tensor of the device."""
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device != self.device:
+            return tensor
+        storage = tensor.untyped_storage()
+        size = tensor.numel() * tensor.element_size()
+        is_small = size < MIN_BYTES or storage.nbytes() > MAX_BASE_RATIO * size
+        if is_small or storage._cdata in self._excluded:
+            return tensor
+        key = storage._cdata, tensor._version
+        if (saved := self._storages.get(key)) is None:
+            saved = self._storages[key] = SavedStorage(self, storage, self._newest)
+            self._newest = weakref.ref(saved)
+            weakref.finalize(storage, self._storages.pop, key, None).atexit = False  # its address may be reused
+            self._pending = [pending for pending in [*self._pending, saved] if not pending.finish_write()]
+            while sum(pending.num_bytes for pending in self._pending) > self._max_pending_bytes:
+                self._pending.pop(0).finish_write(wait=True)
+        return view_later(tensor, saved.block)
+
+    def acquire(self, num_bytes: int) -> Span:
+        spans = self.free[round_to_pages(num_bytes)]
+        return spans.pop() if spans else self._tier.reserve(round_to_pages(num_bytes))
 
 
 class OffloadedTensor(torch.Tensor):
@@ -133,30 +228,22 @@ class OffloadedTensor(torch.Tensor):
         return cls.__torch_function__(func, types, args, kwargs)
 
 
-def _unpack(packed: Tensor | SavedView) -> Tensor:
-    return packed.tensor() if isinstance(packed, SavedView) else packed
-
-
 def is_offloaded(parameter: Any) -> bool:
     """Return whether a parameter is offloaded; False for None, an absent parameter of a module."""
     return isinstance(to_local(parameter), OffloadedTensor)
 
 
 def source_of(parameter: Any) -> OffloadedParam:
-    """Return the `OffloadedParam` of a parameter."""
     shard: Any = to_local(parameter)
     return shard.source
 
 
 class ModuleCalls:
-    """Calls of an offloaded model's modules: operators inside may use parameters, and autograd saves references.
-
-    `pack` offloads other tensors that autograd saves.
-    """
+    """Calls of an offloaded model's modules: operators inside may use parameters, and autograd saves references."""
 
     def __init__(self, cache: ParameterCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
-        self.pack: Callable[[Tensor], Tensor | SavedView] = lambda tensor: tensor
+        self.pack: Callable[[Tensor], Packed] = lambda tensor: tensor  # of other tensors that autograd saves
         self._depth = 0  # of nested calls
         self._hooks: saved_tensors_hooks | None = None
 
@@ -183,25 +270,24 @@ class ModuleCalls:
         """Enter a module call; the outermost installs the hooks of saved tensors."""
         # While activation checkpointing recomputes, its hooks must stay the innermost.
         if self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
-            self._hooks = saved_tensors_hooks(self._pack, _unpack)
+            self._hooks = saved_tensors_hooks(self._pack, lambda packed: packed() if callable(packed) else packed)
             self._hooks.__enter__()
         self._depth += 1
 
     @_disable_dynamo
     def leave_module(self, *_: Any) -> None:
-        """Leave a module call."""
         self._depth -= 1
         if self._depth == 0 and self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
-    def _pack(self, tensor: Tensor) -> Tensor | SavedView:
+    def _pack(self, tensor: Tensor) -> Packed:
         if isinstance(tensor, OffloadedTensor):
             return tensor
         param = self.cache.owner(tensor)
         if param is None:
             return self.pack(tensor)
-        return SavedView.of(tensor, partial(self._fetch_saved, param, param.version))
+        return view_later(tensor, partial(self._fetch_saved, param, param.version))
 
     def _fetch_saved(self, param: OffloadedParam, version: int) -> Tensor:
         if param.version != version:

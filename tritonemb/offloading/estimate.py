@@ -114,9 +114,7 @@ def estimate_offload(
     else:
         parameters = list(model.parameters())
         total = sum(p.numel() for p in parameters)
-        itemsize = (
-            dtype or max((p.dtype for p in parameters), key=lambda d: d.itemsize, default=torch.float32)
-        ).itemsize
+        itemsize = dtype.itemsize if dtype else max((p.dtype.itemsize for p in parameters), default=4)
         largest = max((p.numel() for p in parameters), default=0)
     if total < 1 or world_size < 1:
         raise ValueError(f"needs at least one parameter and one rank, got {total:,} and {world_size}")
@@ -127,8 +125,7 @@ def estimate_offload(
     working = working_bytes if working_bytes is not None else 2.0 * largest * itemsize
     compute = (8 if activation_bytes else 6) * total * batch_tokens / machine.flops
     estimates = []
-    for tiers in product(*[get_args(TierName)] * 3):
-        params, states_tier, activations_tier = tiers
+    for params, states_tier, activations_tier in product(*[get_args(TierName)] * 3):
         if activations_tier != "device" and not activation_bytes:
             continue
         # Bytes by tier: parameters, gradients, states, activations, arena and buffers.
@@ -157,6 +154,6 @@ def estimate_offload(
         fits = tier_bytes["device"] + shared_memory * tier_bytes["host"] <= device_limit
         fits = fits and tier_bytes["host"] <= machine.host and tier_bytes["disk"] <= machine.disk
         fields: Any = {**tier_bytes, "step": step, "written": disk_written, "days": days, "fits": fits}
-        estimates.append(OffloadEstimate(*tiers, **fields))
+        estimates.append(OffloadEstimate(params, states_tier, activations_tier, **fields))
     estimates.sort(key=lambda estimate: (not estimate.fits, estimate.step, estimate.disk, estimate.host))
     return OffloadEstimates(total, tuple(estimates))

@@ -1,24 +1,136 @@
-"""`OffloadedOptimizer`: the face of `torch.optim.Optimizer` over stored states and the user's optimizer."""
+"""`OffloadedOptimizer`: the face of `torch.optim.Optimizer` over stored states and the user's optimizer.
+
+Parameters are stepped by chunks, which begin at multiples of 4,096 elements, so the result is bitwise identical to a
+step of the full parameters: vectorized loops and their remainders are the same.
+"""
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Set
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from tritonemb.offloading.parameters import OffloadedParam, add_gradient_hook
-from tritonemb.offloading.shards import as_dtensor, to_local
-from tritonemb.offloading.states import StatePlacement, StateStore, make_sub_groups
-from tritonemb.offloading.stepping import STEP_HOOKS, ElementwiseOptimizer, SubGroupStepper, state_layout
-from tritonemb.offloading.sub_groups import MASTER
+from tritonemb.layout import ALIGNMENT
+from tritonemb.offloading.parameters import add_gradient_hook
+from tritonemb.offloading.shards import as_dtensor, flat_like, to_local
+from tritonemb.offloading.states import MASTER, Offloaded, StateArray, StateChunk, StatePlacement, StateStore
+from tritonemb.utils import join_names
 
+STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # of torch.optim; called once per step
+Groups = Sequence[dict[str, Any]]  # parameter groups
 Replacements = Mapping[Any, list[tuple[Any, Any]]]
 """By old parameter, the new parameters, each with its index in the old one."""
+
+
+class ElementwiseOptimizer:
+    """User's optimizer without its hooks, for any parameters: parameter groups and states are arguments of a step."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.name = type(optimizer).__name__
+        if "step" in optimizer.__dict__:
+            raise ValueError(
+                f"the step of this {self.name} was replaced, by a learning rate scheduler perhaps; make schedulers of "
+                "the optimizer that te.offload returns"
+            )
+        self._has_fused = "fused" in inspect.signature(type(optimizer).__init__).parameters
+        self._inner: Any = copy.copy(optimizer)
+        self._inner.__dict__ = dict(optimizer.__dict__) | {name: OrderedDict() for name in STEP_HOOKS}
+
+    def step(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
+        """Step the parameters of `groups`, new dicts; `states`, by parameter, are changed."""
+        for group in groups:
+            is_explicit = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+            if self._has_fused and not is_explicit:
+                group["fused"] = True
+            # States that the optimizer's constructor creates; only Adagrad's does.
+            is_adagrad = isinstance(self._inner, torch.optim.Adagrad)
+            options = {name: value for name, value in group.items() if name in self._inner.defaults}
+            for p in group["params"]:
+                if not states.get(p):
+                    states[p] = type(self._inner)([p], **options).state[p] if is_adagrad else {}
+        self._inner.param_groups, self._inner.state = groups, defaultdict(dict, states)
+        self._inner.step()
+        states.update(self._inner.state)
+        self._inner.param_groups, self._inner.state = [], defaultdict(dict)
+
+    @torch.no_grad()
+    def step_chunks(
+        self, param_groups: Groups, gradient_of: Callable[[Any], Any], store: StateStore, chunks: Sequence[StateChunk]
+    ) -> None:
+        """Step chunks of a sub-group of `store`, and store the values in their parameters."""
+        for chunk in chunks:
+            if not chunk.is_ready:
+                chunk.update_master()
+        values = [chunk.arrays()[MASTER] if chunk.has_master else chunk.values() for chunk in chunks]
+        for is_ready, run in groupby(zip(chunks, values, strict=True), key=lambda pair: pair[0].is_ready):
+            # Leaves with values, gradients and states, by parameter group.
+            states: dict[Any, dict[str, Any]] = {}
+            groups: dict[int, dict[str, Any]] = {}
+            stepped: list[tuple[StateChunk, nn.Parameter, dict[str, Tensor]]] = []
+            used = 0
+            for chunk, value in run:
+                leaf, arrays = nn.Parameter(value), chunk.arrays()
+                gradient = flat_like(to_local(gradient_of(chunk.parameter)), to_local(chunk.parameter))
+                gradient = gradient[chunk.begin : chunk.end]
+                if (gradient.device, gradient.dtype) != (leaf.device, leaf.dtype):
+                    begin = -(-used // ALIGNMENT) * ALIGNMENT
+                    used = begin + leaf.nbytes
+                    gradient = store.scratch[begin:used].view(leaf.dtype).copy_(gradient)
+                leaf.grad = gradient
+                if is_ready:
+                    states[leaf] = chunk.scalars | {name: array for name, array in arrays.items() if name != MASTER}
+                group = groups.setdefault(chunk.param_group, {**param_groups[chunk.param_group], "params": []})
+                group["params"].append(leaf)
+                stepped.append((chunk, leaf, arrays))
+            self.step(list(groups.values()), states)
+            # Store the states that are not updated in place.
+            for chunk, leaf, arrays in stepped:
+                for name, value in states[leaf].items():
+                    if name not in arrays:
+                        chunk.store_scalar(name, value)
+                    elif value is not arrays[name] and value.data_ptr() != arrays[name].data_ptr():
+                        arrays[name].copy_(value.reshape(-1))
+                chunk.is_ready = True
+        for chunk, value in zip(chunks, values, strict=True):
+            chunk.store_values(value)
+
+    @torch.no_grad()
+    def example_states(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return example states of a parameter; ValueError unless the optimizer is element-wise.
+
+        Step a parameter of 35 elements, and the same in chunks of at most 16, twice, and compare.
+        """
+        lr = {"lr": 0.01} if "lr" in group else {}  # a rate of 0 would hide differences
+        values = torch.linspace(-1, 1, 35)
+        full = nn.Parameter(values.view(5, 7))
+        pieces = [nn.Parameter(piece) for piece in values.clone().split(16)]
+        try:
+            states: dict[Any, Any] = {}
+            for gradient in (values.flip(0), values.cos()):
+                full.grad = gradient.view(5, 7)
+                for piece, gradient_part in zip(pieces, gradient.split(16), strict=True):
+                    piece.grad = gradient_part.clone()
+                self.step([{**group, **lr, "params": [full, *pieces]}], states)
+            examples = states[full]
+            is_elementwise = all(v.shape == full.shape for v in examples.values() if isinstance(v, Tensor) and v.ndim)
+            is_elementwise = is_elementwise and torch.allclose(full.flatten(), torch.cat([*pieces]))
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"{self.name} cannot be offloaded: {error}") from error
+        if not is_elementwise:
+            raise ValueError(
+                f"{self.name} does not step each element of a parameter by itself, so its states cannot be offloaded "
+                "in parts; use an element-wise optimizer, such as Adam, or states='device' without te.offload"
+            )
+        return examples
 
 
 class Gradients:
@@ -39,47 +151,36 @@ class Gradients:
         self._moved[parameter] = gradient if previous is None else previous.add_(gradient)
 
     def clear(self) -> None:
-        """Drop the gradients in host memory."""
         self._moved.clear()
 
     def total_norm(self, parameters: list[Any], norm_type: float) -> Tensor:
         """Return the norm of all gradients; all-reduces those of shards in host memory, which are not DTensors."""
         shards: dict[Any, list[Any]] = {}
         for p in parameters:
-            is_moved = isinstance(p, DTensor) and p in self._moved
+            key = (p.device_mesh, p.placements) if isinstance(p, DTensor) and p in self._moved else (None, ())
             if (gradient := self.of(p)) is not None:
-                shards.setdefault((p.device_mesh, p.placements) if is_moved else None, []).append(gradient)
-        norms = []
-        for key, gradients in shards.items():
+                shards.setdefault(key, []).append(gradient)
+        norms, is_max = [], norm_type == torch.inf
+        for (mesh, placements), gradients in shards.items():
             norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-            if key is not None:
-                mesh, placements = key
-                for dim in [dim for dim, placement in enumerate(placements) if placement.is_shard()]:
-                    is_max = norm_type == torch.inf
-                    norm = (norm if is_max else norm**norm_type).to(self._device)
-                    dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, mesh.get_group(dim))
-                    norm = (norm if is_max else norm ** (1 / norm_type)).cpu()
+            for dim in [dim for dim, placement in enumerate(placements) if placement.is_shard()]:
+                norm = (norm if is_max else norm**norm_type).to(self._device)
+                dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, mesh.get_group(dim))
+                norm = (norm if is_max else norm ** (1 / norm_type)).cpu()
             norms.append(norm)
         return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
 
 
-class OffloadedOptimizer(torch.optim.Optimizer):
+class OffloadedOptimizer(Optimizer):
     """`torch.optim` optimizer with offloaded states; created by `te.offload`.
 
     `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as of the original optimizer. Its `fused`
     implementation is used, if it has one. Gradients are read from `.grad` of the parameters.
-
-    Args:
-        optimizer: provides the class and its hyperparameters.
-        offloaded: offloaded parameters, by parameter.
-        replacements: by parameter of `optimizer`, the new parameters, each with its index in the old one.
-        placement: of the states.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, offloaded: Mapping[Any, OffloadedParam], replacements: Replacements,
-        placement: StatePlacement,
-    ) -> None:  # fmt: skip
+        self, optimizer: Optimizer, offloaded: Offloaded, replacements: Replacements, placement: StatePlacement
+    ) -> None:
         self._is_initialized = False
         # The user's optimizer, without its hooks, and the parameter groups with new parameters.
         self._inner = ElementwiseOptimizer(optimizer)
@@ -93,10 +194,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         # Stored states, and their step.
         examples = [self._inner.example_states(group) for group in self.param_groups]
         params = [(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
-        layouts = {p: state_layout(p, examples[number], placement.step_device) for p, number in params}
-        self.store = StateStore(list(make_sub_groups(params, layouts, offloaded, placement.elements)), placement)
+        self.store = StateStore(params, examples, offloaded, placement)
         self._gradients = Gradients(placement.device)
-        self._stepper = SubGroupStepper(self._inner, self._gradients.of, self.store, placement.step_device)
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
         self._versions: dict[Any, int] = {p: 0 for p, _ in params if p not in offloaded}
@@ -136,7 +235,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for p in with_gradient:
                 if p in self._versions and self._versions[p] != to_local(p)._version:
                     self.store.update_masters(p)
-            self._stepper.step(with_gradient, self.param_groups)
+            step_chunks = partial(self._inner.step_chunks, self.param_groups, self._gradients.of, self.store)
+            self.store.visit(step_chunks, self.store.chunks(*with_gradient))
+            self.store.buffers.drain()
+            self.store.reverse = not self.store.reverse
             for p in with_gradient:
                 self._record_update(p)
         return loss
@@ -169,9 +271,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer, with states in host memory, and "master" of 16-bit parameters."""
-        states: dict[Any, dict[str, Any]] = {p: self.states_of(p) for p in self._parameters()}
-        non_empty = {p: param_states for p, param_states in states.items() if param_states}
-        previous, self.state = self.state, defaultdict(dict, non_empty)
+        states = {p: param_states for p in self._parameters() if (param_states := self.states_of(p))}
+        previous, self.state = self.state, defaultdict[Any, Any](dict, states)
         try:
             return super().state_dict()
         finally:
@@ -183,7 +284,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if not self.store.is_ready(parameter):
             return {}
         layout = self.store.layout(parameter)
-        arrays = {name: self.store.array(parameter, name).read() for name in layout.dtypes}
+        arrays = {name: StateArray(self.store, parameter, name).read() for name in layout.dtypes}
         return layout.scalars | {name: as_dtensor(array, parameter) for name, array in arrays.items()}
 
     @torch.no_grad()
@@ -207,12 +308,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._load_states(states)
 
     def _load_states(self, states: Mapping[Any, Mapping[str, Any]]) -> None:
-        """Load states by parameter and name."""
         for p, param_states in states.items():
             arrays, scalars = self.store.layout(p).dtypes, dict[str, Any]()
             for name, value in param_states.items():
                 if name in arrays:
-                    self.store.array(p, name).write_range(0, to_local(value).reshape(-1))
+                    StateArray(self.store, p, name).write_range(0, to_local(value).reshape(-1))
                 elif name != MASTER:
                     scalars[name] = value
             if param_states:
@@ -262,10 +362,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 def _check_states(parameter: Any, states: Mapping[str, Any], names: Set[str], optimizer: str) -> None:
     """Raise ValueError if a parameter's states lack one of the optimizer's, or have another shape."""
-    missing = names - states.keys() - {MASTER} if states else ()
-    if missing:
+    if states and (missing := names - states.keys() - {MASTER}):
         raise ValueError(
-            f"the state dict has no {', '.join(map(repr, sorted(missing)))} of a parameter of shape "
+            f"the state dict has no {join_names(map(repr, sorted(missing)))} of a parameter of shape "
             f"{tuple(parameter.shape)}, which this {optimizer} needs; it is of another optimizer"
         )
     for name, value in states.items():

@@ -20,7 +20,7 @@ from tritonemb.offloading.shards import Piece, StoredElements, flat_like, is_den
 from tritonemb.offloading.tiers import Arena, Tier, empty_host, round_to_pages
 from tritonemb.storage.store import IoFuture
 
-PREFETCH_DEPTH = 16  # parameters: a few layers, whose reads overlap
+PREFETCH_PARAMETERS = 16  # parameters: a few layers, whose reads overlap
 
 
 def add_gradient_hook(parameter: Any, hook: Callable[[Any], None]) -> None:
@@ -35,65 +35,47 @@ def add_gradient_hook(parameter: Any, hook: Callable[[Any], None]) -> None:
             bound_method(hooked)
 
     if requires_grad or parameter.is_floating_point() or parameter.is_complex():
-        parameter.requires_grad_(True)
-        parameter.register_post_accumulate_grad_hook(call)
+        parameter.requires_grad_(True).register_post_accumulate_grad_hook(call)
         parameter.requires_grad_(requires_grad)
 
 
-class StoredPiece(Piece):
-    """Piece of a parameter, and its span."""
-
-    def __init__(self, begin: int, end: int, itemsize: int, tier: Tier) -> None:
-        super().__init__(begin, end)
-        self.span = tier.reserve(self.numel * itemsize)
-
-
 class OffloadedParam(StoredElements):
-    """Offloaded parameter: its spans in the tier, and its block while it is in the arena.
-
-    Attributes:
-        parameter: parameter of the model, whose tensor has no values.
-        leaf: copy for computation. Its memory changes, but not the tensor, so autograd sums the gradients of all uses.
-            It has the parameter's strides, unless they leave gaps. Under FSDP2 it is this rank's shard, of
-            `shard_shape`, padded to `shape`, the same on all ranks.
-        block: memory of the copy in the arena; None while evicted.
-        version: number of writes, by which the backward detects a parameter that changed after the forward.
-        num_users: uses in progress, which pin the copy.
-        on_write: called after a `write`, which bypasses the optimizer.
-    """
+    """Offloaded parameter: its spans in the tier, and its block while it is in the arena."""
 
     def __init__(self, name: str, parameter: Any, tier: Tier, device: torch.device, piece_elements: int) -> None:
-        # Shape and strides.
+        # `parameter` of the model has no values.
         self.name, self.parameter, self.dtype, self._device = name, parameter, parameter.dtype, device
+        # Under FSDP2 it is this rank's shard, of `shard_shape`, padded to `shape`, the same on all ranks. The copy has
+        # its strides, unless they leave gaps.
         self.sharded, self.shard_shape = isinstance(parameter, DTensor), local_shape(parameter)
         self.shape = padded_shape(parameter)
         is_strided = not (self.sharded or parameter.is_contiguous()) and is_dense(parameter)
         self.strides = parameter.stride() if is_strided else None
         self.leaf_strides = self.strides or torch.empty(self.shape, device="meta").stride()
-        self.num_bytes, self.version, self.num_users = self.shape.numel() * self.dtype.itemsize, 0, 0
-        # Copy in the arena; NaN while evicted.
+        self.num_bytes = self.shape.numel() * self.dtype.itemsize
+        self.version = 0  # number of writes, by which the backward detects a parameter that changed after the forward
+        self.num_users = 0  # uses in progress, which pin the copy
+        # Copy in the arena; NaN while evicted. Its memory, `block`, changes, but not the tensor, `leaf`, so autograd
+        # sums the gradients of all uses.
         self.block: Tensor | None = None
         self._reads: list[IoFuture] = []
         self._no_values = torch.full((), torch.nan, device=device).to(self.dtype).expand(self.shape)
         self.leaf = nn.Parameter(self._no_values, requires_grad=parameter.requires_grad)
         add_gradient_hook(self.leaf, self._accumulate_gradient)
         # Values in the tier.
-        item, numel = self.dtype.itemsize, self.shard_shape.numel()
-        begins = range(0, numel, piece_elements)
-        self.pieces = [StoredPiece(at, min(at + piece_elements, numel), item, tier) for at in begins]
-        self.on_write: Callable[[], object] = lambda: None
+        self.pieces = Piece.split(self.shard_shape.numel(), piece_elements)
+        for piece in self.pieces:
+            piece.span = tier.reserve(piece.numel * self.dtype.itemsize)
+        self.on_write: Callable[[], object] = lambda: None  # after a `write`, which bypasses the optimizer
 
     # Copy in the arena.
 
     def begin_read(self, block: Tensor) -> None:
-        """Start to read the parameter into a block of the arena."""
         self.block = block
-        item = self.dtype.itemsize
-        spans = [(piece.begin * item, piece.span) for piece in self.pieces]
-        self._reads = [span.read(block[begin : begin + round_to_pages(span.num_bytes)]) for begin, span in spans]
+        spans = [(piece.begin * self.dtype.itemsize, piece.span) for piece in self.pieces]
+        self._reads = [span.read(block[begin:][: round_to_pages(span.num_bytes)]) for begin, span in spans]
 
     def is_read(self) -> bool:
-        """Return whether all reads have ended."""
         return all(read.done() for read in self._reads)
 
     def finish_read(self) -> None:
@@ -112,18 +94,14 @@ class OffloadedParam(StoredElements):
         return self.block[: self.num_bytes]
 
     def drop_block(self) -> None:
-        """Drop the copy in the arena."""
         self.block, self.leaf.data = None, self._no_values
 
     def _accumulate_gradient(self, leaf: Tensor) -> None:
         """Add the leaf's gradient to the parameter's, in host memory, and call the parameter's hooks."""
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        gradient = gradient.to("cpu")
-        if self.parameter.grad is None:
-            self.parameter.grad = gradient
-        else:
-            self.parameter.grad += gradient
+        gradient, previous = gradient.to("cpu"), self.parameter.grad
+        self.parameter.grad = gradient if previous is None else previous.add_(gradient)
         for hook in (self.parameter._post_accumulate_grad_hooks or {}).values():
             hook(self.parameter)
 
@@ -141,7 +119,11 @@ class OffloadedParam(StoredElements):
             if new_values.numel() < piece.numel:
                 new_values = self.read_piece(piece)
                 new_values[in_piece] = values[in_range]
-            self.write_piece(piece, new_values).wait()
+            # Update the copy in the arena, and write the piece to its tier.
+            self.update_piece(piece, new_values)
+            buffer = empty_host(piece.span.num_bytes, self._device)
+            buffer[: piece.span.num_bytes].view(self.dtype).copy_(new_values)
+            piece.span.write(buffer).wait()
 
     @torch.no_grad()
     def write(self, values: Tensor) -> None:
@@ -150,25 +132,16 @@ class OffloadedParam(StoredElements):
             raise ValueError(
                 f"parameter {self.name!r} has shape {tuple(self.shard_shape)}, got values of {tuple(values.shape)}"
             )
-        self.store_elements(
-            0, values.detach().reshape(-1) if self.strides is None else flat_like(values, self.parameter)
-        )
+        values = values.detach().reshape(-1) if self.strides is None else flat_like(values, self.parameter)
+        self.store_elements(0, values)
         self.on_write()
 
-    def read_piece(self, piece: StoredPiece) -> Tensor:
-        """Return a copy of a piece in host memory."""
+    def read_piece(self, piece: Piece) -> Tensor:
         buffer = empty_host(piece.span.num_bytes, self._device)
         piece.span.read(buffer).wait()
         return buffer[: piece.span.num_bytes].view(self.dtype)
 
-    def write_piece(self, piece: StoredPiece, values: Tensor) -> IoFuture:
-        """Write a piece to its tier, and to the copy in the arena if it is cached."""
-        self.update_piece(piece, values)
-        buffer = empty_host(piece.span.num_bytes, self._device)
-        buffer[: piece.span.num_bytes].view(self.dtype).copy_(values)
-        return piece.span.write(buffer)
-
-    def update_piece(self, piece: StoredPiece, values: Tensor) -> None:
+    def update_piece(self, piece: Piece, values: Tensor) -> None:
         """Update a piece of the copy in the arena, if it is cached."""
         if self.block is not None:
             self.finish_read()
@@ -182,15 +155,11 @@ def in_backward() -> bool:
 
 
 class ParameterCache:
-    """Copies of offloaded parameters in the arena: fetched for a use, prefetched, and evicted.
-
-    Attributes:
-        uses, waits, unexpected: counters of the report.
-    """
+    """Copies of offloaded parameters in the arena: fetched for a use, prefetched, and evicted."""
 
     def __init__(self, arena: Arena) -> None:
         self.arena = arena
-        self.uses = self.waits = self.unexpected = 0
+        self.uses = self.waits = self.unexpected = 0  # counters of the report
         # Parameters in the arena: by their storage, and by use, least recent first.
         self._by_storage: dict[int, OffloadedParam] = {}
         self._lru: OrderedDict[OffloadedParam, None] = OrderedDict()
@@ -250,8 +219,8 @@ class ParameterCache:
                 gc.collect()  # frees blocks that only reference cycles keep alive
                 block = self.arena.allocate(param.num_bytes)
             if block is None:
-                in_use = {**{p.name: p.num_bytes for p in self._lru if p.num_users}, param.name: param.num_bytes}
-                names = ", ".join(f"{name} {size:,}" for name, size in in_use.items())
+                in_use = [*(p for p in self._lru if p.num_users), param]
+                names = ", ".join(f"{p.name} {p.num_bytes:,}" for p in in_use)
                 raise ValueError(
                     f"budget: {self.arena.num_bytes:,} bytes of device memory cannot hold the parameters that are used "
                     f"at once ({names}; {self.arena.used:,} bytes are in use); raise the budget, or split the layer "
@@ -286,7 +255,7 @@ class ParameterCache:
     def _prefetch(self) -> None:
         """Start to read the predicted parameters, as far as the arena has space."""
         last_two, protected, phase = self._last_two, {self._last_two[1]}, in_backward()
-        for _ in range(PREFETCH_DEPTH):
+        for _ in range(PREFETCH_PARAMETERS):
             param = self._successors.get((*last_two, phase)) or self._successors.get((*last_two, not phase))
             if param is None or param in protected:
                 return

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.tiled_linear import TiledLinear
-from tritonemb.offloading.activations import ActivationStore
-from tritonemb.offloading.dispatch import ModuleCalls, is_offloaded, source_of
+from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
 from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, tensor_slices, to_local
@@ -30,6 +29,7 @@ PIECE_ELEMENTS = 4096  # pieces of a parameter begin at multiples of it, which a
 SUB_GROUP_ELEMENTS = 16 << 20  # limit per sub-group: enough for a disk's full rate, little beside host memory
 BUFFER_ELEMENT_BYTES = 14  # bytes per element in a buffer: two fp32 states, master weight, 16-bit weight
 MIN_SUB_GROUPS = 8  # sub-groups that fit into the buffers, if parameters or states are on disk
+Init = Callable[[nn.Module], object] | None
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
 
@@ -50,17 +50,15 @@ def available_bytes(device: torch.device) -> int:
     """Return the free memory of a device, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    with open("/proc/meminfo", encoding="ascii") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    match = re.search(r"^MemAvailable: *([0-9]+) kB$", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def offload(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, params: TierName = "device", states: TierName = "device",
     activations: TierName = "device", path: Folders = None, budget: int | str | None = None,
-    ratio: float = 0.0, device: torch.device | str | None = None, init: Callable[[nn.Module], object] | None = None,
+    ratio: float = 0.0, device: torch.device | str | None = None, init: Init = None,
 ) -> tuple[nn.Module, OffloadedOptimizer]:  # fmt: skip
     """Offload a model's parameters, optimizer states and activations (ZeRO-Infinity: Rajbhandari et al., SC 2021).
 
@@ -112,8 +110,7 @@ def offload(
     if any(isinstance(m, FSDPModule) and m._get_fsdp_state()._is_root is not None for m in model.modules()):
         raise ValueError("a model sharded by fully_shard must be offloaded before its first forward")
     known = set(model.parameters())
-    unknown = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]
-    if unknown:
+    if unknown := [tuple(p.shape) for group in optimizer.param_groups for p in group["params"] if p not in known]:
         raise ValueError(f"the model lacks {len(unknown)} of the optimizer's parameters, of shapes {unknown[:3]}")
     buffer_bytes = budget_bytes - (arena_bytes if params != "device" else 0) if states == "disk" else budget_bytes // 8
     elements = SUB_GROUP_ELEMENTS
@@ -166,11 +163,8 @@ class OffloadReport:
 def report(model: nn.Module) -> OffloadReport:
     """Return the counters of an offloaded model; ValueError if it is not offloaded."""
     cache, tiers = _offloaded(model)
-    moved: dict[str, tuple[int, int]] = {
-        name: (tier.bytes_moved[0], tier.bytes_moved[1]) for name, tier in tiers.items()
-    }
-    arena = cache.arena
-    return OffloadReport(moved, arena.num_bytes, arena.peak, cache.uses, cache.waits, cache.unexpected)
+    moved: Any = {name: tuple(tier.bytes_moved) for name, tier in tiers.items()}
+    return OffloadReport(moved, cache.arena.num_bytes, cache.arena.peak, cache.uses, cache.waits, cache.unexpected)
 
 
 def close(model: nn.Module) -> None:
@@ -196,18 +190,11 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
 
 
 class ParameterMove:
-    """Planned replacement of a model's parameters by offloaded ones; `commit` carries it out.
+    """Planned replacement of a model's parameters by offloaded ones; `commit` carries it out."""
 
-    Attributes:
-        offloaded: offloaded parameters, by parameter.
-        replacements: by parameter of the model, the new parameters, each with its index in the old one.
-    """
-
-    def __init__(
-        self, model: nn.Module, calls: ModuleCalls, tier: Tier | None, elements: int,
-        init: Callable[[nn.Module], object] | None,
-    ) -> None:  # fmt: skip
-        self.offloaded: dict[Any, OffloadedParam] = {}
+    def __init__(self, model: nn.Module, calls: ModuleCalls, tier: Tier | None, elements: int, init: Init) -> None:
+        self.offloaded: dict[Any, OffloadedParam] = {}  # by parameter
+        # By parameter of the model, the new parameters, each with its index in the old one.
         self.replacements: defaultdict[Any, list[tuple[Any, Any]]] = defaultdict(list)
         self._new_parameter: dict[Any, Any] = {}
         self._calls, self._init, self._initialized = calls, init, set[Any]()
@@ -270,15 +257,13 @@ class ParameterMove:
         for attribute, buffer in [*module._buffers.items()]:
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = torch.empty_like(buffer, device=self._calls.device)
-        reset: Any = getattr(module, "reset_parameters", None)
         with torch.no_grad():
-            reset() if self._init is None else self._init(module)
+            module.reset_parameters() if self._init is None else self._init(module)  # type: ignore[operator]
 
     def _move(self, p: Any) -> None:
         """Write a parameter to its tier, and free its memory."""
         new = self._new_parameter[p]
-        offloaded = self.offloaded.get(new)
-        if p in self._initialized or offloaded is None:
+        if p in self._initialized or (offloaded := self.offloaded.get(new)) is None:
             return
         offloaded.write(to_local(p))
         self._initialized.add(p)
@@ -291,9 +276,7 @@ class ParameterMove:
 
 
 def _on_meta(module: nn.Module) -> bool:
-    """Return whether a parameter or buffer of the module itself is on "meta"."""
-    tensors = [*module._parameters.values(), *module._buffers.values()]
-    return any(tensor is not None and to_local(tensor).is_meta for tensor in tensors)
+    return any(to_local(tensor).is_meta for tensor in (*module.parameters(False), *module.buffers(False)))
 
 
 def _fill_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -323,8 +306,8 @@ def _tiled_layers(
             in_splits = -(-layer.in_features // max_elements)
             out_splits = min(layer.out_features, -(-layer.weight.numel() // in_splits // max_elements))
             splits: Any = {"in_splits": in_splits, "out_splits": out_splits}
-            has_bias, dtype = layer.bias is not None, layer.weight.dtype
-            tiled = TiledLinear(layer.in_features, layer.out_features, has_bias, device="meta", dtype=dtype, **splits)
+            splits |= {"bias": layer.bias is not None, "device": "meta", "dtype": layer.weight.dtype}
+            tiled = TiledLinear(layer.in_features, layer.out_features, **splits)
             # Tiles are views of the layer's parameters until they are moved.
             for tile, tensor_slice in tensor_slices(tiled):
                 parameter, index = getattr(layer, tensor_slice.name), tensor_slice.slices
@@ -355,9 +338,8 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
 
     A collective if `fully_shard` sharded the model; all ranks must make the same changes.
     """
-    locations: list[tuple[nn.Module, str, Any]] = [
-        (owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if is_offloaded(p)
-    ]
+    parameters = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items()]
+    locations: list[tuple[nn.Module, str, Any]] = [location for location in parameters if is_offloaded(location[2])]
     gathered: dict[Any, nn.Parameter] = {}
     for owner, name, p in locations:
         if p not in gathered:
@@ -370,9 +352,7 @@ def gather_parameters(module: nn.Module, modify: bool = False) -> Iterator[nn.Mo
         if modify:
             for p, new_parameter in gathered.items():
                 values = new_parameter.detach()
-                if isinstance(p, DTensor):
-                    values = values[slices_of(*shard_bounds(p))]
-                source_of(p).write(values)
+                source_of(p).write(values[slices_of(*shard_bounds(p))] if isinstance(p, DTensor) else values)
     finally:
         for owner, name, p in locations:
             setattr(owner, name, p)

@@ -33,12 +33,10 @@ def shard_bounds(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
 
 
 def local_shape(tensor: Any) -> torch.Size:
-    """Return the shape of this rank's shard of a DTensor, or of a tensor."""
     return shard_bounds(tensor)[0]
 
 
 def slices_of(shape: torch.Size, offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return the index of a block of a tensor."""
     return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
 
 
@@ -58,7 +56,6 @@ class TensorSlice(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Index of the slice in the full tensor."""
         return slices_of(self.size, self.offset)
 
 
@@ -120,10 +117,17 @@ def replace_range(tensor: Tensor, begin: int, values: Tensor) -> Tensor:
 
 
 class Piece:
-    """Elements `begin` to `end` of a tensor, in the order of memory."""
+    """Elements `begin` to `end` of a tensor, in the order of memory; those of an offloaded parameter have a `span`."""
+
+    span: Any = None
 
     def __init__(self, begin: int, end: int) -> None:
         self.begin, self.end, self.numel = begin, end, end - begin
+
+    @staticmethod
+    def split(numel: int, max_elements: int) -> list["Piece"]:
+        """Split a tensor."""
+        return [Piece(begin, min(begin + max_elements, numel)) for begin in range(0, numel, max_elements)]
 
 
 P = TypeVar("P", bound=Piece)
@@ -138,15 +142,10 @@ def overlaps(pieces: Iterable[P], begin: int, end: int) -> Iterator[tuple[P, sli
 
 
 class StoredElements:
-    """Tensor whose elements are stored in the order of memory; read and written by ranges in row-major order.
+    """Tensor whose elements are stored in the order of memory; read and written by ranges in row-major order."""
 
-    Attributes:
-        shard_shape: shape of this rank's shard.
-        strides: order of the elements in memory; None for row-major order.
-    """
-
-    shard_shape: torch.Size
-    strides: tuple[int, ...] | None = None
+    shard_shape: torch.Size  # of this rank's shard
+    strides: tuple[int, ...] | None = None  # order of the elements in memory; None for row-major order
 
     def load_elements(self, begin: int, end: int) -> Tensor:
         """Return a copy of elements `begin` to `end`, in the order of memory, on the CPU."""
@@ -157,7 +156,6 @@ class StoredElements:
         raise NotImplementedError
 
     def read(self) -> Tensor:
-        """Return a copy of the tensor on the CPU."""
         values, shape = self.load_elements(0, self.shard_shape.numel()), self.shard_shape
         return values.view(shape) if self.strides is None else values.as_strided(shape, self.strides)
 

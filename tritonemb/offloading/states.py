@@ -1,21 +1,284 @@
-"""Store of offloaded optimizer states, in sub-groups: in memory of the device, in host memory or on disk.
+"""Offloaded optimizer states, in sub-groups: in memory of the device, in host memory or on disk.
 
-A pass visits sub-groups in order. While one is visited, the next ones are read and previous ones are written. After a
-step the order is reversed, so those stepped last are still in memory (Maurya et al., "MLP-Offload", 2025).
+The optimizer steps sub-groups one by one. A pass visits them in order: while one is visited, the next ones are read and
+previous ones are written. After a step the order is reversed, so those stepped last are still in memory (Maurya et al.,
+"MLP-Offload", 2025).
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonemb.layout import ALIGNMENT
 from tritonemb.offloading.parameters import OffloadedParam
-from tritonemb.offloading.shards import Piece, StoredElements, is_dense, local_shape, overlaps, to_local
-from tritonemb.offloading.sub_groups import Buffers, StateChunk, StateLayout, SubGroup
-from tritonemb.offloading.tiers import Tier, round_to_pages
+from tritonemb.offloading.shards import Piece, StoredElements, flat_view, is_dense, local_shape, overlaps, to_local
+from tritonemb.offloading.tiers import Span, Tier, empty_host, empty_on, round_to_pages
+from tritonemb.storage.store import IoFuture
+
+MASTER = "master"  # name of the state with fp32 master weights of a 16-bit parameter
+MIN_BUFFERS = 3  # one is read, one is stepped, one is written
+PREFETCH_GROUPS = 4  # sub-groups ahead of the pass for which buffers are freed
+
+
+class StateLayout(NamedTuple):
+    """Optimizer states of a parameter."""
+
+    scalars: dict[str, Any]  # states with one value, such as "step"; before the first step examples of them
+    dtypes: dict[str, torch.dtype]  # of the states with one value per element, by name
+
+
+class StateChunk(Piece):
+    """Piece of a parameter, with its optimizer states."""
+
+    def __init__(
+        self, parameter: Any, param_group: int, piece: Piece, layout: StateLayout, source: OffloadedParam | None
+    ) -> None:
+        super().__init__(piece.begin, piece.end)
+        self.parameter, self.param_group = parameter, param_group  # the latter is an index
+        # Offloaded parameter, and the span of its piece with the same elements.
+        self.source, self.span = source, piece.span
+        # States: those with one value, and in the sub-group's memory the offsets and dtypes of the others.
+        self.group: SubGroup
+        self.layout, self.is_ready = layout, False
+        self.scalars: dict[str, Any] = {}
+        self.offsets: dict[str, tuple[int, torch.dtype]] = {}
+        tensors = {name: value for name, value in layout.scalars.items() if isinstance(value, Tensor)}
+        self._scalar_memory = {name: torch.empty_like(value) for name, value in tensors.items()}
+        # Values on disk: offset in the sub-group's buffer, and the write of what the buffer has.
+        self.value_offset: int | None = None
+        self.value_write: IoFuture | None = None
+
+    @property
+    def has_master(self) -> bool:
+        """True if it has master weights, which are stepped in place of the parameter."""
+        return MASTER in self.layout.dtypes
+
+    def store_scalar(self, name: str, value: Any) -> None:
+        """Store a state with one value in preallocated memory, which large temporaries of a step cannot fragment."""
+        if isinstance(value, Tensor) and (memory := self._scalar_memory.get(name)) is not None:
+            is_like = (memory.shape, memory.dtype) == (value.shape, value.dtype)
+            value = memory.copy_(value) if is_like else value
+        self.scalars[name] = value
+
+    def arrays(self) -> dict[str, Tensor]:
+        """Views of the states in the sub-group's memory, by name."""
+        memory = self.group.memory
+        return {
+            name: memory[offset : offset + self.numel * dtype.itemsize].view(dtype)
+            for name, (offset, dtype) in self.offsets.items()
+        }
+
+    def page_values(self) -> Tensor:
+        """Values of an offloaded parameter, uint8, whole pages: in host memory, or in the sub-group's buffer."""
+        if self.value_offset is None:
+            return self.span.memory
+        assert self.group.buffer is not None
+        return self.group.buffer[self.value_offset :][: round_to_pages(self.span.num_bytes)]
+
+    def view_values(self) -> Tensor:
+        """View the values of the parameter in its memory, or in the sub-group's buffer, in its dtype."""
+        if self.source is None:
+            return flat_view(to_local(self.parameter))[self.begin : self.end]
+        return self.page_values()[: self.span.num_bytes].view(self.source.dtype)
+
+    def values(self) -> Tensor:
+        """Values of the parameter, in its dtype: a view, or a copy if master weights replace those in the buffer."""
+        if self.source is not None and self.value_offset is not None and self.has_master:
+            return self.source.read_piece(self)
+        return self.view_values()
+
+    def store_values(self, values: Tensor) -> None:
+        """Store stepped values in the parameter, unless they were updated in place."""
+        if self.source is not None:
+            self.source.update_piece(self, values)
+        if self.has_master:
+            self.view_values().copy_(values)
+        if self.value_offset is not None:
+            self.value_write = self.span.write(self.page_values())
+            self.group.transfers.append(self.value_write)
+
+    def update_master(self) -> None:
+        """Set master weights to the parameter's values, except where they round to these already."""
+        if self.has_master:
+            master, values = self.arrays()[MASTER], self.values()
+            if self.is_ready:
+                values = torch.where(master.to(values.dtype) == values, master, values)
+            master.copy_(values)
+
+
+class SubGroup:
+    """Chunks that are stepped together (a sub-group of ZeRO-Infinity).
+
+    Their states are in `states`; or on disk in `span`, and while in use at the begin of a `buffer`, followed by the
+    values of parameters on disk.
+    """
+
+    def __init__(self, index: int, chunks: list[StateChunk]) -> None:
+        self.index, self.chunks, self.state_bytes, self.buffer_bytes = index, chunks, 0, 0
+        self.states: Tensor | None = None
+        self.span: Span | None = None
+        self.buffer: Tensor | None = None
+        self.transfers: list[IoFuture] = []  # between the disk and the buffer
+        self.is_stored = False  # the span has been written
+        self.is_dirty = False  # the buffer has newer states than the span
+        for chunk in chunks:
+            chunk.group = self
+
+    @property
+    def memory(self) -> Tensor:
+        memory = self.buffer if self.states is None else self.states
+        assert memory is not None
+        return memory
+
+    @property
+    def needs_buffer(self) -> bool:
+        """True if it is on disk and has no buffer."""
+        return self.buffer_bytes > 0 and self.buffer is None
+
+    def allocate(self, tier: Tier | None, device: torch.device) -> None:
+        """Lay out the states of all chunks, and allocate them in memory, or on the tier."""
+        for chunk in self.chunks:
+            for name, dtype in chunk.layout.dtypes.items():
+                chunk.offsets[name] = self.state_bytes, dtype
+                self.state_bytes += -(-chunk.numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if tier is None or not self.state_bytes:
+            self.states = torch.zeros(round_to_pages(self.state_bytes), dtype=torch.uint8, device=device)
+        else:
+            span = tier.reserve(self.state_bytes)
+            self.span, self.states = (span, None) if span.memory is None else (None, span.memory)
+        self.buffer_bytes = round_to_pages(self.state_bytes) if self.span is not None else 0
+        for chunk in self.chunks:
+            if chunk.source is not None and chunk.span.memory is None:
+                chunk.value_offset = self.buffer_bytes
+                self.buffer_bytes += round_to_pages(chunk.span.num_bytes)
+
+    def begin_read(self, buffer: Tensor) -> None:
+        """Start to read states and values into a buffer."""
+        self.buffer, self.is_dirty = buffer, False
+        if self.span is not None and self.is_stored:
+            self.transfers.append(self.span.read(buffer[: round_to_pages(self.state_bytes)]))
+        for chunk in self.chunks:
+            chunk.value_write = None
+        self.begin_read_values()
+
+    def begin_read_values(self) -> None:
+        """Start to read values that were written since the last read; master weights replace values."""
+        for chunk in self.chunks:
+            is_stepped = chunk.value_offset is not None and not chunk.has_master
+            if is_stepped and chunk.value_write is not chunk.span.last_write:
+                chunk.value_write = chunk.span.last_write
+                self.transfers.append(chunk.span.read(chunk.page_values()))
+
+    def wait(self) -> None:
+        """Wait for all transfers of the buffer."""
+        while self.transfers:
+            self.transfers[0].wait()  # a failed one stays, so that later waits fail, too
+            self.transfers.pop(0)
+
+    def begin_write(self) -> tuple[list[IoFuture], Tensor]:
+        """Start to write back dirty states; release the buffer, and return it with its pending transfers."""
+        assert self.buffer is not None
+        if self.span is not None and self.is_dirty:
+            self.transfers.append(self.span.write(self.buffer[: round_to_pages(self.state_bytes)]))
+            self.is_stored = True
+        result = self.transfers, self.buffer
+        self.transfers, self.buffer = [], None
+        return result
+
+
+class Buffers:
+    """Host buffers of sub-groups on disk; a cache of those visited last."""
+
+    def __init__(self, groups: list[SubGroup], num_bytes: int, device: torch.device) -> None:
+        self._groups, self._device = groups, device
+        self.buffer_bytes = max(group.buffer_bytes for group in groups)
+        self.num_buffers = max(MIN_BUFFERS, min(num_bytes // max(self.buffer_bytes, 1), len(groups)))
+        self._free: list[Tensor | None] = [None] * self.num_buffers  # None: not allocated yet
+        self._writing: deque[tuple[list[IoFuture], Tensor]] = deque()
+        self._resident: dict[SubGroup, None] = {}  # sub-groups with a buffer; least recently visited first
+        self._pass_order: dict[SubGroup, int] = {}  # positions in the current pass
+        self._finished: deque[SubGroup] = deque()  # resident sub-groups that the pass has visited, or skips
+
+    def visit(self, order: list[SubGroup], modify: bool) -> Iterator[SubGroup]:
+        """Yield each sub-group of `order`, in memory, while later ones are read. `modify`: mark them dirty."""
+        self._pass_order = {group: position for position, group in enumerate(order)}
+        self._finished = deque(cached for cached in self._resident if cached not in self._pass_order)
+        n = 0
+        for position, group in enumerate(order):
+            if group.needs_buffer:
+                self._begin_read(group, self._acquire(wait=True))
+            # Prefetch sub-groups from the n-th on, as far as buffers are free.
+            n = max(n, position + 1)
+            while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n], self._acquire())):
+                n += 1
+            group.begin_read_values()
+            group.wait()
+            group.is_dirty |= modify
+            yield group
+            if group.buffer is not None:
+                del self._resident[group]
+                self._resident[group] = None
+                self._finished.append(group)
+            # Write back a visited sub-group if the next ones lack buffers.
+            num_free = len(self._free) + len(self._writing)
+            num_missing = sum(later.needs_buffer for later in order[n : n + PREFETCH_GROUPS])
+            if self._finished and num_free < min(num_missing, self.num_buffers - 1):
+                self._evict()
+
+    def drain(self) -> None:
+        """Wait for all transfers."""
+        for group in self._resident:
+            group.wait()
+        for futures, _ in self._writing:
+            for future in futures:
+                future.wait()
+
+    def reset(self) -> None:
+        """Discard all states, also in memory."""
+        self._free = [None] * self.num_buffers
+        self._writing.clear()
+        self._resident.clear()
+        for group in self._groups:
+            group.buffer, group.transfers, group.is_stored = None, [], False
+            for chunk in group.chunks:
+                chunk.is_ready, chunk.scalars = False, {}
+
+    def _begin_read(self, group: SubGroup, buffer: Tensor | None) -> bool:
+        """Start to read a sub-group; return False without a buffer."""
+        if buffer is None:
+            return False
+        self._resident[group] = None
+        group.begin_read(buffer)
+        return True
+
+    def _acquire(self, wait: bool = False) -> Tensor | None:
+        """Acquire a free buffer; `wait` for one, and evict if need be, else return None."""
+        if wait and not self._free and not self._writing:
+            self._evict()
+        while self._writing and not self._free:
+            futures, written = self._writing[0]
+            if not (wait or all(future.done() for future in futures)):
+                break
+            for future in futures:
+                future.wait()
+            self._writing.popleft()
+            self._free.append(written)
+        if not self._free:
+            return None
+        buffer = self._free.pop()
+        return empty_host(self.buffer_bytes, self._device) if buffer is None else buffer
+
+    def _evict(self) -> None:
+        """Write back a sub-group that the pass has visited, else the one that it needs last, and free its buffer."""
+        group = self._finished.popleft() if self._finished else max(self._resident, key=self._pass_order.__getitem__)
+        del self._resident[group]
+        self._writing.append(group.begin_write())
 
 
 @dataclass(frozen=True)
@@ -30,34 +293,43 @@ class StatePlacement:
 
     @property
     def step_device(self) -> torch.device:
-        """Device that steps."""
         return self.device if self.tier is None else torch.device("cpu")
 
 
+Params = Sequence[tuple[Any, int]]  # parameters, with indices of their parameter groups
+Offloaded = Mapping[Any, OffloadedParam]  # by parameter
+
+
 class StateStore:
-    """Optimizer states by parameter.
+    """Optimizer states by parameter."""
 
-    Attributes:
-        groups: sub-groups, in the order of the parameters.
-        reverse: whether passes visit sub-groups in reverse order.
-    """
-
-    def __init__(self, groups: list[SubGroup], placement: StatePlacement) -> None:
-        self.groups, self.reverse = groups, False
+    def __init__(
+        self, params: Params, examples: Sequence[Mapping[str, Any]], offloaded: Offloaded, placement: StatePlacement
+    ) -> None:
+        layouts = {p: make_layout(p, examples[number], placement.step_device) for p, number in params}
+        self.groups = list(make_sub_groups(params, layouts, offloaded, placement.elements))
+        self.reverse = False  # whether passes visit them in reverse order
+        self._step_device = placement.step_device
         self._chunks: dict[Any, list[StateChunk]] = {}
-        num_in_memory = round(len(groups) * placement.ratio)
-        for group in groups:
+        num_in_memory = round(len(self.groups) * placement.ratio)
+        for group in self.groups:
             for chunk in group.chunks:
                 self._chunks.setdefault(chunk.parameter, []).append(chunk)
-            group.allocate(placement.tier if group.index >= num_in_memory else None, placement.step_device)
-        self.buffers = Buffers(groups, placement.buffer_bytes, placement.device)
+            group.allocate(placement.tier if group.index >= num_in_memory else None, self._step_device)
+        self.buffers = Buffers(self.groups, placement.buffer_bytes, placement.device)
 
-    def chunks(self, parameter: Any) -> Sequence[StateChunk]:
-        """Return the chunks of a parameter; none if the optimizer does not step it, or if its shard is empty."""
-        return self._chunks.get(parameter, ())
+    def chunks(self, *parameters: Any) -> list[StateChunk]:
+        """Return the chunks of parameters; none for one that the optimizer does not step, or whose shard is empty."""
+        return [chunk for parameter in parameters for chunk in self._chunks.get(parameter, ())]
+
+    @cached_property
+    def scratch(self) -> Tensor:
+        """Scratch memory for the gradients of a sub-group, in the dtype and on the device of the step."""
+        # 8: the largest dtype, float64.
+        num_bytes = max(sum(chunk.numel * 8 + ALIGNMENT for chunk in group.chunks) for group in self.groups)
+        return empty_on(self._step_device, num_bytes)
 
     def is_ready(self, parameter: Any) -> bool:
-        """Return whether a parameter has states."""
         return any(chunk.is_ready for chunk in self.chunks(parameter))
 
     def layout(self, parameter: Any) -> StateLayout:
@@ -66,10 +338,6 @@ class StateStore:
         layout = chunks[0].layout if chunks else StateLayout({}, {})
         scalars = next((chunk.scalars for chunk in chunks if chunk.is_ready), layout.scalars)
         return layout._replace(scalars=copy.deepcopy(scalars))
-
-    def array(self, parameter: Any, name: str) -> "StateArray":
-        """Return the accessor of a state with one value per element."""
-        return StateArray(self, parameter, name)
 
     def visit(
         self, work: Callable[[list[StateChunk]], object], chunks: Sequence[StateChunk], modify: bool = True
@@ -85,7 +353,7 @@ class StateStore:
     @torch.no_grad()
     def update_masters(self, parameter: Any) -> None:
         """Update master weights after a parameter was written without the optimizer."""
-        self.visit(_update_masters, [c for c in self.chunks(parameter) if c.is_ready and c.has_master])
+        self._update_masters(chunk for chunk in self.chunks(parameter) if chunk.is_ready)
 
     @torch.no_grad()
     def finish_load(self, parameter: Any, scalars: dict[str, Any], has_master: bool) -> None:
@@ -94,9 +362,16 @@ class StateStore:
         for chunk in chunks:
             chunk.is_ready, chunk.scalars = has_master, copy.deepcopy(scalars)
         if not has_master:
-            self.visit(_update_masters, [chunk for chunk in chunks if chunk.has_master])
+            self._update_masters(chunks)
         for chunk in chunks:
             chunk.is_ready = True
+
+    def _update_masters(self, chunks: Iterable[StateChunk]) -> None:
+        def update(visited: list[StateChunk]) -> None:
+            for chunk in visited:
+                chunk.update_master()
+
+        self.visit(update, [chunk for chunk in chunks if chunk.has_master])
 
 
 class StateArray(StoredElements):
@@ -126,32 +401,27 @@ class StateArray(StoredElements):
         self._store.visit(visit_chunks, [chunk for chunk, *_ in overlaps(self._chunks, begin, end)], modify)
 
 
-def _update_masters(chunks: list[StateChunk]) -> None:
-    for chunk in chunks:
-        chunk.update_master()
+def make_layout(parameter: Any, examples: Mapping[str, Any], step_device: torch.device) -> StateLayout:
+    """Return a parameter's states, with master weights unless it is stepped in place."""
+    dtype = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
+    in_place = dtype == parameter.dtype and to_local(parameter).device == step_device
+    arrays = [name for name, value in examples.items() if isinstance(value, Tensor) and value.ndim]
+    scalars = {name: value for name, value in examples.items() if name not in arrays}
+    return StateLayout(scalars, ({} if in_place else {MASTER: dtype}) | dict.fromkeys(arrays, dtype))
 
 
 def make_sub_groups(
-    params: Sequence[tuple[Any, int]], layouts: Mapping[Any, StateLayout], offloaded: Mapping[Any, OffloadedParam],
-    elements: int,
-) -> Iterator[SubGroup]:  # fmt: skip
-    """Split parameters into chunks, and group them in order, up to `elements` per sub-group.
-
-    Args:
-        params: parameters, each with the index of its parameter group.
-        layouts: states, by parameter.
-        offloaded: offloaded parameters, by parameter.
-    """
+    params: Params, layouts: Mapping[Any, StateLayout], offloaded: Offloaded, elements: int
+) -> Iterator[SubGroup]:
+    """Split parameters into chunks, and group them in order, up to `elements` per sub-group."""
     chunks, numel, number = list[StateChunk](), 0, 0
     for p, param_group in params:
-        source, size = offloaded.get(p), local_shape(p).numel()
-        if source is None and not is_dense(to_local(p)):
+        if (source := offloaded.get(p)) is None and not is_dense(to_local(p)):
             raise ValueError(
                 f"a parameter of shape {tuple(p.shape)} has the strides {to_local(p).stride()}, with gaps in its "
                 "memory; make it contiguous"
             )
-        pieces: Sequence[Piece] = [Piece(at, min(at + elements, size)) for at in range(0, size, elements)]
-        for piece in pieces if source is None else source.pieces:
+        for piece in Piece.split(local_shape(p).numel(), elements) if source is None else source.pieces:
             item = p.dtype.itemsize
             padded = piece.numel if source is None else round_to_pages(piece.numel * item) // item
             if chunks and numel + padded > elements:

@@ -7,7 +7,8 @@ import threading
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from itertools import chain, count, cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,11 @@ from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, stor
 from tritonemb.utils import on_error
 
 TierName = Literal["device", "host", "disk"]
-CHUNK_BYTES = 4 << 20  # bytes per read or write request: large enough for an NVMe drive's full rate
+REQUEST_BYTES = 4 << 20  # bytes per read or write request: large enough for an NVMe drive's full rate
 SEGMENT_BYTES = 8 << 20  # bytes per checksum step, which overlaps with the I/O of the next segment
 
 
 def round_to_pages(num_bytes: int) -> int:
-    """Round up to whole pages, as direct I/O requires."""
     return -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -56,64 +56,59 @@ class Arena:
         self.num_bytes, self.device = num_bytes // PAGE_BYTES * PAGE_BYTES, device
         self.used = self.peak = 0
         self._memory = IoBuffer(self.num_bytes) if device.type == "cpu" and self.num_bytes else None
-        self._free = [(0, self.num_bytes)]  # (offset, bytes), ascending; unused on a GPU
-        self._freed: deque[tuple[int, int]] = deque()  # by finalizers, which may run at any time
+        # Bytes of blocks in use, by offset in the mapping, or on a GPU by number; keys of those freed by finalizers,
+        # which may run at any time.
+        self._blocks: dict[int, int] = {}
+        self._freed: deque[int] = deque()
+        self._numbers = count()
 
     def allocate(self, num_bytes: int) -> Tensor | None:
-        """Allocate uint8 `[round_to_pages(num_bytes)]`, page-aligned; None if no free block is large enough."""
+        """Allocate uint8 `[round_to_pages(num_bytes)]`, page-aligned; None if no gap between blocks is large enough."""
         size = round_to_pages(num_bytes)
-        self._reclaim()
+        while self._freed:
+            self.used -= self._blocks.pop(self._freed.popleft())
         if self._memory is None:
             if self.used + size > self.num_bytes:
                 return None
-            block, begin = torch.empty(size, dtype=torch.uint8, device=self.device), 0
+            block, key = torch.empty(size, dtype=torch.uint8, device=self.device), next(self._numbers)
             owner: object = block.untyped_storage()
         else:
-            is_small = size <= self.num_bytes >> 6  # small blocks come from the other end, against fragmentation
-            candidates = [(-at if is_small else length, at, length) for at, length in self._free if length >= size]
-            if not candidates:
+            edges = [0, *chain(*((at, at + length) for at, length in sorted(self._blocks.items()))), self.num_bytes]
+            gaps = [(end - at, at) for at, end in zip(edges[::2], edges[1::2], strict=True) if end - at >= size]
+            if not gaps:
                 return None
-            _, offset, length = min(candidates)  # small: the last fit; large: the best fit
-            index, begin = self._free.index((offset, length)), offset + length - size if is_small else offset
-            remainder = (offset if is_small else offset + size, length - size)
-            self._free[index : index + 1] = [remainder] if length > size else []
-            owner = array = self._memory.array[begin : begin + size]
+            # Small blocks come from the other end, against fragmentation: the last fit; large ones the best fit.
+            is_small = size <= self.num_bytes >> 6
+            length, key = gaps[-1] if is_small else min(gaps)
+            key += length - size if is_small else 0
+            owner = array = self._memory.array[key : key + size]
             block = torch.from_numpy(array)
-        weakref.finalize(owner, self._freed.append, (begin, size)).atexit = False
+        weakref.finalize(owner, self._freed.append, key).atexit = False
+        self._blocks[key] = size
         self.used += size
         self.peak = max(self.peak, self.used)
         return block
 
-    def _reclaim(self) -> None:
-        """Return freed blocks to the free list, and merge neighbors."""
-        while self._freed:
-            begin, size = self._freed.popleft()
-            self.used -= size
-            if self._memory is not None:
-                self._free.append((begin, size))
-        merged: list[tuple[int, int]] = []
-        for begin, size in sorted(self._free):
-            if merged and sum(merged[-1]) == begin:
-                merged[-1] = merged[-1][0], merged[-1][1] + size
-            else:
-                merged.append((begin, size))
-        self._free = merged
 
+class Span:
+    """Extent of a tier, for one tensor or several."""
 
-class HostSpan:
-    """Extent of a tier, for one tensor or several. `memory`: uint8 in host memory; None on disk."""
-
-    def __init__(self, tier: "HostTier", num_bytes: int) -> None:
+    def __init__(self, tier: "HostTier | DiskTier", num_bytes: int, offset: int = 0) -> None:
         self.num_bytes, self._tier = num_bytes, tier
-        self.memory: Tensor = empty_host(num_bytes, tier.device)
+        # uint8 in host memory; None on disk.
+        self.memory = empty_host(num_bytes, tier.device) if isinstance(tier, HostTier) else None
+        # In the swap file.
+        self.offset = offset
+        self.checksum: int | None = None  # of the last write
+        self.last_write: IoFuture | None = None
 
     def read(self, out: Tensor) -> IoFuture:
         """Copy into uint8 `[round_to_pages(num_bytes)]`, page-aligned on the CPU, which must not be used until then."""
-        return self._tier.copy(self.memory, out, 0)
+        return self._tier.transfer(self, out, False)
 
     def write(self, values: Tensor) -> IoFuture:
         """Copy from such a tensor. A later `read` waits for it."""
-        return self._tier.copy(values, self.memory, 1)
+        return self._tier.transfer(self, values, True)
 
 
 class HostTier:
@@ -122,16 +117,18 @@ class HostTier:
     def __init__(self, device: torch.device) -> None:
         self.device, self.bytes_moved = device, [0, 0]  # read, written
         self._copies = OperationQueue("tritonemb-offload-copy")
-        self._closed = weakref.finalize(self, _stop_queues, [self._copies])
+        self._closed = weakref.finalize(self, _stop, [self._copies])
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def reserve(self, num_bytes: int) -> HostSpan:
+    def reserve(self, num_bytes: int) -> Span:
         """Allocate a span."""
-        return HostSpan(self, num_bytes)
+        return Span(self, num_bytes)
 
-    def copy(self, source: Tensor, target: Tensor, direction: int) -> IoFuture:
-        """Copy in the background; `direction`: 0 for a read, 1 for a write."""
-        self.bytes_moved[direction] += source.nbytes
+    def transfer(self, span: Span, values: Tensor, write: bool) -> IoFuture:
+        """Copy in the background."""
+        assert span.memory is not None
+        self.bytes_moved[write] += values.nbytes
+        target, source = (span.memory, values) if write else (values, span.memory)
         if self.device.type == "cpu":
             return self._copies.submit(lambda: (target.copy_(source), None)[1])
         return StreamCopy(self._stream, source, target)
@@ -161,35 +158,6 @@ class StreamCopy(IoFuture):
         torch.cuda.current_stream().wait_event(self._event)
 
 
-class DiskSpan:
-    """Extent of a swap file; see `HostSpan`."""
-
-    memory: None = None
-
-    def __init__(self, tier: "DiskTier", offset: int, num_bytes: int) -> None:
-        self.num_bytes, self.offset, self._tier = num_bytes, offset, tier
-        self.checksum: int | None = None  # of the last write
-        self.last_write: IoFuture | None = None
-
-    def read(self, out: Tensor) -> IoFuture:
-        return self._transfer(out, False)
-
-    def write(self, values: Tensor) -> IoFuture:
-        self.last_write = self._transfer(values, True)
-        return self.last_write
-
-    def _transfer(self, values: Tensor, write: bool) -> IoFuture:
-        previous_write = self.last_write
-
-        def transfer() -> None:
-            if previous_write is not None:
-                with contextlib.suppress(*[StorageError] * write):  # a new write repairs a failed one
-                    previous_write.wait()
-            self._tier.transfer(self, values, write)
-
-        return self._tier.submit(write, transfer)
-
-
 class DiskTier:
     """Disk tier: a rank's swap file in a folder, with direct I/O by the engine of `storage`.
 
@@ -210,9 +178,8 @@ class DiskTier:
             if rank == 0:
                 _remove_stale(folder, world_size)
         names = "tritonemb-offload-read", "tritonemb-offload-write"
-        self._queues = [OperationQueue(name) for name in names for _ in range(2)]
-        self._next_queue = [0, 0]
-        self._closed = weakref.finalize(self, _remove, self._file, self._queues, os.getpid())
+        self._queues = [[OperationQueue(name), OperationQueue(name)] for name in names]
+        self._closed = weakref.finalize(self, _stop, chain(*self._queues), self._file, os.getpid())
 
     def _open(self) -> PageFile:
         has_collected = False
@@ -220,36 +187,45 @@ class DiskTier:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             file = PageFile(self.path)
             with on_error(file.close):
-                locked = file.lock()
-                if not locked and has_collected:
-                    raise StorageError(
-                        f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run its "
-                        "own folder"
-                    )
-                if locked and file.is_linked():  # else its owner has just removed it
-                    file.resize(0)
-                    return file
-                if not locked:  # perhaps by a dead model of this process: collect it, and retry
+                if file.lock():
+                    if file.is_linked():  # else its owner has just removed it
+                        file.resize(0)
+                        return file
+                elif has_collected:
+                    subject = f"offload folder {self.path.parent}: another process uses {self.path.name}"
+                    raise StorageError(f"{subject}; give each run its own folder")
+                else:  # perhaps locked by a dead model of this process: collect it, and retry
                     has_collected = gc.collect() >= 0
             file.close()
 
-    def reserve(self, num_bytes: int) -> DiskSpan:
+    def reserve(self, num_bytes: int) -> Span:
         """Allocate a span in the file; StorageError if the disk is full."""
         offset, size = self._size, round_to_pages(num_bytes)
         problem = f"{self.path}: cannot reserve {offset + size:,} bytes"
         with storage_errors(problem, "name a folder on another disk"):
             os.posix_fallocate(self._file.handle, offset, size)
         self._size += size
-        return DiskSpan(self, offset, num_bytes)
+        return Span(self, num_bytes, offset)
 
-    def submit(self, write: bool, work: Callable[[], None]) -> IoFuture:
-        """Run `work` in one of the two threads for reads, or for writes."""
+    def transfer(self, span: Span, values: Tensor, write: bool) -> IoFuture:
+        """Read or write in one of the two threads for it, after the last write."""
         if not self._closed.alive:
             raise StorageError(f"{self.path} is closed")
-        self._next_queue[write] ^= 1
-        return self._queues[2 * write + self._next_queue[write]].submit(work)
+        previous_write = span.last_write
 
-    def transfer(self, span: DiskSpan, values: Tensor, write: bool) -> None:
+        def move() -> None:
+            if previous_write is not None:
+                with contextlib.suppress(*[StorageError] * write):  # a new write repairs a failed one
+                    previous_write.wait()
+            self._move(span, values, write)
+
+        self._queues[write].reverse()
+        future = self._queues[write][0].submit(move)
+        if write:
+            span.last_write = future
+        return future
+
+    def _move(self, span: Span, values: Tensor, write: bool) -> None:
         """Read or write a span, segment by segment, and verify or store its checksum."""
         # Transfer in host memory; checksum a segment while others are in flight.
         host_values = values if values.device.type == "cpu" else torch.from_numpy(IoBuffer(values.numel()).array)
@@ -288,15 +264,15 @@ class DiskTier:
 
     def close(self) -> None:
         if self._closed.alive:
-            for queue in self._queues:
+            for queue in chain(*self._queues):
                 queue.submit(lambda: None).wait()
             self._closed()
 
 
-def _extents(span: DiskSpan, segment: slice) -> Extents:
-    """I/O requests of a segment, at most `CHUNK_BYTES` each."""
-    begins = np.arange(segment.start, segment.stop, CHUNK_BYTES)
-    return Extents(begins, np.minimum(CHUNK_BYTES, segment.stop - begins), span.offset + begins)
+def _extents(span: Span, segment: slice) -> Extents:
+    """I/O requests of a segment, at most `REQUEST_BYTES` each."""
+    begins = np.arange(segment.start, segment.stop, REQUEST_BYTES)
+    return Extents(begins, np.minimum(REQUEST_BYTES, segment.stop - begins), span.offset + begins)
 
 
 def _checksum(array: np.ndarray, seed: int) -> int:
@@ -306,18 +282,15 @@ def _checksum(array: np.ndarray, seed: int) -> int:
     return zlib.crc32(words.sum(0).tobytes(), zlib.crc32(words.sum(1).tobytes(), seed))
 
 
-def _remove(file: PageFile, queues: Iterable[OperationQueue], process: int) -> None:
-    """End the threads and remove the file, unless this is a forked process."""
-    if os.getpid() == process:
-        _stop_queues(queues)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(file.path)
-    file.close()
-
-
-def _stop_queues(queues: Iterable[OperationQueue]) -> None:
-    for queue in queues:
-        queue.close(lambda: None)
+def _stop(queues: Iterable[OperationQueue], file: PageFile | None = None, process: int | None = None) -> None:
+    """End the threads and remove the file, unless this is a process that was forked from `process`."""
+    if process in (None, os.getpid()):
+        for queue in queues:
+            queue.close(lambda: None)
+        if file is not None:
+            file.path.unlink(missing_ok=True)
+    if file is not None:
+        file.close()
 
 
 def _remove_stale(folder: Path, world_size: int) -> None:
@@ -334,22 +307,20 @@ class StripedTier:
     """Swap files on several disks, with spans assigned round-robin, so that all disks work in parallel."""
 
     def __init__(self, tiers: list[DiskTier]) -> None:
-        self._tiers, self._next_tier = tiers, 0
+        self._tiers, self._next_tier = tiers, cycle(tiers)
 
     @property
     def bytes_moved(self) -> list[int]:
         return [sum(counts) for counts in zip(*(tier.bytes_moved for tier in self._tiers), strict=True)]
 
-    def reserve(self, num_bytes: int) -> DiskSpan:
-        self._next_tier = (self._next_tier + 1) % len(self._tiers)
-        return self._tiers[self._next_tier].reserve(num_bytes)
+    def reserve(self, num_bytes: int) -> Span:
+        return next(self._next_tier).reserve(num_bytes)
 
     def close(self) -> None:
         for tier in self._tiers:
             tier.close()
 
 
-Span = HostSpan | DiskSpan
 Tier = HostTier | DiskTier | StripedTier
 
 
@@ -360,4 +331,4 @@ def make_tier(name: TierName, device: torch.device, folders: list[Path]) -> Tier
     group, tiers = RankGroup.world(), list[DiskTier]()
     with on_error(lambda: StripedTier(tiers).close()):
         tiers.extend(DiskTier(folder, group.rank, group.size) for folder in folders)
-    return tiers[0] if len(tiers) == 1 else StripedTier(tiers)
+    return StripedTier(tiers)

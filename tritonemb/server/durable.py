@@ -14,15 +14,15 @@ from tritonemb.server.records import MessageLog, read_log, read_records, with_cu
 from tritonemb.server.snapshot import SavedShard, take_snapshot, write_snapshot
 from tritonemb.server.tables import ServedTables
 from tritonemb.server.transport import Message
-from tritonemb.storage.io import create_file, sync
+from tritonemb.storage.io import create_file
 from tritonemb.storage.store import StorageError, storage_errors
-from tritonemb.utils import Closeable, atomic_write, on_error, read_sealed, seal
+from tritonemb.utils import Closeable, atomic_write, on_error, read_sealed, seal, sync
 
 LogMode = Literal["memory", "disk", "fsync"]
 MANIFEST = "state.json"
 CHAIN = "state"  # name of the tables' chain of snapshots
 MAX_CHAIN_FILES = 16  # per collection; a full snapshot follows
-LOG_BYTES = 1 << 28  # of the log, after which a snapshot is saved
+MAX_LOG_BYTES = 1 << 28  # of the log, after which a snapshot is saved
 _SERVER_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
 
 
@@ -49,7 +49,7 @@ class DurableState(Closeable):
     def __init__(self, folder: Path, mode: LogMode | None) -> None:
         self._folder, self._mode = folder, mode
         self.version, self.log_bytes = 0, 0
-        self._max_log_bytes = LOG_BYTES
+        self._max_log_bytes = MAX_LOG_BYTES
         self._files: list[str] = []  # of the tables' snapshots
         self.log: MessageLog | None = None
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ class DurableState(Closeable):
 
     def postpone_snapshot(self) -> None:
         """Let the log grow, as a snapshot could not be written."""
-        self._max_log_bytes += LOG_BYTES
+        self._max_log_bytes += MAX_LOG_BYTES
 
     def save(self, clients: Clients, collections: Mapping[str, ServedTables]) -> None:
         """Save a snapshot, and truncate the log. StorageError if it cannot be written; the last one stays."""
@@ -157,11 +157,10 @@ class DurableState(Closeable):
         with on_error(log.close if log is not None else lambda: None):
             manifest = {"version": version, "clients": clients_name, "files": files}
             atomic_write(folder / MANIFEST, seal(json.dumps(manifest)))
-            sync(folder)
         if self.log is not None:
             self.log.close()
         self.log, self.version, self._files = log, version, files
-        self.log_bytes, self._max_log_bytes = 0, LOG_BYTES
+        self.log_bytes, self._max_log_bytes = 0, MAX_LOG_BYTES
         for inbox in clients:
             inbox.mark_durable()
         for path in folder.iterdir():

@@ -4,7 +4,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -12,10 +12,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import torch
-from torch import Tensor
 
+from tritonemb.memory import bytes_of, describe_tensors, tensor_spans, view_tensors
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closeable
@@ -38,9 +37,8 @@ def with_current_names(values: Values) -> Values:
 def write_record(file: BinaryIO, message: Message) -> int:
     """Append a record, and return its size in bytes."""
     values, tensors = message
-    arrays = [tensor.detach().reshape(-1).view(torch.uint8).numpy() if tensor.numel() else b"" for tensor in tensors]
-    dtypes_and_shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
-    text = json.dumps({"values": values, "tensors": dtypes_and_shapes}).encode()
+    arrays = [bytes_of(tensor) for tensor in tensors]
+    text = json.dumps({"values": values, "tensors": describe_tensors(tensors)}).encode()
     checksum, size = zlib.crc32(text), sum(map(len, arrays))
     for array in arrays:
         checksum = zlib.crc32(array, checksum)
@@ -85,28 +83,17 @@ def _read_record(file: BufferedReader, path: Path, torn: bool) -> Message | None
         text_size, size, checksum = _HEADER.unpack(header[:-4])
         end = start + _HEADER_BYTES + text_size + size
         if end <= file_size:
-            text, data = file.read(text_size), np.empty(size, dtype=np.uint8)
-            file.readinto(data)
+            text, data = file.read(text_size), torch.empty(size, dtype=torch.uint8)
+            file.readinto(data.numpy())
             if hasattr(os, "posix_fadvise"):  # read ahead while the checksum is computed
                 os.posix_fadvise(file.fileno(), end, size, os.POSIX_FADV_WILLNEED)
-            if zlib.crc32(data, zlib.crc32(text)) == checksum:
+            if zlib.crc32(data.numpy(), zlib.crc32(text)) == checksum:
                 parsed = json.loads(text)
-                return parsed["values"], list(_tensors(parsed["tensors"], data))
+                return parsed["values"], view_tensors(data, tensor_spans(parsed["tensors"]))
     # A power failure may leave zeros where a write was in progress.
     if torn and (end >= file_size if is_header_valid else len(header) < _HEADER_BYTES or not any(header)):
         return None
     raise StorageError(f"file {path} is damaged at byte {start:,}; use another one")
-
-
-def _tensors(dtypes_and_shapes: Iterable[tuple[str, list[int]]], data: np.ndarray) -> Iterator[Tensor]:
-    offset = 0
-    for name, shape in dtypes_and_shapes:
-        dtype, numel = getattr(torch, name), int(np.prod(shape, dtype=np.int64))
-        buffer = data[offset : offset + numel * dtype.itemsize]
-        offset += buffer.size
-        if buffer.ctypes.data % dtype.itemsize:
-            buffer = buffer.copy()
-        yield torch.from_numpy(buffer).view(dtype).reshape(shape) if numel else torch.empty(shape, dtype=dtype)
 
 
 def read_log(path: Path) -> Iterator[Message]:

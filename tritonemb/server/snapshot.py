@@ -6,7 +6,6 @@ and an end mark. The files of all servers at one step are one snapshot of the co
 other partitions, can read them.
 """
 
-import os
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.tables import PushRequest, ServedTables
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
-from tritonemb.utils import on_error
+from tritonemb.utils import on_error, sync
 
 RECORD_BYTES = 1 << 24  # of rows, about: bounds the memory of a reader
 
@@ -84,12 +83,12 @@ def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
     """
     header: Values = {}
     errors = storage_errors(f"snapshot {path} could not be written", "check the disk")
-    with errors, on_error(lambda: path.unlink(missing_ok=True)), path.open("wb") as file:
-        for message in records:
-            header = header or message[0]
-            write_record(file, message)
-        file.flush()
-        os.fsync(file.fileno())
+    with errors, on_error(lambda: path.unlink(missing_ok=True)):
+        with path.open("wb") as file:
+            for message in records:
+                header = header or message[0]
+                write_record(file, message)
+        sync(path)
     return {"snapshot": header["snapshot"], "after": header["after"]}
 
 

@@ -4,7 +4,6 @@ A channel may lose, duplicate and reorder messages: `client.py` and `node.py` ex
 order in which it was sent.
 """
 
-import math
 import os
 import secrets
 import threading
@@ -22,6 +21,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from tritonemb import flight
+from tritonemb.memory import bytes_of, describe_tensors, tensor_spans, view_tensors
 from tritonemb.utils import Closeable
 
 Values = dict[str, Any]
@@ -31,14 +31,6 @@ Reply = Callable[[Message], None]
 
 ALIGNMENT = 64  # bytes
 RECORD_BATCH_BYTES = 16 << 20  # gRPC receives a few batches of this size several times faster than a large one
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-        torch.bool,
-    )
-}  # fmt: skip
 
 
 class Service(Protocol):
@@ -213,9 +205,8 @@ def _serve(service: Service, stream: flight.MessageStream) -> None:
 def _encode(message: Message) -> list[flight.Message]:
     """Encode a message as record batches: a header, and the aligned bytes of tensors. A single tensor is not copied."""
     values, tensors = message
-    dtypes_and_shapes = [[str(tensor.dtype)[len("torch.") :], list(tensor.shape)] for tensor in tensors]
-    header = {"values": values, "tensors": dtypes_and_shapes}
-    buffers = [tensor.detach().reshape(-1).view(torch.uint8).numpy() for tensor in tensors]
+    header = {"values": values, "tensors": describe_tensors(tensors)}
+    buffers = [bytes_of(tensor) for tensor in tensors]
     if len(buffers) == 1:
         data = buffers[0]
     else:
@@ -231,11 +222,8 @@ def _encode(message: Message) -> list[flight.Message]:
 def _decode(record_batches: Iterator[flight.Message]) -> Iterator[Message]:
     """Decode messages of `_encode`. Tensors may be views of a received record batch: treat them as read-only."""
     for header, array in record_batches:
-        layout, total = [], 0
-        for name, shape in header["tensors"]:
-            start = total + -total % ALIGNMENT
-            total = start + math.prod(shape) * _DTYPES[name].itemsize
-            layout.append((slice(start, total), _DTYPES[name], shape))
+        spans = tensor_spans(header["tensors"], ALIGNMENT)
+        total = spans[-1][0].stop if spans else 0
         data = torch.empty(0, dtype=torch.uint8) if array is None else from_dlpack(array)
         if data.numel() != total or data.data_ptr() % 8:
             # Several record batches, or an unaligned one: copy them into one buffer.
@@ -248,5 +236,5 @@ def _decode(record_batches: Iterator[flight.Message]) -> Iterator[Message]:
             else:
                 return  # the stream has ended
             del chunk
-        yield header["values"], [data[span].view(dtype).reshape(shape) for span, dtype, shape in layout]
+        yield header["values"], view_tensors(data, spans)
         del array, data  # free them before waiting for the next ones

@@ -38,7 +38,7 @@ from tritonemb.tables.server_table import RowStore, ServerTable, ShardedServerTa
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import PrefetchedFeatures, TableSet
 
-PIECE_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
+MAX_GATHER_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
 # Batch; row groups of each replicated table set; and for each ID exchange the ids received, and their row groups for
 # each table set that looks them up (None where ids of dynamic tables are assigned rows in the forward).
 Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups | None]]]]
@@ -474,7 +474,7 @@ def _local_tensor(value: Tensor) -> Tensor:
 
 def _average(group: RankGroup, tensor: Tensor) -> None:
     """Replace `tensor` by its mean over ranks, added in their order, by chunks of rows."""
-    rows_per_chunk = max(1, PIECE_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
+    rows_per_chunk = max(1, MAX_GATHER_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for chunk in tensor.split(rows_per_chunk):
         replicas = group.all_gather(chunk, "replicas").float()
         chunk.copy_(functools.reduce(torch.add, replicas) / group.size)

@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tritonemb.memory import HUGE_PAGE
 from tritonemb.storage.store import raise_if_cancelled
 from tritonemb.storage.threads import shared_threads
 from tritonemb.utils import on_error
 
 PAGE_BYTES = 4096
-HUGE_PAGE = 2 << 20  # bytes
 SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop pages that have reached the disk
 DEPTH = 512  # extents in flight per queue
 HALF_BYTES = HUGE_PAGE  # half of a context's buffer
@@ -136,7 +136,6 @@ class PageFile:
         os.ftruncate(self.handle, num_bytes)
 
     def sync(self) -> None:
-        """Flush writes to the disk."""
         os.fsync(self.handle)
 
     def lock(self) -> bool:
@@ -237,10 +236,8 @@ class AioQueue:
         while num_submitted < count:
             if self._in_flight == DEPTH:
                 self.reap(DEPTH // 4)
-            batch_size = min(DEPTH - self._in_flight, count - num_submitted)
-            num_submitted += self._submit(
-                transfer, num_submitted, addresses[num_submitted : num_submitted + batch_size]
-            )
+            batch = addresses[num_submitted:][: DEPTH - self._in_flight]
+            num_submitted += self._submit(transfer, num_submitted, batch)
         return transfer
 
     def reap(self, min_extents: int) -> None:
@@ -250,8 +247,7 @@ class AioQueue:
         tags, results = self._events["tag"][:count].astype(np.int64), self._events["result"][:count]
         numbers, extents = tags >> 32, tags & 0xFFFFFFFF
         for number, transfer in self._running.items():
-            is_finished = numbers == number
-            transfer.finish(extents[is_finished], results[is_finished])
+            transfer.finish(extents[numbers == number], results[numbers == number])
         self._running = {number: transfer for number, transfer in self._running.items() if transfer.num_pending}
 
     def _submit(self, transfer: AioTransfer, first_extent: int, addresses: np.ndarray) -> int:
@@ -350,7 +346,7 @@ class IoContext:
             size = max(1, -(-count // shared_threads.num_threads))
 
             def work(task: int) -> None:
-                for extent in range(task * size, min((task + 1) * size, count)):
+                for extent in range(count)[task * size : (task + 1) * size]:
                     move(extent, 0)
 
             transfer = shared_threads.submit(work, -(-count // size)).wait
@@ -363,7 +359,6 @@ class IoContext:
         transfer()
 
     def drain(self) -> None:
-        """Wait for all transfers in flight, and ignore their failures."""
         while self._in_flight:
             with suppress(ExtentError):  # the operation has failed already
                 self._in_flight.pop()()

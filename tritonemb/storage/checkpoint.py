@@ -4,6 +4,7 @@ Torch unpickles `.metadata` and values other than tensors, and a pickle may call
 tensors, plain values and the metadata of tensors only.
 """
 
+import functools
 import io
 import json
 import os
@@ -22,18 +23,17 @@ import torch
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
-from tritonemb.storage.io import sync
-from tritonemb.storage.sparse import copy_rows, digest
+from tritonemb.storage.io import copy_rows, digest
 from tritonemb.storage.store import StorageError
-from tritonemb.utils import read_sealed
+from tritonemb.utils import atomic_write, read_sealed, seal, sync
 
 FORMAT = 1
 MANIFEST, METADATA = "trainer.json", ".metadata"
-ROWS, CHANGES = ".rows", ".changes"  # suffixes of the sparse files of a table on disk
+ROWS_SUFFIX, CHANGES_SUFFIX = ".rows", ".changes"  # suffixes of the sparse files of a table on disk
 Files = dict[str, list[int]]  # by file name: size and checksum
 # Classes that metadata may name, besides dtypes; torch before 2.3 had TensorProperties in the last module.
 _ALLOWED_NAMES = {
@@ -70,7 +70,6 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def _unsafe_file_error(path: Path, error: Exception) -> ValueError:
-    """Return the error for a file that was not unpickled."""
     if name := re.search(r"GLOBAL (\S+)", str(error)):
         reference = f"{path} refers to {name[1]}"
         return ValueError(f"{reference}, which could run code, so it is not loaded; use another checkpoint")
@@ -111,6 +110,24 @@ class CheckpointReader(FileSystemReader):
             raise _unsafe_file_error(Path(self.path, self._file), error) from error
 
 
+class ChecksumWriter(FileSystemWriter):
+    """Writer of a checkpoint's tensors. The last result of each rank's `write_data` are its `Files`."""
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        future = super().write_data(plan, planner)
+        results: list[Any] = future.value()
+        paths = Path(self.path).glob(f"{plan.storage_data.prefix}*")
+        results.append({path.name: size_and_checksum(path) for path in paths})
+        return future
+
+    def finish_files(self, metadata: Metadata, results: list[list[Any]]) -> Files:
+        """Write the metadata, and return its `Files`."""
+        super().finish(metadata, results)
+        path = Path(self.path, METADATA)
+        sync(path)  # torch syncs it before its buffers are flushed
+        return {METADATA: size_and_checksum(path)}
+
+
 class CheckpointPlanner(DefaultLoadPlanner):
     """Planner that loads values other than tensors without running code."""
 
@@ -137,6 +154,11 @@ def checkpoint_errors(subject: str) -> Iterator[None]:
 def ignore_single_process_warning() -> None:
     """Silence torch's warning about single-process checkpoints; it may be raised in another thread."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def write_manifest(path: Path, values: Mapping[str, Any], name: str = MANIFEST) -> None:
+    """Write a checkpoint's manifest; `values` include its `Files`."""
+    atomic_write(path / name, seal(json.dumps({"format": FORMAT, **values}, indent=1)))
 
 
 def read_manifest_text(path: Path, name: str = MANIFEST) -> tuple[bytes, dict[str, Any]]:
@@ -182,13 +204,10 @@ def size_and_checksum(path: Path) -> list[int]:
 
 def checksum(path: Path) -> int:
     """Return the CRC-32 of a file; for the sparse file of a table's rows, its `digest`."""
-    if path.suffix in (ROWS, CHANGES):
+    if path.suffix in (ROWS_SUFFIX, CHANGES_SUFFIX):
         return digest(path)
-    crc = 0
     with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            crc = zlib.crc32(chunk, crc)
-    return crc
+        return functools.reduce(lambda crc, chunk: zlib.crc32(chunk, crc), iter(lambda: file.read(1 << 22), b""), 0)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -196,7 +215,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        if source.suffix in (ROWS, CHANGES):
+        if source.suffix in (ROWS_SUFFIX, CHANGES_SUFFIX):
             copy_rows(source, target)
         else:
             shutil.copy2(source, target)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -23,8 +23,6 @@ from tritonemb.storage.store import Counts, Initializer, IoFuture, OperationQueu
 from tritonemb.storage.threads import shielded
 from tritonemb.utils import Closeable, on_error, print_error
 
-T = TypeVar("T")
-
 
 class RowFile:
     """The opened, checked and locked file of a `DiskRows`, for one thread at a time; unusable after a `failure`."""
@@ -32,16 +30,11 @@ class RowFile:
     def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
         subject = f"table {identity.table!r}: file {path}"
         self.file, header = open_file(subject, path, ROWS, writable=True)
-        try:
+        with storage_errors(f"{subject} cannot be opened", "check the disk"), on_error(self.file.close):
             check_identity(header, identity, path)
             if not self.file.lock():
                 raise StorageError(f"{subject} is open for another table or process; close it there first")
-            self.blocks = BlockFile(identity.table, self.file, FileLayout.of(header))
-        except BaseException as error:
-            self.file.close()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(f"{subject} cannot be opened: {error}") from error
-            raise
+            self.blocks = BlockFile(self.file, header)
         self.identity, self._initializer = identity, initializer
         self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
         self.failure: StorageError | None = None
@@ -61,7 +54,6 @@ class RowFile:
             self.blocks.write(rows.numpy(), records.data_ptr())
 
     def sync(self) -> None:
-        """Flush writes to the disk."""
         # The system reports a failed flush once, and may have dropped the pages.
         with self.fail_on_error("writes could not be flushed to disk"):
             self.file.sync()
@@ -92,6 +84,12 @@ class RowFile:
             subject = f"table {self.identity.table!r}, file {self.file.path}"
             self.failure = StorageError(f"{subject}: {problem}: {error}; {RESTORE}")
             raise self.failure from error
+
+    def raise_if_failed(self) -> None:
+        if (failure := self.failure) is not None:
+            failure.raised = True
+            subject = f"table {self.identity.table!r}: file {self.file.path}"
+            raise StorageError(f"{subject} is unusable because a write failed: {failure}") from failure
 
     def _write_header(self, num_blocks: int | None) -> None:
         with self.fail_on_error("the header could not be written"):
@@ -140,13 +138,11 @@ class DiskRows(Closeable):
         path, subject = Path(path), f"table {identity.table!r}: file {path}"
         page = identity.header()
         if path.exists():
-            raise StorageError(
-                f"table {identity.table!r}: file {path} exists already; open it, remove it, or choose another name"
-            )
+            raise StorageError(f"{subject} exists already; open it, remove it, or choose another name")
         remedy = "choose another folder, or split the table into smaller shards"
         with storage_errors(f"{subject} for {identity.num_rows:,} rows cannot be created", remedy):
             PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # `open` needs its memory
-            with new_file(path, replace=False) as file:
+            with new_file(path) as file:
                 write_page(file, page)
         return cls.open(path, identity, initializer, **options)
 
@@ -203,9 +199,8 @@ class DiskRows(Closeable):
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):
-            raise ValueError(
-                f"table {self.table_name!r}: {path} is the table's own file; choose another name for its snapshot"
-            )
+            subject = f"table {self.table_name!r}: {path}"
+            raise ValueError(f"{subject} is the table's own file; choose another name for its snapshot")
         return self._submit(lambda: self._take_snapshot(path, changes_only))
 
     @property
@@ -257,25 +252,18 @@ class DiskRows(Closeable):
             )
 
         def checked_operation() -> None:
-            self._check_failure()
+            self._file.raise_if_failed()
             operation()
 
         with self._lock:
             if self._closing is not None:
                 raise StorageError(f"table {self.table_name!r}: file {self.path} is closed; open it again")
-            self._check_failure()
+            self._file.raise_if_failed()
             return self._operations.submit(checked_operation)
 
-    def _check_failure(self) -> None:
-        if (failure := self._file.failure) is not None:
-            failure.raised = True
-            raise StorageError(
-                f"table {self.table_name!r}: file {self.path} is unusable because a write failed: {failure}"
-            ) from failure
-
-    def _query(self, query: Callable[[], T]) -> T:
+    def _query(self, query: Callable[[], Any]) -> Any:
         """Return the result of `query` after earlier operations and a write-back."""
-        results: list[T] = []
+        results: list[Any] = []
 
         def run_query() -> None:
             self._write_back()

@@ -1,50 +1,52 @@
-"""Files of rows: atomic creation, and the header page, which identifies the table and the layout of its records."""
+"""Files of rows: creation, copies and digests of sparse files, and the header page.
+
+The header identifies the table and the layout of its records.
+"""
 
 import errno
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from tritonemb.memory import HUGE_PAGE
 from tritonemb.storage.aio import PAGE_BYTES, IoBuffer, PageFile
-from tritonemb.storage.page_table import FileLayout
-from tritonemb.storage.store import Record, StorageError, storage_errors
-from tritonemb.utils import on_error
+from tritonemb.storage.page_table import FileLayout, runs
+from tritonemb.storage.store import Record, StorageError, cpu_kernels, storage_errors
+from tritonemb.storage.threads import shared_threads, shielded
+from tritonemb.utils import on_error, publish
 
 FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
 _HEAD = struct.Struct("<16sII")  # kind of file, format, length of the JSON
 _CHECKSUM_BYTES = 8
+COPY_BYTES = 1 << 20  # bytes per task of a copy
+BATCH_TASKS = 512  # tasks per job
+_FICLONE = 0x40049409  # Linux ioctl: make a file a reflink copy of another
+# Reflinks are not supported by this file system, across file systems, or for such files.
+_NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+DIGEST_BYTES = 1 << 18  # piece size; part of the digest's definition, so it must not change
+_thread_local = threading.local()
 
 
 @contextmanager
-def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
-    """Create a file atomically: it is written under a temporary name, flushed, then renamed; removed after an error.
-
-    Raise FileExistsError if the file exists and `replace` is false.
-    """
+def new_file(path: Path) -> Iterator[PageFile]:
+    """Create a file atomically: it is written under a temporary name, flushed, then renamed; removed after an error."""
     temporary = path.with_name(f".writing-{path.name}")
     with on_error(lambda: temporary.unlink(missing_ok=True)), closing(create_file(temporary)) as file:
         yield file
-        file.sync()
-        if not replace and path.exists():
-            raise FileExistsError(errno.EEXIST, "file exists", str(path))
-        os.replace(temporary, path)
-        sync(path.parent)  # makes the rename durable
-
-
-def sync(path: Path) -> None:
-    """Fsync a file, or a folder's entries."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        publish(temporary, path)
 
 
 def allocated(file: Path | int) -> int:
@@ -53,13 +55,11 @@ def allocated(file: Path | int) -> int:
 
 
 def create_file(path: Path) -> PageFile:
-    """Create an empty file, or truncate an existing one."""
     os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
     return PageFile(path)
 
 
 def write_page(file: PageFile, page: bytes) -> None:
-    """Write the first page of a file."""
     buffer = IoBuffer(PAGE_BYTES)
     buffer.view[:] = page
     file.write(buffer.view, 0)
@@ -172,3 +172,120 @@ def _describe(header: Mapping[str, Any]) -> dict[str, str]:
 
 def _checksum(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
+
+
+def reflink_or_copy(source: PageFile, target: PageFile) -> None:
+    """Copy a file of whole pages into an empty one; holes stay holes. Discard the target after an OSError or
+    EOFError."""
+    try:
+        fcntl.ioctl(target.handle, _FICLONE, source.handle)
+        return
+    except OSError as error:
+        if error.errno not in _NO_REFLINK:
+            raise
+    size = source.size()
+    target.resize(size)
+    _for_each(_copy_ranges(written_ranges(source, size)), lambda piece: _copy(source, target, *piece))
+
+
+def _for_each(pieces: Iterator[Any], work: Callable[[Any], object]) -> None:
+    while batch := list(itertools.islice(pieces, BATCH_TASKS)):
+        shared_threads.run(lambda number, batch=batch: work(batch[number]), len(batch))  # type: ignore[misc]
+
+
+def copy_rows(source: Path, target: Path) -> None:
+    """Copy a file of rows, or of changes, as `reflink_or_copy` does, and flush the copy to the disk."""
+
+    def copy() -> None:
+        with closing(PageFile(source, writable=False)) as source_file, closing(create_file(target)) as target_file:
+            reflink_or_copy(source_file, target_file)
+            target_file.sync()
+
+    shielded(copy)
+
+
+def written_ranges(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
+    """Yield bounds of the ranges that are not holes, in whole pages, ascending; the whole file if unsupported."""
+    end = 0
+    while end < size:
+        try:
+            begin = os.lseek(file.handle, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole up to the end
+                return
+            if error.errno != errno.EINVAL:
+                raise
+            yield end, size
+            return
+        begin = begin // PAGE_BYTES * PAGE_BYTES  # blocks of a file system may be smaller
+        end = -(-os.lseek(file.handle, begin, os.SEEK_HOLE) // PAGE_BYTES) * PAGE_BYTES
+        yield begin, end
+
+
+def _copy_ranges(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Split long ranges into pieces of at most `COPY_BYTES`; join near ones, because reading a hole is cheap."""
+    first = last = -1
+    for begin, end in ranges:
+        if first >= 0 and end - first <= COPY_BYTES:
+            last = end
+            continue
+        if first >= 0:
+            yield first, last
+        first, last = begin, end
+        while last - first > COPY_BYTES:
+            yield first, first + COPY_BYTES
+            first += COPY_BYTES
+    if first >= 0:
+        yield first, last
+
+
+def thread_buffer(num_bytes: int) -> IoBuffer:
+    """Return this thread's buffer, of at least this size; successive calls share its memory."""
+    buffer: IoBuffer | None = getattr(_thread_local, "buffer", None)
+    if buffer is None or buffer.array.size < num_bytes:
+        buffer = _thread_local.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
+    return buffer
+
+
+def _copy(source: PageFile, target: PageFile, begin: int, end: int) -> None:
+    buffer = thread_buffer(end - begin)
+    source.read(buffer.view[: end - begin], begin)
+    written_pages = np.flatnonzero(buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64).any(axis=1))
+    for first, last in zip(*runs(written_pages), strict=True):
+        start, stop = int(written_pages[first]) * PAGE_BYTES, int(written_pages[last - 1] + 1) * PAGE_BYTES
+        target.write(buffer.view[start:stop], begin + start)
+
+
+def digest(path: Path) -> int:
+    """Return a 64-bit digest of a file of whole pages, from the CRC-32 and the number of each nonzero piece.
+
+    Holes are not read, and count as zeros, so it does not depend on how a file system stores zeros, nor on the file's
+    size. Raise StorageError if the file cannot be read.
+    """
+    with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
+        return shielded(lambda: _digest(path))
+
+
+def _digest(path: Path) -> int:
+    piece_digests: list[int] = []
+    mix = cpu_kernels("pages").splitmix64  # so that swapped pieces change the sum
+    with closing(PageFile(path, writable=False)) as file:
+        size = file.size()
+
+        def add_piece(number: int) -> None:
+            begin, buffer = number * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
+            count = min(DIGEST_BYTES, size - begin)
+            file.read(buffer.view[:count], begin)
+            if buffer.array[:count].any():
+                piece_digests.append(mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
+
+        _for_each(_digest_pieces(written_ranges(file, size)), add_piece)
+    return sum(piece_digests) % (1 << 64)
+
+
+def _digest_pieces(ranges: Iterator[tuple[int, int]]) -> Iterator[int]:
+    next_piece = 0
+    for begin, end in ranges:
+        first_piece = max(next_piece, begin // DIGEST_BYTES)
+        next_piece = max(next_piece, -(-end // DIGEST_BYTES))
+        yield from range(first_piece, next_piece)

@@ -14,7 +14,7 @@ from tritonemb.storage.store import CacheDirectory, Counts, Initializer, IoFutur
 Policy = Literal["lru", "lfu"]
 RowFile = Any  # `disk.RowFile`; disk.py imports this module
 FILL_BYTES = 64 << 20  # bytes of records per call of the initializer; bounds its temporary memory
-CHUNK_BYTES = 1 << 26  # bytes of records per write-back; bounds their temporary memory
+CHUNK_BYTES = 1 << 26  # bytes of records per transfer; bounds temporary memory
 
 
 class HostRows:
@@ -59,10 +59,8 @@ class HostCache:
 
     It uses the same directory as a device cache. Each row that is read or written is cached and may evict a row of its
     set; a dirty victim is written back. Overflow rows, whose set is full of rows of the same call, are read from and
-    written to the file directly. The cache must be the file's only writer.
-
-    Args:
-        rows: number of rows to cache, rounded up to sets of 32; at most the table's.
+    written to the file directly. The cache must be the file's only writer. It caches `rows` rows, rounded up to sets of
+    32; at most the table's.
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:
@@ -89,21 +87,19 @@ class HostCache:
         with self._look_up(rows) as slots:
             # Read misses from the file, and copy hits from the cache.
             missing = (slots < 0).nonzero()[:, 0]
-            missing_rows = rows[missing]
-            missing_records = (
-                records if missing_rows.numel() == rows.numel() else self._empty_records(missing_rows.numel())
-            )
-            self._file.read(missing_rows, missing_records)
-            self.counts = self.counts.plus(cache_hits=rows.numel() - missing_rows.numel(), read=missing_records.numel())
-            _move(records, self._records, torch.arange(rows.numel()), slots)
-            if missing_rows.numel() == 0:
+            num_rows, num_missing = rows.numel(), missing.numel()
+            missing_records = records if num_missing == num_rows else self._empty_records(num_missing)
+            self._file.read(rows[missing], missing_records)
+            self.counts = self.counts.plus(cache_hits=num_rows - num_missing, read=missing_records.numel())
+            _move(records, self._records, torch.arange(num_rows), slots)
+            if num_missing == 0:
                 return
             if missing_records is not records:
-                _move(records, missing_records, missing, torch.arange(missing_rows.numel()))
+                _move(records, missing_records, missing, torch.arange(num_missing))
             # Cache the missing rows whose sets have free ways.
             with self._file.fail_on_error("rows could not be written back"):
                 self._allocate(rows, slots)
-                _move(self._records, missing_records, slots[missing], torch.arange(missing_rows.numel()))
+                _move(self._records, missing_records, slots[missing], torch.arange(num_missing))
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """Write the records of the rows; an error makes the table fail."""

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain, pairwise
 from typing import Any, Self
 
 import numpy as np
@@ -26,7 +27,7 @@ RESTORE = "check the disk, then restore the table from a snapshot"
 _LOG = "check the disk and the system's log"
 _BITS = LEAF.bit_length() - 1
 _MIN_LEAVES = 256
-_CHUNK = 1 << 16  # leaves per iteration; bounds temporary memory
+_LEAVES_PER_CHUNK = 1 << 16  # bounds temporary memory
 
 
 @dataclass(frozen=True)
@@ -131,8 +132,8 @@ class PageTable:
 
     def blocks(self) -> Iterator[np.ndarray]:
         """Yield the blocks that have positions, int64, ascending, in chunks."""
-        for first in range(0, self._leaf_of.size, _CHUNK):
-            leaf_keys = np.flatnonzero(self._leaf_of[first : first + _CHUNK]) + first
+        for first in range(0, self._leaf_of.size, _LEAVES_PER_CHUNK):
+            leaf_keys = np.flatnonzero(self._leaf_of[first:][:_LEAVES_PER_CHUNK]) + first
             within, blocks = np.nonzero(self._leaves[self._leaf_of[leaf_keys]])
             if within.size:
                 yield leaf_keys[within] * LEAF + blocks
@@ -204,9 +205,10 @@ class BlockFile:
     Opening runs a recovery scan: it reads the whole file, checks each block, and rebuilds the page table.
     """
 
-    def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
-        self.table, self.file, self.layout = table, file, layout
-        self.page_table, self.changed = PageTable(layout.num_blocks), ChangedBlocks(layout.num_blocks)
+    def __init__(self, file: PageFile, header: Mapping[str, Any]) -> None:
+        self.table, self.file, self.layout = header["table"], file, FileLayout.of(header)
+        num_blocks = self.layout.num_blocks
+        self.page_table, self.changed = PageTable(num_blocks), ChangedBlocks(num_blocks)
         self._size = file.size()
         with io_context() as context:
             self._scan(context)
@@ -340,17 +342,16 @@ class BlockFile:
 
     def _overlap(self, context: IoContext, num_blocks: int, begin: _ChunkStage, finish: _ChunkStage) -> None:
         """Split blocks into chunks, in alternating halves of the buffer; begin each before finishing the previous."""
-        half, previous = max(BUFFER_BYTES, self.layout.block_bytes), None
+        half = max(BUFFER_BYTES, self.layout.block_bytes)
         context.reserve(half)
         size = half // self.layout.block_bytes
-        for number, first in enumerate(range(0, num_blocks, size)):
-            chunk = _RequestChunk(slice(first, min(first + size, num_blocks)), number % 2 * half)
-            begin(chunk)
+        firsts = enumerate(range(0, num_blocks, size))
+        chunks = (_RequestChunk(slice(at, min(at + size, num_blocks)), number % 2 * half) for number, at in firsts)
+        for previous, chunk in pairwise(chain((None,), chunks, (None,))):
+            if chunk is not None:
+                begin(chunk)
             if previous is not None:
                 finish(previous)
-            previous = chunk
-        if previous is not None:
-            finish(previous)
 
     def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
         """Read or write blocks from or to consecutive slots of the buffer, and wait."""

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from tritonemb.storage import store
+from tritonemb.memory import DTYPES
+from tritonemb.storage import io, store
 from tritonemb.storage.aio import PAGE_BYTES, PageFile, io_context
-from tritonemb.storage.io import CHANGES, ROWS, TableIdentity, encode_header, new_file, open_file, write_page
 from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
-from tritonemb.storage.sparse import reflink_or_copy
 from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
 from tritonemb.utils import Closeable, on_error
@@ -29,22 +27,22 @@ _INDEX_SEED = 1 << 62  # seed of an index page's checksum, plus the group's numb
 _FILE_KEYS = ("snapshot", "after", "changed", "places")  # keys of a header besides the table's identity
 
 
-def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, parent: str | None) -> str:
+def take_snapshot(blocks: BlockFile, identity: io.TableIdentity, path: Path, parent: str | None) -> str:
     """Write a snapshot and flush it; return its name. With `parent`, write only the changes since that snapshot.
 
     Raise StorageError, and remove the file, if it cannot be written.
     """
     name, count = uuid.uuid4().hex, blocks.page_table.count
     subject = f"table {identity.table!r}: snapshot {path}{'' if parent is None else ' of changes'}"
-    with storage_errors(f"{subject} could not be written", "check the disk"), new_file(path) as file:
+    with storage_errors(f"{subject} could not be written", "check the disk"), io.new_file(path) as file:
         if parent is None:
-            reflink_or_copy(blocks.file, file)
+            io.reflink_or_copy(blocks.file, file)
             file.resize(blocks.layout.offset(count))
-            write_page(file, identity.header(name, count))
+            io.write_page(file, identity.header(name, count))
         else:
             changed_blocks = _write_changes(file, blocks)
             snapshot_fields = {"after": parent, "snapshot": name, "changed": changed_blocks, "places": count}
-            write_page(file, encode_header(CHANGES, identity.as_json() | snapshot_fields))
+            io.write_page(file, io.encode_header(io.CHANGES, identity.as_json() | snapshot_fields))
     return name
 
 
@@ -55,13 +53,13 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
     with io_context() as context:
         for group, first in enumerate(range(0, changed_blocks.size, size)):
             block_numbers = changed_blocks[first : first + size]
-            end = PAGE_BYTES + block_numbers.size * layout.block_bytes
+            count = block_numbers.size
+            end = PAGE_BYTES + count * layout.block_bytes
             buffer = context.reserve(end)
             blocks.load(context, block_numbers, PAGE_BYTES)
             index = buffer.array[:PAGE_BYTES].view(np.int64)
             index[:] = 0
-            index[0] = block_numbers.size
-            index[1 : 1 + block_numbers.size] = block_numbers
+            index[: 1 + count] = count, *block_numbers
             cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
             file.write(buffer.view[:end], _group_offset(layout, first))
     return int(changed_blocks.size)
@@ -86,25 +84,25 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
 
 
 def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
-    source, header = open_file(f"snapshot {base}", base, ROWS)
+    source, header = io.open_file(f"snapshot {base}", base, io.ROWS)
     with closing(source):
         if header["snapshot"] is None and increments:
             raise StorageError(f"{base} is not a snapshot, or was modified since; changes cannot be applied to it")
-        with storage_errors(f"file {path} could not be written", "check the disk"), new_file(path) as file:
-            reflink_or_copy(source, file)
+        with storage_errors(f"file {path} could not be written", "check the disk"), io.new_file(path) as file:
+            io.reflink_or_copy(source, file)
             if increments:
-                blocks = BlockFile(header["table"], file, FileLayout.of(header))
+                blocks = BlockFile(file, header)
                 for increment in increments:
                     header = _apply(increment, blocks, header)
                 assert blocks.page_table.count == header["places"]
                 file.resize(blocks.layout.offset(header["places"]))
-            full_header = {key: value for key, value in header.items() if key not in ("after", "changed")}
-            write_page(file, encode_header(ROWS, full_header))
+            full_header = {key: header[key] for key in header if key not in ("after", "changed")}
+            io.write_page(file, io.encode_header(io.ROWS, full_header))
 
 
 def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[str, Any]:
     """Apply a file of changes to a copy of the snapshot with this header; return the header of the changes."""
-    layout, (file, header) = blocks.layout, open_file(f"snapshot {path}", path, CHANGES)
+    layout, (file, header) = blocks.layout, io.open_file(f"snapshot {path}", path, io.CHANGES)
     subject = f"the changes {path}"
     with closing(file):
         # Check that the changes follow the snapshot.
@@ -147,7 +145,7 @@ def _group_offset(layout: FileLayout, first: int) -> int:
 def snapshot_header(path: str | Path) -> dict[str, Any]:
     """Return the header of a snapshot: `TableIdentity.as_json`, its name, and its parent's. Raise StorageError if
     invalid."""
-    file, header = open_file(f"snapshot {path}", Path(path), ROWS, CHANGES)
+    file, header = io.open_file(f"snapshot {path}", Path(path), io.ROWS, io.CHANGES)
     file.close()
     return header
 
@@ -160,15 +158,13 @@ class SnapshotReader(Closeable):
         self.path = Path(path)
 
         def open_blocks() -> tuple[dict[str, Any], BlockFile]:
-            file, header = open_file(f"snapshot {path}", self.path, ROWS)
+            file, header = io.open_file(f"snapshot {path}", self.path, io.ROWS)
             with on_error(file.close):
-                return header, BlockFile(header["table"], file, FileLayout.of(header))
+                return header, BlockFile(file, header)
 
         self.header, self._blocks = shielded(open_blocks)
         self.num_rows: int = self.header["num_rows"]
-        fields = [
-            Field(name, getattr(torch, dtype), *field_layout) for name, dtype, *field_layout in self.header["fields"]
-        ]
+        fields = (Field(name, DTYPES[dtype], *layout) for name, dtype, *layout in self.header["fields"])
         self.record = Record(tuple(fields), self.header["record_bytes"])
         self._in_use = threading.Lock()  # a cancelled read may still run at `close`
 

@@ -110,7 +110,6 @@ class IoFuture:
         self._failure: BaseException | None = None
 
     def done(self) -> bool:
-        """Return whether the operation is done or has failed."""
         return self._done.is_set()
 
     def wait(self) -> None:
@@ -142,15 +141,12 @@ class IoFuture:
         return future
 
 
-_Operation = tuple[Callable[[], None], IoFuture]
-
-
 class OperationQueue:
     """Queue of operations that run in one thread, called `name`, in the order of submission."""
 
     def __init__(self, name: str) -> None:
         self._name, self._lock = name, threading.Lock()
-        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], IoFuture] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Callable[[], None]) -> IoFuture:
@@ -178,7 +174,7 @@ class OperationQueue:
 
 
 @torch.inference_mode()  # inference tensors can be changed in this mode only, others in any
-def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
+def _run_operations(operations: queue.SimpleQueue[tuple[Callable[[], None], IoFuture] | None]) -> None:
     while (operation := operations.get()) is not None:
         work, future = operation
         future.run(work)
@@ -195,10 +191,7 @@ class Counts(NamedTuple):
     written: int = 0
 
     def plus(self, cache_hits: int = 0, read: int = 0, written: int = 0) -> Self:
-        """Return the sums of two counts."""
-        return self._replace(
-            cache_hits=self.cache_hits + cache_hits, read=self.read + read, written=self.written + written
-        )
+        return type(self)(self.cache_hits + cache_hits, self.read + read, self.written + written)
 
 
 def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
@@ -319,14 +312,11 @@ class CacheDirectory:
 
     The caches are set-associative, see `kernels/row_cache.py`. A table has the slots of its sets, then its overflow:
     slots of rows whose set is full of pinned rows. The overflow grows on demand.
-
-    Args:
-        num_sets: number of sets per table; 0 for a table that is not cached.
-        policy: evict the least recently ("lru") or least frequently used row ("lfu").
     """
 
     def __init__(self, num_sets: Sequence[int], policy: str, device: torch.device) -> None:
-        self.policy, self.device = policy, device
+        self.policy, self.device = policy, device  # evict the least recently ("lru") or frequently used row ("lfu")
+        # Sets per table; 0 for a table that is not cached.
         self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
         self.clock = torch.zeros((), dtype=torch.int64, device=device)  # number of batches that were looked up
         # Slots per table: of its sets, and with its overflow.
@@ -353,7 +343,6 @@ class CacheDirectory:
         return row_cache_allocate_(*self.table_views, rows, slots, tables, self.num_sets, self.clock, self.policy)
 
     def clear(self, table: int) -> None:
-        """Empty a table's slots."""
         for name, empty_value in _EMPTY:
             getattr(self, name)[self.slice_of(table)] = empty_value
 

@@ -155,19 +155,13 @@ class IoThreads:
         are done.
         """
         raise_if_cancelled()
-        job = Job(work, num_tasks)
+        job = self.submit(work, num_tasks)
         with on_error(job.cancel):
-            self._start(job)
             job.wait()
 
     def submit(self, work: Callable[[int], object], num_tasks: int) -> Job:
         """Start the tasks of `run` without waiting."""
-        job = Job(work, num_tasks)
-        self._start(job)
-        return job
-
-    def _start(self, job: Job) -> None:
-        max_threads = min(job.num_tasks, self.num_threads)
+        job, max_threads = Job(work, num_tasks), min(num_tasks, self.num_threads)
         with self._lock:
             with suppress(RuntimeError):  # at interpreter exit no thread can be started
                 while self._started < max_threads:
@@ -179,6 +173,7 @@ class IoThreads:
             self._jobs.put(job)
         while num_threads == 0 and job.run_next():
             pass
+        return job
 
 
 def _run_tasks(jobs: queue.SimpleQueue[Job]) -> None:

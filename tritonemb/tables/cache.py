@@ -27,11 +27,11 @@ from torch import Tensor
 
 from tritonemb import jagged, ops
 from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, build_layout
-from tritonemb.storage.memory import HostRows
+from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.batch import RowBatch
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, RowTransfer, TableRows, synchronize
-from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
 Compacted = tuple[Sequence[Tensor], list[list[int]]]  # by flag: positions where it is set, and their number per table

@@ -16,14 +16,13 @@ from tritonemb.layout import WAYS
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.disk import DiskRows
 from tritonemb.storage.io import TableIdentity
-from tritonemb.storage.memory import HostRows
+from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.snapshot import restore, snapshot_header
 from tritonemb.storage.store import Counts, Field, InitialValues, Record, StorageError, record_of
 from tritonemb.tables.table import Table, draw_seed, initialize
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 MAX_CACHED_ROWS = 1 << 18  # cached per table on servers by default, without `CacheConfig(rows=...)`
-CHUNK_BYTES = 1 << 26  # bytes of records per transfer; bounds temporary host memory
 
 
 class CachedTable(Table):

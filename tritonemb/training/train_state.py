@@ -21,7 +21,7 @@ from tritonemb.data.protocol import Batches, Data, Prefetcher, Split
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.shards import TensorSlice, as_dtensor, local_shape, tensor_slices, to_local
-from tritonemb.offloading.sub_groups import MASTER
+from tritonemb.offloading.states import MASTER
 from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel

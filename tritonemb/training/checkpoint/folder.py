@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage import checkpoint as files
-from tritonemb.storage.checkpoint import FORMAT, MANIFEST
-from tritonemb.storage.io import allocated, sync
+from tritonemb.storage.checkpoint import MANIFEST
+from tritonemb.storage.io import allocated
 from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, RankFiles, Tensors
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
-from tritonemb.utils import atomic_write, seal
+from tritonemb.utils import publish, sync
 
 # Prefixes of the names of incomplete checkpoints, of complete ones that are being replaced, and of ones being removed.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
@@ -123,8 +123,7 @@ class CheckpointFolder:
                 if (actual := files.size_of(path)) != size:
                     raise OSError(f"{path} has {actual} bytes on rank 0, expected {size:,}: is the file system shared?")
             tables = {name: table for name in ("tables", "servers") if (table := getattr(rank_files, name))}
-            entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": rank_files.files}
-            atomic_write(temporary / MANIFEST, seal(json.dumps(entries, indent=1)))
+            files.write_manifest(temporary, {**json.loads(writer.manifest), **tables, "files": rank_files.files})
             self._publish(temporary, self.folder / f"step-{step}", self._obsolete_paths(step))
             if best:
                 self._mark_best(step)
@@ -179,12 +178,10 @@ class CheckpointFolder:
 
     def _publish(self, temporary: Path, final: Path, obsolete: Sequence[Path]) -> None:
         """Rename a complete checkpoint to its final name, and remove obsolete ones, and an old one of this name."""
-        sync(temporary)
         replaced = self.folder / f"{REPLACED}{final.name}"
         if final.exists():
             os.rename(final, replaced)
-        os.rename(temporary, final)
-        sync(self.folder)
+        publish(temporary, final)
         self._remove([*obsolete, replaced] if replaced.exists() else obsolete)
 
     def _remove(self, paths: Sequence[Path]) -> None:

@@ -22,8 +22,9 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, check_coverage, dtype_and_shape
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.storage import checkpoint as files
-from tritonemb.storage.checkpoint import MANIFEST, ROWS, CheckpointPlanner, CheckpointReader, read_manifest_text
-from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
+from tritonemb.storage.checkpoint import MANIFEST, ROWS_SUFFIX, CheckpointPlanner, CheckpointReader, read_manifest_text
+from tritonemb.storage.memory import CHUNK_BYTES
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.training.checkpoint.writer import describe_shard, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
@@ -238,7 +239,7 @@ def _blocks_of(path: Path, shard: Entry, first: int, last: int, only_written: bo
         snapshot_path = base
         if changes:  # apply them to a copy of the base, in the system's temporary folder
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
-            snapshot_path = Path(stack.enter_context(folder)) / f"table{ROWS}"
+            snapshot_path = Path(stack.enter_context(folder)) / f"table{ROWS_SUFFIX}"
             restore(snapshot_path, base, changes)
         reader = stack.enter_context(SnapshotReader(snapshot_path))
         header = reader.header

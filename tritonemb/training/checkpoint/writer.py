@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
@@ -30,8 +29,16 @@ from tritonemb.sharding import sharded_tensor
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, check_coverage, dtype_and_shape
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
-from tritonemb.storage.checkpoint import CHANGES, ROWS, Files, size_and_checksum, size_of
-from tritonemb.storage.io import allocated, sync
+from tritonemb.storage.checkpoint import (
+    CHANGES_SUFFIX,
+    METADATA,
+    ROWS_SUFFIX,
+    ChecksumWriter,
+    Files,
+    size_and_checksum,
+    size_of,
+)
+from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
@@ -47,7 +54,7 @@ Manifest = Mapping[str, Any]
 Earlier = Sequence[tuple[Path, Manifest]]  # earlier checkpoints and their manifests, newest first
 
 
-class CheckpointWriter(FileSystemWriter):
+class CheckpointWriter(ChecksumWriter):
     """Storage writer of a checkpoint for `torch.distributed.checkpoint`: all ranks write shards, rank 0 publishes.
 
     Construction is collective. Arguments and errors as of `CheckpointFolder.save`. `publish` is called on rank 0 when
@@ -87,9 +94,8 @@ class CheckpointWriter(FileSystemWriter):
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         """Write this rank's tensors, and finish its snapshots; called by torch. The last result is a `RankFiles`."""
         try:
-            results: list[Any] = [*super().write_data(plan, planner).value()]
-            paths = self._folder.glob(f"__{self.group.rank}_*")
-            results.append(self.snapshots.finish({path.name: size_and_checksum(path) for path in paths}))
+            *results, files = super().write_data(plan, planner).value()
+            results.append(self.snapshots.finish(files))
         except BaseException as error:
             self.snapshots.settle()
             self._error = error
@@ -103,12 +109,11 @@ class CheckpointWriter(FileSystemWriter):
         outcomes: list[Any] = [rank_results.pop() for rank_results in results]
         if not any(isinstance(outcome, Failure) for outcome in outcomes):
             try:
-                super().finish(metadata, results)
-                sync(self._folder / ".metadata")  # torch syncs before its buffers are flushed
-                outcomes[0].files[".metadata"] = size_and_checksum(self._folder / ".metadata")
+                metadata_files = self.finish_files(metadata, results)
+                outcomes[0].files.update(metadata_files)
                 rank_files = merge_files(outcomes)
                 self._publish(rank_files)
-                num_bytes = rank_files.num_bytes + rank_files.files[".metadata"][0]
+                num_bytes = rank_files.num_bytes + metadata_files[METADATA][0]
                 outcomes = [num_bytes, time.perf_counter() - self._start_time]
             except BaseException as error:
                 self._error, outcomes[0] = error, Failure.of(error)
@@ -218,7 +223,7 @@ class TableSnapshots:
             store, stem = _store(shard), _stem(prefixes[0], shard.row_config)
             previous = store.last_snapshot
             linked_files = _link_chain(folder, prefixes[0], store, previous, earlier)
-            path = folder / (f"{stem}.{len(linked_files)}{CHANGES}" if linked_files else f"{stem}{ROWS}")
+            path = folder / (f"{stem}.{len(linked_files)}{CHANGES_SUFFIX}" if linked_files else f"{stem}{ROWS_SUFFIX}")
             future = store.snapshot(path, changes_only=bool(linked_files))
             self._snapshots.append(_Snapshot(prefixes, shard.row_config, linked_files, previous, path, future))
 
