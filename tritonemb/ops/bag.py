@@ -68,7 +68,7 @@ def bag(
 def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> Tensor:
     """Gradient of the table, from that of the result of a lookup of `values` `[N]`; differentiable in `grad`."""
     form = _Form(num_rows, grad.dtype, None, grad.dtype)
-    return _differentiable(_WEIGHT, _Factors(None, None, grad), values, None, bags._replace(checked=False), form)
+    return _differentiable(_WEIGHT, _Factors(None, None, grad), values, None, bags, form)
 
 
 def single_bag_offsets(num_values: int, device: torch.device) -> Tensor:
@@ -177,7 +177,7 @@ def empty_bags(weight: Tensor, values: Tensor, bags: Bags, dtype: torch.dtype) -
 def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: Bags, sample_weights: Tensor) -> Any:
     """Gradient of the per-sample weights, `[N]`."""
     form = _Form(weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype)
-    return _derivative(_SAMPLE_WEIGHTS, _Factors(weight, None, grad), values, None, bags._replace(checked=False), form)
+    return _derivative(_SAMPLE_WEIGHTS, _Factors(weight, None, grad), values, None, bags, form)
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:

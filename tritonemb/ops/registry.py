@@ -126,7 +126,6 @@ def _force(name: str | None) -> None:
 
 @functools.cache
 def load(op: str, name: str) -> Callable[..., Any]:
-    """Import the kernel called `name` of an op."""
     function = op
     if name == REFERENCE:
         function = f"{op[:-1]}_reference_" if op.endswith("_") else f"{op}_reference"
@@ -179,7 +178,7 @@ def define(
     op = getattr(torch.ops.tritonemb, name).default
     names = [argument.name for argument in op._schema.arguments]
     is_mutated = [argument.alias_info is not None for argument in op._schema.arguments]
-    run_kernel = functools.partial(_run_kernel, name) if run is None else run
+    run_kernel, mutates = functools.partial(_run_kernel, name) if run is None else run, any(is_mutated)
 
     def run_flat(*args: Any) -> Any:
         result, mutated = run_kernel(*unflatten(args, *kinds)), list[Tensor]()
@@ -211,20 +210,22 @@ def define(
         return tuple(gradients.get(argument, none) for argument, none in zip(names, nones, strict=True))
 
     def call(*args: Any) -> Any:
+        run_eagerly = False
+        if not torch.compiler.is_compiling():
+            tensors = [*_tensors(args)]
+            needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+            run_eagerly = not needs_gradient and plain_eager(*tensors) and not tensors[0].is_meta
+        if run_eagerly and not mutates:
+            return run_kernel(*args)
         flat: list[Any] = []
         for kind, argument in zip(kinds, args, strict=True):
             flat += [argument] if kind is None else argument
-        if not torch.compiler.is_compiling():
-            tensors = [*_tensors(flat)]
-            needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-            if not needs_gradient and plain_eager(*tensors) and not tensors[0].is_meta:
-                return run_flat(*flat)
-        return op(*flat)
+        return run_flat(*flat) if run_eagerly else op(*flat)
 
     run_undispatched: Any = torch._disable_dynamo(run_flat)  # type: ignore[attr-defined]
     _library.impl(name, run_undispatched, "CompositeExplicitAutograd")
     torch.library.register_fake(op, run_fake, lib=_library)
-    if not any(is_mutated):
+    if not mutates:
         torch.library.register_autograd(op, run_backward, setup_context=run_save, lib=_library)
     if name in _EFFECTFUL:
         from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
@@ -234,7 +235,6 @@ def define(
 
 
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors among arguments, and in lists of them."""
     for arg in args:
         if isinstance(arg, Tensor):
             yield arg

@@ -158,7 +158,7 @@ def _update(gradients: list[ops.BagGradient]) -> None:
     layout = layout_of(bag_tables, pooled, device)
     values, offsets = _concat_ids(gradients)
     grads = [gradient.grad for gradient in gradients]
-    tables = join_tables([gradient.table for gradient in gradients])
+    tables = first.table if len(gradients) == 1 else join_tables([gradient.table for gradient in gradients])
     grad = grads[0] if len(grads) == 1 else grads
     ops.row_update_(tables, grad, offsets, _concat_sample_weights(gradients), values, layout)
 
