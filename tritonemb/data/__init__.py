@@ -6,7 +6,16 @@ from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as
 from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.encode import load_vocabulary
 from tritonemb.data.loader import DataLoaderWorkers, merge_positions, open_shards, rank_position
-from tritonemb.data.open import ALIASES, NAMES, from_dataframe, kind_of, open_dataset, open_for_scoring
+from tritonemb.data.open import (
+    ALIASES,
+    NAMES,
+    ReaderHost,
+    RemoteData,
+    from_dataframe,
+    kind_of,
+    open_dataset,
+    open_for_scoring,
+)
 from tritonemb.data.protocol import (
     Batches,
     Data,
@@ -19,7 +28,6 @@ from tritonemb.data.protocol import (
     Split,
     Stream,
 )
-from tritonemb.data.reader_host import ReaderHost, RemoteData
 from tritonemb.data.schema import CRITEO, LogOptions, Schema, SplitRule
 
 __all__ = [

@@ -256,7 +256,6 @@ def _download(scratch: Path, folder: Path) -> Path:
 
 
 def read_movielens_100k(folder: Path) -> Dataset:
-    """Read MovieLens-100K from the three Parquet files in `folder`."""
     tables = [parquet.read_table(folder / name).to_pydict() for name in FILES]
     ratings, users, items = ({name: np.asarray(values) for name, values in table.items()} for table in tables)
     num_rows = len(ratings["rating"])

@@ -163,16 +163,16 @@ def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> li
         values = numeric_values(label)
         bad = (values != 0) & (values != 1) | missing_mask(label.cast(value_type(label.type)))
         problems.append((schema.label, "0 or 1", bad))
-    for name in schema.dense:
-        index = batch.schema.get_field_index(name)
-        if index >= 0 and pa.types.is_floating(value_type(batch.column(index).type)):
-            values = numeric_values(batch.column(index))
+    for name, column in ((name, batch.column(name)) for name in schema.dense if name in batch.schema.names):
+        logarithmic = schema.is_logarithmic(name)
+        if pa.types.is_floating(value_type(column.type)):
+            values = numeric_values(column)
             infinite = np.isinf(values)
             problems.append((name, "a finite number or nothing", infinite))
-            if not schema.is_logarithmic(name):
+            if not logarithmic:
                 problems.append((name, "a number that fits float32", (np.abs(values) >= INFINITE) & ~infinite))
-        if index >= 0 and schema.is_logarithmic(name) and not schema.clamps(name):
-            negative = numeric_values(batch.column(index)) < 0
+        if logarithmic and not schema.clamps(name):
+            negative = numeric_values(column) < 0
             problems.append((name, "0 or more under log_transform, or clamp_negative", negative))
     return [entry for entry in problems if entry[2].any()]
 

@@ -185,7 +185,6 @@ def display_path(source: str | Path) -> Path | str:
 
 
 def _resolve_path(source: str | Path) -> tuple[Any, str]:
-    """Return the file system of a path or URI, and the path in it."""
     shown, uri = display_path(source), str(source)
     if isinstance(shown, Path):
         return fs.LocalFileSystem(), str(shown) if is_remote(source) else uri
@@ -325,7 +324,6 @@ def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tupl
 
 
 def parts_of_files(by_split: Mapping[Split, Sequence[Any]]) -> dict[Split, tuple[Part, ...]]:
-    """Return the files of each split as parts, in the order of the splits."""
     numbers = itertools.count()
     return {split: tuple(Part(next(numbers)) for _ in by_split.get(split, ())) for split in SPLITS}
 

@@ -58,7 +58,6 @@ class ShardState:
         self.stream, self.report, self.position = stream, stream.report, dict(stream.position)
 
     def entry(self) -> dict[str, Any]:
-        """Return the shard's entry of a position."""
         report = self.report
         return dict(zip(_ENTRY, (self.batches, self.ended, report.rows, report.skipped, self.position), strict=True))
 

@@ -39,22 +39,14 @@ class ParsedChunk:
 class LogSource(Protocol):
     """Files of a log in one format, with the same columns. A source is created from the files, the options, whether
     rows have a label, and additional columns to read; it raises ValueError if none of the files has rows, one is
-    damaged, or a column is missing, duplicate or of the wrong type.
-
-    Attributes:
-        schema: the schema with all columns filled in.
-        multi_hot: sparse columns that are lists.
-        kinds: kinds of the sparse columns, see `Feature`.
-        counts_rows: whether `sizes` and `estimated_rows` are exact numbers of rows, known without a pass over the data.
-        row_unit: unit of `Chunk.first_row` of text, for a random split: 1 for rows; 0 for lines, as in older versions.
-    """
+    damaged, or a column is missing, duplicate or of the wrong type."""
 
     files: tuple[LogFile, ...]
-    schema: Schema
-    multi_hot: Names
-    kinds: Mapping[str, str]
-    counts_rows: bool = False
-    row_unit: int | None = None
+    schema: Schema  # with all columns filled in
+    multi_hot: Names  # sparse columns that are lists
+    kinds: Mapping[str, str]  # of the sparse columns, see `Feature`
+    counts_rows: bool = False  # whether `sizes` and `estimated_rows` are exact, and known without a pass over the data
+    row_unit: int | None = None  # of `Chunk.first_row` of text, for a random split: 1 for rows; 0 (older) for lines
 
     def sizes(self) -> list[int]:
         """Return the sizes of the files in the unit of `Part`."""
@@ -230,12 +222,8 @@ class LogReader:
         self, options: OpenOptions, encode: Callable[[Any], Rows], keys: tuple[str, ...], buffer_rows: int,
         seeds: tuple[int, ...] | None, position: Position, report: ReadReport,
     ) -> Iterator[PositionedBatch]:  # fmt: skip
-        """Yield the batches of one stream from a position on; after the last one, the report of all rows.
-
-        Args:
-            seeds: seeds of the permutation of each shuffle buffer; None to keep the order.
-            report: counts of the rows before the position, with the bad rows that the source does not have.
-        """
+        """Yield the batches of one stream from a position on; after the last one, the report of all rows. `seeds`
+        permute the shuffle buffers, unless None; `report` has the rows before the position, and bad rows left out."""
 
         def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
             nonlocal report

@@ -69,8 +69,8 @@ class ReadReport:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Decode the JSON of `asdict(report)`."""
-        reasons = tuple((reason, count) for reason, count in values["reasons"])
-        return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
+        problems, reasons = tuple(values["problems"]), tuple(map(tuple, values["reasons"]))
+        return cls(values["rows"], values["skipped"], problems, reasons)
 
     def __add__(self, other: "ReadReport") -> "ReadReport":
         if not other.skipped:
@@ -240,15 +240,10 @@ class Batches(Closeable, Iterator[Batch]):
 
 
 class Stream(Batches):
-    """Batches in order, prefetched in a thread; `next` raises the errors of the source.
+    """Batches in order, `depth` of them prefetched in a thread; `next` raises the errors of the source.
 
-    Args:
-        batches: source, closed with the stream; an item without a batch, with the report of all rows, may come last.
-        position: position of the first batch.
-        report: report of the rows before the first batch.
-        at_end: called with the report when the batches are exhausted.
-        on_stop: see `Prefetcher`.
-        depth: number of prefetched batches.
+    The source `batches` is closed with the stream; an item without a batch, with the report of all rows, may come last.
+    `at_end` is called with the report when the batches are exhausted.
 
     Attributes:
         position: position of the next batch.
@@ -348,13 +343,14 @@ class Data(Protocol):
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
-    """Return one table config per feature, all of one dimension; multi-hot features are mean-pooled."""
-    poolings: list[Pooling] = ["mean" if feature.multi_hot else "sum" for feature in features]
-    return [
-        TableConfig(f.name, None, embedding_dim, pooling=pooling, capacity=f.num_embeddings) if f.dynamic
-        else TableConfig(f.name, f.num_embeddings, embedding_dim, pooling=pooling)
-        for f, pooling in zip(features, poolings, strict=True)
-    ]  # fmt: skip
+    """See `TablesMixin.tables`."""
+
+    def config(feature: Feature) -> TableConfig:
+        pooling: Pooling = "mean" if feature.multi_hot else "sum"
+        size, capacity = (None, feature.num_embeddings) if feature.dynamic else (feature.num_embeddings, None)
+        return TableConfig(feature.name, size, embedding_dim, pooling=pooling, capacity=capacity)
+
+    return list(map(config, features))
 
 
 class TablesMixin:

@@ -30,13 +30,7 @@ class RequestEncoder:
 
     A value is a number or a string, None or NaN if missing, or a list for a multi-hot feature. Decimal strings are
     parsed for features trained with integers, numbers in strings for models of text; other columns are ignored.
-
-    Args:
-        schema: with all columns filled in.
-        features: features of the model.
-        numberings: by feature name.
-        from_text: whether the model was trained on text: empty strings are missing, Criteo's categories hexadecimal.
-    """
+    With `from_text`, of a model trained on text, empty strings are missing and Criteo's categories hexadecimal."""
 
     def __init__(
         self, schema: Schema, features: Sequence[Feature], numberings: Numberings, from_text: bool = False

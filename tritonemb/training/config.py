@@ -201,7 +201,6 @@ class TrainConfig(RunOptions):
     offload: OffloadOptions = field(default_factory=OffloadOptions)
 
     def trainer_options(self) -> dict[str, Any]:
-        """Keyword arguments of `Trainer`, collected from the sections."""
         names = [option.name for option in fields(TrainerOptions)]
         sections = [(section, name) for section in (self, self.schedule, self.evaluation) for name in names]
         options = {name: getattr(section, name) for section, name in sections if hasattr(section, name)}

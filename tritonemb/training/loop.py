@@ -335,7 +335,6 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Stop the clock in the block."""
         start = time.perf_counter()
         try:
             yield

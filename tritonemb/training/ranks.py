@@ -165,10 +165,8 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Self:
-        for number, kind in enumerate(_KINDS):
-            if isinstance(error, kind):
-                return cls(number, str(error))
-        return cls(_KINDS.index(RuntimeError), f"{type(error).__name__}: {error}")
+        kinds = (cls(number, str(error)) for number, kind in enumerate(_KINDS) if isinstance(error, kind))
+        return next(kinds, cls(_KINDS.index(RuntimeError), f"{type(error).__name__}: {error}"))
 
 
 def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> list[T]:
@@ -209,12 +207,8 @@ def raise_failures(outcomes: Sequence[Any], local: BaseException | None, error: 
     if local is not None and not isinstance(local, Exception):
         raise local
     first = next(iter(failures.values()))
-    same_failure = [rank for rank, failure in failures.items() if failure == first]
-    other_failures = [rank for rank in failures if rank not in same_failure]
-    where = "" if len(same_failure) == len(outcomes) else f"{_ranks(same_failure)}: "
-    suffix = f" ({_ranks(other_failures)} failed, too)" if other_failures else ""
+    ranks = [[r for r, failure in failures.items() if (failure == first) is same] for same in (True, False)]
+    texts = [f"rank{'s' * (len(numbers) > 1)} {join_names(map(str, numbers), limit=8)}" for numbers in ranks]
+    where = "" if len(ranks[0]) == len(outcomes) else f"{texts[0]}: "
+    suffix = f" ({texts[1]} failed, too)" if ranks[1] else ""
     raise (error or _KINDS[first.kind])(f"{where}{first.message}{suffix}") from local
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {join_names(map(str, ranks), limit=8)}"

@@ -41,29 +41,19 @@ Prefetch = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class StepInfo:
-    """Metadata of a prepared step.
+    """Metadata of a prepared step."""
 
-    Args:
-        weights: weights of the batches' mean losses. Gradients are averaged over the ranks; with these weights the loss
-            of the step is the mean over the samples of all batches and ranks.
-        rows: samples of all ranks.
-        position, report: state of this rank's data after the step's batches.
-        signal: signal that a rank received, 0 for none.
-        clock: time of rank 0's clock.
-        copied: event after the copy of the batches to the device.
-        moved: begin and end of the transfers of the batches, and of the rows that they need, to the device.
-        counted: counters of the caches after these transfers.
-    """
-
+    # Weights of the batches' mean losses. Gradients are averaged over the ranks; with these weights the loss of the
+    # step is the mean over the samples of all batches and ranks.
     weights: tuple[float, ...]
-    rows: int
-    position: Any
+    rows: int  # samples of all ranks
+    position: Any  # of this rank's data after the step's batches
     report: ReadReport
-    signal: int = 0
-    clock: int = 0
-    copied: torch.cuda.Event | None = field(default=None, repr=False)
-    moved: tuple[float, float] | None = None
-    counted: Counter[str] | None = None
+    signal: int = 0  # that a rank received, 0 for none
+    clock: int = 0  # of rank 0
+    copied: torch.cuda.Event | None = field(default=None, repr=False)  # after the copy of the batches to the device
+    moved: tuple[float, float] | None = None  # begin and end of the transfers of batches and rows to the device
+    counted: Counter[str] | None = None  # counters of the caches after these transfers
 
 
 PreparedStep = tuple[tuple[Batch, ...], StepInfo]
@@ -71,27 +61,17 @@ PreparedStep = tuple[tuple[Batch, ...], StepInfo]
 
 @dataclass(frozen=True)
 class StepPipeline:
-    """Preparation of the steps of an epoch or an evaluation: batches on the device.
-
-    Args:
-        empty: makes a batch without samples.
-        accumulate: batches per step.
-        prefetch: exchanges the ids of a batch and transfers its rows to the device; returns its features.
-        counted: counters of the caches that `prefetch` fills.
-        signal: signal that this rank has received, 0 for none.
-        clock: time of this rank.
-        pad: pad batches, so that the logit of a sample does not depend on the other samples; see `pad_batch`.
-    """
+    """Preparation of the steps of an epoch or an evaluation: batches on the device."""
 
     ranks: Ranks
     device: torch.device
-    empty: Callable[[], Batch]
-    accumulate: int = 1
-    prefetch: Prefetch | None = None
-    counted: Callable[[], Counter[str]] | None = None
-    signal: Callable[[], int] = lambda: 0
-    clock: Callable[[], int] = lambda: 0
-    pad: bool = False
+    empty: Callable[[], Batch]  # makes a batch without samples
+    accumulate: int = 1  # batches per step
+    prefetch: Prefetch | None = None  # exchanges a batch's ids, transfers its rows to the device; returns its features
+    counted: Callable[[], Counter[str]] | None = None  # counters of the caches that `prefetch` fills
+    signal: Callable[[], int] = lambda: 0  # that this rank has received, 0 for none
+    clock: Callable[[], int] = lambda: 0  # time of this rank
+    pad: bool = False  # so that the logit of a sample does not depend on the other samples; see `pad_batch`
 
     def steps(self, stream: Batches) -> Generator[PreparedStep]:
         """Prepare the steps of a stream. Collective. The last one has no batches: the data has ended, or there is a
@@ -174,13 +154,7 @@ class OrderedPrefetch:
 
     When tables are saved or evaluated, no later batch may have been prefetched. So a step beyond `limit`, or one that
     arrives on hold, is passed through without prefetch and gets its rows in training; later steps wait.
-
-    Args:
-        step: steps trained so far.
-        accumulate: batches per step.
-        depth: largest number of steps that are prefetched at once.
-        limit: returns the last step that may be prefetched now.
-    """
+    `accumulate` batches are a step; at most `depth` steps are prefetched at once, up to step `limit()`."""
 
     def __init__(self, prefetch: Prefetch, step: int, accumulate: int, depth: int, limit: Callable[[], int]) -> None:
         self._prefetch, self._accumulate, self._depth, self._limit = prefetch, accumulate, depth, limit
@@ -205,7 +179,6 @@ class OrderedPrefetch:
         return self._prefetched == self._step - 1 and self._step <= self._trained + self._depth
 
     def mark_trained(self, step: int) -> None:
-        """Record that a step has been trained, prefetched or not."""
         with self._changed:
             self._trained, self._prefetched = step, max(self._prefetched, step)
             self._changed.notify()
@@ -228,15 +201,7 @@ def count(caches: Iterable[RowCache]) -> Counter[str]:
 
 
 class TrainStep:
-    """Train step of a model: forward, backward, and the optimizers of the dense part and the tables.
-
-    Attributes:
-        forward: the model, compiled with `compile`.
-        dense_optimizer: optimizer of the parameters outside fused tables; None if there are none.
-        optimizer_name: class name of the dense optimizer, before offload.
-        loss_sums: sums of the loss over this rank's samples: since the last log, and in this epoch.
-        input_sum: sum of this rank's dense features; non-finite once a feature was non-finite.
-    """
+    """Train step of a model: forward, backward, and the optimizers of the dense part and the tables."""
 
     def __init__(
         self, model: nn.Module, device: torch.device, ranks: Ranks, options: TrainerOptions,
@@ -245,21 +210,20 @@ class TrainStep:
         self.model, self.device, self.ranks, self.precision = model, device, ranks, options.precision
         self.forward: Forward = torch.compile(model) if options.compile else model
 
-        # Optimizers.
+        # Optimizers: of the parameters outside fused tables, if any, with its class name before offload.
         dense = dense_parameters(model)
         self.dense_optimizer = dense_optimizer(dense, lr=options.dense_lr) if dense else None
         self.optimizer_name = None if self.dense_optimizer is None else type(self.dense_optimizer).__name__
         self.collections = fused_collections(model)
         self.loss_scale = LossScale()
 
-        # Sums over samples, on the device: reading them every step would wait for it.
-        self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self.input_sum = torch.zeros((), dtype=torch.float64, device=device)
+        # Sums over this rank's samples, on the device: reading them every step would wait for it.
+        self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)  # since the last log, and in this epoch
+        self.input_sum = torch.zeros((), dtype=torch.float64, device=device)  # of dense features; may become non-finite
 
         # Schedules of dense part and tables; learning rates and options before training, to compare with a checkpoint.
         self._schedules: tuple[Schedule | None, Schedule | None] = (None, None)
-        self._base_rates = [float(group["lr"]) for group, _ in self._scheduled_groups()]
-        self._base_options = self._options()
+        self._base_rates, self._base_options = self._rates(), self._options()
         if offloading.moved:
             self._offload(offloading)
 
@@ -274,7 +238,6 @@ class TrainStep:
         _, self.dense_optimizer = offload(self.model, self.dense_optimizer, device=self.device, **arguments)
 
     def schedule(self, dense: Schedule, tables: Schedule) -> None:
-        """Set the schedules of the learning rates."""
         self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
     def __call__(self, number: int, batches: Sequence[Batch], weights: Sequence[float]) -> None:
@@ -306,13 +269,9 @@ class TrainStep:
 
     def to_json(self) -> dict[str, Any]:
         """State for a checkpoint: learning rates and options, initial and current, and the loss scale."""
-        return {
-            "base_rates": self._base_rates,
-            "rates": [float(group["lr"]) for group, _ in self._scheduled_groups()],
-            "base_options": self._base_options,
-            "options": self._options(),
-            "loss_scale": asdict(self.loss_scale),
-        }
+        rates = {"base_rates": self._base_rates, "rates": self._rates()}
+        options = {"base_options": self._base_options, "options": self._options()}
+        return rates | options | {"loss_scale": asdict(self.loss_scale)}
 
     def load_json(self, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint, except options and rates whose initial values the user has changed."""
@@ -384,6 +343,9 @@ class TrainStep:
             for group in self._dense_groups()
         ]
 
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group, _ in self._scheduled_groups()]
+
     def _dense_groups(self) -> list[dict[str, Any]]:
         return [] if self.dense_optimizer is None else self.dense_optimizer.param_groups
 
@@ -410,7 +372,6 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
 
 
 def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
-    """Embedding collections of a model with a fused optimizer."""
     collections = (module for module in model.modules() if isinstance(module, TableCollection | ShardedCollection))
     return [module for module in collections if module.fused_optimizer is not None]
 

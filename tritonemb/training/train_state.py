@@ -42,31 +42,20 @@ DEPTH = 2  # default of prefetch_depth: one step is ready, and one is in prepara
 
 @dataclass
 class Progress:
-    """Progress of a run.
+    """Progress of a run."""
 
-    Args:
-        step, epoch, samples: steps, epochs and samples trained.
-        position: position of this rank's data after the last step; None at the beginning of an epoch.
-        epoch_samples, logged_samples: samples trained in this epoch, and since the last log.
-        losses: mean training loss of each finished epoch.
-        best, best_step: best value of the monitored metric, and its step.
-        evaluations_since_best: evaluations since then.
-        seconds: training time.
-        ended: reason of the end of the run, "" before it.
-    """
-
-    step: int = 0
+    step: int = 0  # steps trained
     epoch: int = 0
     samples: int = 0
-    position: dict[str, Any] | None = None
-    epoch_samples: int = 0
-    logged_samples: int = 0
-    losses: list[float] = field(default_factory=list)
-    best: float | None = None
+    position: dict[str, Any] | None = None  # of this rank's data after the last step; None if an epoch begins
+    epoch_samples: int = 0  # trained in this epoch
+    logged_samples: int = 0  # trained since the last log
+    losses: list[float] = field(default_factory=list)  # mean training loss of each finished epoch
+    best: float | None = None  # value of the monitored metric
     best_step: int = 0
     evaluations_since_best: int = 0
-    seconds: float = 0.0
-    ended: str = ""
+    seconds: float = 0.0  # training time
+    ended: str = ""  # reason of the end of the run
 
     @property
     def is_best(self) -> bool:
@@ -74,7 +63,6 @@ class Progress:
         return self.best is not None and self.best_step == self.step
 
     def advance(self, rows: int, position: Any) -> None:
-        """Count a trained step of `rows`."""
         self.step, self.position = self.step + 1, position
         self.samples += rows
         self.epoch_samples += rows
@@ -83,21 +71,7 @@ class Progress:
 
 @dataclass
 class TrainState:
-    """State of a run, shared by trainer, loop and checkpoints.
-
-    Args:
-        pipeline: whether the next steps are prefetched.
-        seeded: whether the random generators of the ranks have been seeded or restored.
-        fitted: whether a fit has finished.
-        prefetcher: prefetched steps of the running epoch or evaluation; None if steps are not prefetched.
-        ordered_prefetch: prefetch of rows of a training epoch, see `OrderedPrefetch`; None if there are no such tables.
-        last_due_step: last step after which saving or evaluating tables was due.
-        servers: embedding servers; None if there are none.
-        staleness: steps by which pulls from servers may precede pushes.
-
-    Attributes:
-        last_epoch, last_step: end of the run.
-    """
+    """State of a run, shared by trainer, loop and checkpoints."""
 
     model: nn.Module
     device: torch.device
@@ -107,17 +81,17 @@ class TrainState:
     step: TrainStep
     progress: Progress
     ranks: Ranks
-    pipeline: bool
-    seeded: bool = False
-    fitted: bool = False
-    prefetcher: Prefetcher[PreparedStep] | None = None
-    ordered_prefetch: OrderedPrefetch | None = None
-    last_due_step: int = 0
+    pipeline: bool  # whether the next steps are prefetched
+    seeded: bool = False  # whether the random generators of the ranks have been seeded or restored
+    fitted: bool = False  # whether a fit has finished
+    prefetcher: Prefetcher[PreparedStep] | None = None  # steps of the running epoch or evaluation
+    ordered_prefetch: OrderedPrefetch | None = None  # of a training epoch; None without such tables
+    last_due_step: int = 0  # after which saving or evaluating tables was due
     servers: Servers | None = None
-    staleness: int = 0
+    staleness: int = 0  # steps by which pulls from servers may precede pushes
 
     def __post_init__(self) -> None:
-        self.last_epoch: int = self.options.epochs
+        self.last_epoch: int = self.options.epochs  # the end of the run
         self.last_step: int | None = self.options.max_steps
         self.use(self.data)
 
@@ -267,7 +241,6 @@ def caches_of(model: nn.Module) -> list[RowCache]:
 
 
 def table_sets_of(model: nn.Module) -> list[TableSet]:
-    """Table sets of a model, including this rank's shards."""
     sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
     return [*table_sets(model), *(tables for module in sharded for tables in module.table_sets)]
 
@@ -327,7 +300,6 @@ def load_optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:  # fmt: skip
-    """Load the state returned by `optimizer_state` into an optimizer of the same parameters."""
     by_parameter = {id(parameter): tensor_slice for parameter, tensor_slice in _parameters_of(model, optimizer)}
     state_dict = optimizer.state_dict()
     state_dict["state"] = {}  # by index, in the order of the groups

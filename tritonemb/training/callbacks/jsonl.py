@@ -33,12 +33,8 @@ _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 class RunLog(Callback):
     """Callback that writes a run log line by line: a killed process loses at most the line that it was writing.
 
-    On resume, later events and the `end` of the earlier process are removed; ValueError if the file is damaged.
-
-    Args:
-        path: file to write; its folder is created.
-        resume: whether a run that starts at step 0 may replace an existing log; raise FileExistsError if not.
-    """
+    On resume, later events and the `end` of the earlier process are removed; ValueError if the file is damaged. Only
+    with `resume` a run that starts at step 0 may replace an existing log; raise FileExistsError otherwise."""
 
     essential = False
 

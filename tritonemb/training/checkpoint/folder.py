@@ -77,20 +77,18 @@ class CheckpointFolder:
         self, step: int, tensors: Tensors, manifest: Manifest, group: RankGroup | None = None, best: bool = False,
         services: Mapping[str, TableService] | None = None,
     ) -> CheckpointSaved:  # fmt: skip
-        """Write the checkpoint of a step.
+        """Write the checkpoint of a step, and mark it if it is the `best` one.
 
         Args:
             tensors: tensors of this rank. Those that are neither `TableShards` nor DTensor are equal on all ranks that
                 have them. A `DiskTensor` refers to a table on disk, of which a snapshot is written.
             manifest: contents of `trainer.json`, for JSON; rank 0's is written.
             group: ranks that write the checkpoint, with a CPU backend; None for this process alone.
-            best: mark the checkpoint as the best one.
             services: services of collections on embedding servers, by path; the servers must have access to the folder.
 
         Raises:
-            CheckpointError: on every rank, if writing failed; the message has the cause, the path and the bytes needed.
-            ValueError: on every rank, if the ranks' shards do not cover a sharded table.
-            TypeError: the manifest cannot be encoded as JSON.
+            CheckpointError: writing failed; the message has the cause, the path and the bytes needed.
+            ValueError, TypeError: the ranks' shards do not cover a table; the manifest cannot be encoded as JSON.
             StorageError: rows could not be written back to a table on disk.
         """
         writer = self.begin(step, tensors, manifest, group, best, services)

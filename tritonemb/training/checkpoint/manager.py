@@ -71,12 +71,8 @@ class AsyncSave:
     ) -> CheckpointSaved | None:  # fmt: skip
         """Start to write a checkpoint, see `CheckpointFolder.save`; first wait for the previous one and return it.
 
-        Raises:
-            CheckpointError, ValueError: the previous checkpoint could not be written, or a rank has not enough memory
-                for this one, or its folder cannot be created; this one is removed then. If ranks cannot be reached, the
-                exception of the collective.
-            StorageError: rows could not be written back to a table on disk.
-        """
+        Raise its errors, also if the previous checkpoint could not be written, or a rank lacks memory for the copy;
+        this one is removed then. If ranks cannot be reached, raise the exception of the collective."""
         previous = self.wait()
         writer = self.folder.begin(step, tensors, manifest, self._group, best, services)
         writer.per_thread_copy_ahead = 0  # the staged copies are in host memory
@@ -384,14 +380,8 @@ class CheckpointManager:
 
     def _run(self, data: Data) -> dict[str, Any]:
         """Properties of a run that must be equal to resume it."""
-        state = self._state
-        return {
-            "data": data.name,
-            "encoding": data.encoding,
-            "kinds": {feature.name: feature.kind for feature in data.features if feature.kind},
-            "batch_size": state.options.batch_size,
-            "accumulate": state.options.accumulate,
-            "seed": state.options.seed,
-            "dense_optimizer": state.step.optimizer_name,
-            "table_optimizers": [c.optimizer.name for c in state.step.collections if c.optimizer],
-        }
+        step, kinds = self._state.step, {feature.name: feature.kind for feature in data.features if feature.kind}
+        table_optimizers = [c.optimizer.name for c in step.collections if c.optimizer]
+        options = {name: getattr(self._state.options, name) for name in ("batch_size", "accumulate", "seed")}
+        optimizers = {"dense_optimizer": step.optimizer_name, "table_optimizers": table_optimizers}
+        return {"data": data.name, "encoding": data.encoding, "kinds": kinds} | options | optimizers

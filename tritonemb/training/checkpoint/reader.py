@@ -39,11 +39,8 @@ Entry = Mapping[str, Any]  # of the manifest
 
 def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
     """Read the manifest of a checkpoint, `trainer.json`, and check all files; the ranks of a group divide the checks.
-
-    Raises:
-        FileNotFoundError, ValueError: on every rank, if the checkpoint is missing, damaged, or of an unknown format. A
-            manifest without a digest causes a warning.
-    """
+    Raise FileNotFoundError or ValueError on every rank if the checkpoint is missing, damaged, or of an unknown format;
+    warn of a manifest without a digest."""
     path, group = Path(path), RankGroup() if group is None else group
     text, manifest = on_each_rank(group, lambda: read_manifest_text(path))
     if len(set(on_all_ranks(group, lambda: zlib.crc32(text)))) > 1:
@@ -82,11 +79,9 @@ def load_tensors(
 ) -> None:
     """Read a checkpoint into `tensors`, in place.
 
-    Args:
-        tensors: tensors of this rank, or shards (`TableShards`, DTensors), independent of how they were saved. A table
-            that a `DiskTensor` refers to gets a new store after everything else has been read.
-        ignore: prefixes of names that may be missing in `tensors`.
-        group: ranks that load together; not every rank needs every tensor.
+    Tensors may be shards (`TableShards`, DTensors), however they were saved. A table that a `DiskTensor` refers to gets
+    a new store after everything else has been read. Names that begin with a prefix in `ignore` may be missing. The
+    ranks of a `group` load together; not every rank needs every tensor.
 
     Raises:
         ValueError: on every rank, if names, shapes or dtypes differ; the message lists all, and nothing was read.
@@ -192,7 +187,6 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
 
 @torch.no_grad()
 def _fill_tensors(path: Path, saved_shards: Sequence[Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
-    """Copy the rows of `saved_shards` of a table into tensors by field."""
     shards = [
         (name, shard, shard.first_row, shard.first_row + shard.tensor.shape[0])
         for name, target in targets.items()

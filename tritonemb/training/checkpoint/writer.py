@@ -184,21 +184,9 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     return in_memory, tables
 
 
-class _Snapshot(NamedTuple):
-    prefixes: list[str]  # prefixes of tensor names, one per path to the table in the model
-    config: TableConfig
-    linked_files: Files  # hard links of an earlier checkpoint, which the changes follow
-    previous: str | None  # name of the snapshot before
-    path: Path
-    future: IoFuture
-
-
 class TableSnapshots:
-    """Snapshots of this rank's shards of tables on disk, written during training, and of embedding servers.
-
-    Args:
-        services: services of collections on embedding servers, by path; their snapshots are complete after `begin`.
-    """
+    """Snapshots of this rank's shards of tables on disk, written during training, and of the collections on embedding
+    servers of `services`, by path, which are complete after `begin`."""
 
     def __init__(self, tables: Mapping[str, DiskTable], services: Mapping[str, TableService]) -> None:
         self.tables, self._services, self._folder = tables, services, Path()
@@ -207,7 +195,8 @@ class TableSnapshots:
         for prefix, table in tables.items():
             for shard in (shard for shard, owned in table.shards.items() if owned):
                 self._shards[shard].append(prefix)
-        self._snapshots = list[_Snapshot]()
+        # Submitted ones: shard, hard links of an earlier checkpoint that the changes follow, snapshot before, new file.
+        self._snapshots = list[tuple[CachedTable, Files, str | None, Path, IoFuture]]()
 
     def write_back(self) -> int:
         """Write back dirty rows; return an upper bound of the bytes of the snapshots."""
@@ -225,25 +214,25 @@ class TableSnapshots:
             linked_files = _link_chain(folder, prefixes[0], store, previous, earlier)
             path = folder / (f"{stem}.{len(linked_files)}{CHANGES_SUFFIX}" if linked_files else f"{stem}{ROWS_SUFFIX}")
             future = store.snapshot(path, changes_only=bool(linked_files))
-            self._snapshots.append(_Snapshot(prefixes, shard.row_config, linked_files, previous, path, future))
+            self._snapshots.append((shard, linked_files, previous, path, future))
 
     def finish(self, files: Files) -> RankFiles:
         """Wait for the snapshots; return all files that this rank has written, including `files`. Raise OSError if a
         snapshot could not be written, or does not follow the previous one."""
         tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self.tables.items()}
         num_bytes = sum(size for size, _ in files.values())
-        for prefixes, config, linked_files, previous, path, future in self._snapshots:
+        for shard, linked_files, previous, path, future in self._snapshots:
             future.wait()
             header = snapshot_header(path)
             if linked_files and header["after"] != previous:
                 raise OSError(
-                    f"another snapshot of table {config.name!r} was taken during this checkpoint, so its changes do "
-                    "not follow the previous checkpoint; the next checkpoint will have a full snapshot"
+                    f"another snapshot of table {shard.row_config.name!r} was taken during this checkpoint, so its "
+                    "changes do not follow the previous checkpoint; the next checkpoint will have a full snapshot"
                 )
             snapshot_files = linked_files | {path.name: size_and_checksum(path)}
             num_bytes, files = num_bytes + allocated(path), files | snapshot_files
-            entry = describe_shard(config) | {"files": list(snapshot_files), "snapshot": header["snapshot"]}
-            for prefix in prefixes:
+            entry = describe_shard(shard.row_config) | {"files": [*snapshot_files], "snapshot": header["snapshot"]}
+            for prefix in self._shards[shard]:
                 tables[prefix]["parts"].append(entry)
         for chain in itertools.chain.from_iterable(self._servers.values()):
             files |= {name: size_and_checksum(self._folder / name) for name in chain["files"]}
@@ -252,9 +241,9 @@ class TableSnapshots:
 
     def settle(self) -> None:
         """Wait for all snapshots, ignoring failures."""
-        for snapshot in self._snapshots:
+        for *_, future in self._snapshots:
             with suppress(OSError):
-                snapshot.future.wait()
+                future.wait()
 
 
 def snapshot_servers(folder: Path, name: str, service: TableService, earlier: Earlier) -> list[dict[str, Any]]:
@@ -286,12 +275,8 @@ def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
 
 
 def describe_shard(config: TableConfig) -> dict[str, Any]:
-    return {
-        "table": config.name,
-        "rows": [config.row_origin, config.num_embeddings],
-        "columns": [config.column_origin, config.embedding_dim],
-        "bound": config.bound,
-    }
+    rows, columns = [config.row_origin, config.num_embeddings], [config.column_origin, config.embedding_dim]
+    return {"table": config.name, "rows": rows, "columns": columns, "bound": config.bound}
 
 
 def _stem(prefix: str, shard: TableConfig | None = None) -> str:
