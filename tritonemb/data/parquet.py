@@ -200,8 +200,8 @@ def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:
         return "integers"
     if sparse and not is_text(inner):
         hint = f'; if these are integers: df["{name}"].astype("Int64") in pandas' if types.is_floating(inner) else ""
-        text = f"column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
-        raise ValueError(f"{location}: {text}")
+        text = f"{location}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
+        raise ValueError(text)
     if not sparse and not types.is_floating(inner):
         role = "a dense column" if name in schema.dense else "the label"
         raise ValueError(f"{location}: column {name!r} is {inner}, but {role} has numbers")
