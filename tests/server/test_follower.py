@@ -16,7 +16,8 @@ from torch import Tensor
 import tritonemb as te
 from tests.helpers import DEADLINE
 from tests.server.jobs import local_servers, make, train
-from tritonemb.server import Servers, replica, snapshot
+from tritonemb.server import Servers, snapshot
+from tritonemb.server import follower as following
 from tritonemb.server.connection import Connection
 from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
@@ -105,7 +106,7 @@ def test_only_what_is_new_is_read(chain, folder, monkeypatch):
     with Follower(folder, poll=None) as follower:
         publish(folder, chain.manifests[2])
         asked = []
-        monkeypatch.setattr(replica, "_read_changes", lambda path, *_: asked.append(path.name))
+        monkeypatch.setattr(following, "_read_changes", lambda path, *_: asked.append(path.name))
         follower.refresh()
         assert asked == [name for each in chain.manifests[2]["servers"]["tables"] for name in each["files"][1:]]
 
@@ -163,9 +164,9 @@ def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
             refreshed.set()
         return changed
 
-    read_file = replica._read_changes
+    read_file = following._read_changes
     with Follower(folder, poll=0.001) as follower:
-        monkeypatch.setattr(replica, "_read_changes", read_slowly)
+        monkeypatch.setattr(following, "_read_changes", read_slowly)
         monkeypatch.setattr(follower, "refresh", refresh)
         publish(folder, chain.manifests[1])
         assert begun.wait(DEADLINE)
@@ -307,7 +308,7 @@ def test_files_that_vanish_while_they_are_read(chain, tmp_path, monkeypatch, at)
 
     checkpoint(chain, tmp_path, 9, 0)
     (tmp_path / "step-11").mkdir()  # a half-removed one
-    monkeypatch.setattr(replica, "read_snapshot", read_snapshot)
+    monkeypatch.setattr(following, "read_snapshot", read_snapshot)
     with Follower(tmp_path, poll=None) as follower:
         assert follower.problem is None
         assert same(follower.look_up(IDS), chain.rows[2])
@@ -320,14 +321,14 @@ def test_files_that_vanish_while_they_are_read(chain, tmp_path, monkeypatch, at)
 def test_a_file_that_is_replaced_while_it_is_read(chain, folder, monkeypatch):
     """By that of a run that went back: another snapshot, of the same name."""
     base, changes = (folder / name for name in chain.manifests[1]["servers"]["tables"][0]["files"])
-    read_file, whole = replica._read_changes, base.read_bytes()
+    read_file, whole = following._read_changes, base.read_bytes()
 
     def read_another(*args) -> None:
         base.write_bytes(changes.read_bytes())
         read_file(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(replica, "_read_changes", read_another)
+        patch.setattr(following, "_read_changes", read_another)
         follower = Follower(folder, poll=None)
     with follower:
         assert follower.replica is None

@@ -116,15 +116,15 @@ def test_a_trainer_is_replaced_when_it_has_been_silent():
     clients, first, second = Clients(), {"collection": "c", "rank": 0}, {"collection": "c", "rank": 0}
     first["client"], second["client"] = "first", "second"
     clients.last_seen["first"] = 5.0
-    assert clients.register(first, 5.0) is None
-    assert clients.register(first, 5.0) is None
-    assert clients.register(second, 5.0 + TRAINER_TIMEOUT / 2) == "another trainer of rank 0 of 'c'"
+    assert clients.register(first, "s", 5.0) is None
+    assert clients.register(first, "s", 5.0) is None
+    assert "another trainer of rank 0 of 'c' in the last" in clients.register(second, "s", 5.0 + TRAINER_TIMEOUT / 2)
     clients.check_trainer(first)
     assert clients.next_sequence("first") == 0
     clients.check_trainer(second)
     with pytest.raises(PermissionError, match="this client is not the trainer of rank 0 of 'c'"):
         clients.next_sequence("second")
-    assert clients.register({**second, "client": "third"}, 5.0 + TRAINER_TIMEOUT) is None
+    assert clients.register({**second, "client": "third"}, "s", 5.0 + TRAINER_TIMEOUT) is None
     with pytest.raises(PermissionError, match="another trainer of rank 0 of 'c' has replaced this one"):
         clients.next_sequence("first")
     clients.disconnect("first")

@@ -25,8 +25,7 @@ from tests.server.jobs import local_servers, make, same, train, train_all
 from tritonemb import cli
 from tritonemb.comm.group import RankGroup
 from tritonemb.server import EmbeddingServer, Servers, connect, launch, start, start_on_ray
-from tritonemb.server.attach import address_file
-from tritonemb.server.options import ServersOptions
+from tritonemb.server.attach import ServersOptions, address_file
 from tritonemb.server.snapshot import read_tables
 from tritonemb.server.transport import FlightServer
 from tritonemb.training import job

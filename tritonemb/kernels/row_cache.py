@@ -295,10 +295,13 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
-def pair_fields(destination: Tensor, source: Tensor) -> list[int]:
-    """Return the fields TO to ROW_BYTES of a pair: address, pitch and rows of each tensor, bytes per row."""
-    fields = [n for t in (destination, source) for n in (t.data_ptr(), t.stride(0) * t.element_size(), len(t))]
-    return [*fields, destination.element_size() * math.prod(destination.shape[1:])]
+def pair_fields(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> list[list[int]]:
+    """Return the fields TO to ROW_BYTES of each pair: address, pitch and rows of each tensor, bytes per row."""
+    pairs = []
+    for pair in zip(destinations, sources, strict=True):
+        fields = [n for t in pair for n in (t.data_ptr(), t.stride(0) * t.element_size(), len(t))]
+        pairs.append([*fields, pair[0].element_size() * math.prod(pair[0].shape[1:])])
+    return pairs
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
@@ -306,7 +309,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
 
     It is asynchronous: synchronize before freeing pinned host memory that it uses. Rows out of range are skipped.
     """
-    pairs = [pair_fields(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
+    pairs = [pair for pair in pair_fields(destinations, sources) if pair[2] and pair[-1]]  # rows, bytes
     num_moves = to_rows.numel()
     if not pairs or num_moves == 0:
         return

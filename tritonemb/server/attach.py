@@ -1,14 +1,14 @@
-"""Embedding servers of a model: start them or connect to them, and attach them to the model's tables."""
+"""Embedding servers of a model: start them or connect to them, attach them to its tables, and options of a run."""
 
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -26,7 +26,8 @@ from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
 from tritonemb.tables.server_table import ParallelModel, ServerTable, ShardedServerTables
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import Closeable, join_names, on_error
+from tritonemb.types import CacheConfig, CodecName, TableConfig
+from tritonemb.utils import Closeable, Options, did_you_mean, join_names, number, on_error
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,15 @@ class AtMost:
     steps: int
 
     def __post_init__(self) -> None:
-        staleness_bound(self)
+        if self.steps < 0:
+            raise ValueError(f"staleness must be at least 0, got {self.steps}")
 
 
-def staleness_bound(staleness: "int | AtMost | None") -> int | None:
+def staleness_bound(staleness: int | AtMost | None) -> int | None:
     """Return the maximum number of missed steps; None if it is unbounded. ValueError for a negative one."""
-    steps = staleness.steps if isinstance(staleness, AtMost) else staleness
-    if steps is not None and steps < 0:
-        raise ValueError(f"staleness must be at least 0, got {steps}")
-    return steps
+    if isinstance(staleness, int):
+        staleness = AtMost(staleness)
+    return None if staleness is None else staleness.steps
 
 
 class Servers(Closeable):
@@ -71,7 +72,7 @@ class Servers(Closeable):
     @property
     def addresses(self) -> list[str]:
         """Addresses of all servers, for other processes that connect to them."""
-        return [connection.address for connection in self.connections]
+        return [connection.transport.address for connection in self.connections]
 
     def __len__(self) -> int:
         return len(self.connections)
@@ -108,18 +109,20 @@ def start(
     """
     if number < 1:
         raise ValueError(f"the number of servers must be at least 1, got {number}")
-    servers, token = list[Any](), secrets.token_hex(32)
+    servers, transports, token = list[Any](), list[Transport](), secrets.token_hex(32)
     with on_error(lambda: [server.close() for server in servers]):
-        for index in range(number):
-            path = None if folder is None else Path(folder) / f"server-{index}"
-            server = ServerProcess(token, path, log) if processes else EmbeddingServer(f"server-{index}", path, log)
-            servers.append(server)
-    if processes:
-        result = Servers([FlightTransport(server.address, token) for server in servers], servers, patience, token)
-        for connection, server in zip(result.connections, servers, strict=True):
-            connection.is_starting = partial(getattr, server, "is_starting")
-        return result
-    return Servers([LocalTransport(server, server.name) for server in servers], servers, patience)
+        for name in (f"server-{index}" for index in range(number)):
+            path = None if folder is None else Path(folder) / name
+            if processes:
+                servers.append(process := ServerProcess(token, path, log))
+                transports.append(FlightTransport(process.address, token))
+            else:
+                servers.append(server := EmbeddingServer(name, path, log))
+                transports.append(LocalTransport(server, name))
+    result = Servers(transports, servers, patience, token if processes else "")
+    for connection, server in zip(result.connections, servers if processes else (), strict=False):
+        connection.is_starting = partial(getattr, server, "is_starting")
+    return result
 
 
 def connect(
@@ -152,9 +155,8 @@ def transports_to(
 ) -> list[FlightTransport]:
     """Create transports to servers; see `connect`."""
     roots = roots or os.environ.get(ROOTS)
-    paths = (None if folder is None else address_file(Path(folder) / f"server-{n}") for n in range(len(addresses)))
-    pairs = zip(map(complete_address, addresses), paths, strict=True)
-    return [FlightTransport(address, token, roots, path) for address, path in pairs]
+    paths = [None if folder is None else address_file(Path(folder) / f"server-{n}") for n in range(len(addresses))]
+    return [FlightTransport(complete_address(address), token, roots, paths[n]) for n, address in enumerate(addresses)]
 
 
 def address_file(folder: str | Path) -> Path:
@@ -247,8 +249,8 @@ def _client(
                     f"EvictionConfig(protect={max_batches + 1})"
                 )
     seeds = [cast(ServerTable, table).seed for table in tables.tables]
-    spec = _spec(tables, seeds, servers, group, trainers=group.size, staleness=steps, exact=exact, batches=accumulate)
-    spec = replace(spec, row_codec=exchange.forward, gradient_codec=exchange.backward)
+    options = {"trainers": group.size, "staleness": steps, "exact": exact, "batches": accumulate}
+    spec = _spec(tables, seeds, servers, group, exchange, **options)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
     client_class = LeaseClient if spec.leases_rows else CollectionClient
     return client_class(servers.connections, name, spec, group.rank, caches)
@@ -259,7 +261,8 @@ def _attach_shards(
 ) -> ShardedLeases:
     """Attach sharded tables: each rank's shards are a collection on the servers."""
     ranges = tables.server_rows()
-    spec = _spec(tables, tables.server_seeds, servers, group, trainers=1, staleness=0, exact=True, batches=accumulate)
+    options = {"trainers": 1, "staleness": 0, "exact": True, "batches": accumulate}
+    spec = _spec(tables, tables.server_seeds, servers, group, EXACT, **options)
     shards = [(f"{name}@{group.rank}.{n}", _shard_spec(spec, rows, len(servers))) for n, rows in enumerate(ranges)]
     caches = [None] * len(spec.tables)
     local_clients = [LeaseClient(servers.connections, *shard, 0, caches) for shard in shards]
@@ -273,17 +276,17 @@ def _shard_spec(spec: CollectionSpec, rows: Mapping[int, tuple[int, int]], serve
     """Restrict a spec to a shard: first row and number of rows by table."""
     shards: list[tuple[int, int] | None] = [(0, 0)] * len(spec.tables)
     partition_starts = list(spec.partition_starts)
-    for number, (first_row, num_rows) in rows.items():
-        shards[number] = first_row, num_rows
-        if spec.tables[number].num_embeddings is None:
-            starts = split_partitions(num_rows, servers, number)
-            partition_starts[number] = tuple(first_row + start for start in starts)
+    for table, (first_row, num_rows) in rows.items():
+        shards[table] = first_row, num_rows
+        if spec.tables[table].num_embeddings is None:
+            partition_starts[table] = tuple(first_row + n for n in split_partitions(num_rows, servers, table))
     return replace(spec, partition_starts=tuple(partition_starts), shards=tuple(shards))
 
 
 def _spec(
-    tables: TableSet | ShardedServerTables, seeds: Sequence[int], servers: Servers, group: RankGroup, **options: Any
-) -> CollectionSpec:
+    tables: TableSet | ShardedServerTables, seeds: Sequence[int], servers: Servers, group: RankGroup,
+    exchange: ExchangePrecision, **options: Any,
+) -> CollectionSpec:  # fmt: skip
     """Describe a collection for servers; all trainers get the same spec."""
     if tables.optimizer is None:
         raise ValueError("embedding servers apply a fused optimizer; give the collection one")
@@ -293,9 +296,9 @@ def _spec(
     pairs = zip(tables.configs, seeds, strict=True)
     specs = tuple(TableSpec.from_config(config, seed, tables.optimizer) for config, seed in pairs)
     starts = tuple(split_partitions(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
-    optimizer = describe_optimizer(tables.optimizer)
-    options |= {"row_codec": EXACT.forward, "gradient_codec": EXACT.backward}
-    return CollectionSpec(specs, optimizer, partition_starts=starts, shards=(None,) * len(specs), **options)
+    options |= {"row_codec": exchange.forward, "gradient_codec": exchange.backward}
+    options |= {"partition_starts": starts, "shards": (None,) * len(specs)}
+    return CollectionSpec(specs, describe_optimizer(tables.optimizer), **options)
 
 
 def split_partitions(partitions: int, servers: int, table: int) -> tuple[int, ...]:
@@ -311,3 +314,83 @@ def flush(model: nn.Module) -> None:
     for tables in collections_on_servers(model).values():
         assert tables.service is not None
         tables.service.flush()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServersOptions(Options):
+    """Tables on embedding servers.
+
+    Args:
+        servers: number of servers to start on this machine for this run; ray:4 to start 4 on a Ray cluster; or
+            addresses of running servers, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, separated by commas.
+        server_tables: names of the tables on servers; all if not given.
+        staleness: steps whose updates a batch may miss.
+        staleness_mode: whether a batch misses exactly these steps (reproducible), at most these, or any number
+            (unbounded).
+        server_log: write-ahead log of the servers that the run starts, for recovery: in the memory of trainers
+            (memory), or a file in the run's folder that survives the process (disk) or a power loss (fsync).
+        server_restart_timeout: seconds without an answer after which training fails, without the time to restart a
+            process on this machine; 20 if not given, 60 on Ray.
+        server_exchange: codec of rows pulled from servers, with a staleness of 1 or more.
+        server_exchange_gradients: codec of gradients pushed to servers, with a staleness of 1 or more.
+        server_certificate: TLS certificate of servers on Ray: a PEM file on their machines.
+        server_key: TLS private key of servers on Ray: a PEM file on their machines.
+    """
+
+    servers: str | None = None
+    server_tables: tuple[str, ...] = ()
+    staleness: int = number(0, least=0)
+    staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
+    server_log: Literal["memory", "disk", "fsync"] | None = None
+    server_restart_timeout: float | None = number(None, least=1)
+    server_exchange: CodecName = "fp32"
+    server_exchange_gradients: CodecName = "fp32"
+    server_certificate: Path | None = None
+    server_key: Path | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers is None and (unused := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
+            raise ValueError(f"{join_names(unused)}: no effect without servers; set servers, too")
+        if self.on_ray and self.num_started is None:
+            raise ValueError(f"servers={self.servers}: expected the number of servers to start, for example ray:4")
+        if self.servers is not None and self.num_started is None and self.server_log is not None:
+            raise ValueError("server_log is for servers that the run starts; for addresses, set it on those servers")
+        if not self.on_ray and (self.server_certificate or self.server_key) is not None:
+            raise ValueError("server_certificate and server_key are for servers on Ray: set servers, too, as ray:4")
+
+    @property
+    def on_ray(self) -> bool:
+        """Return whether Ray starts the servers."""
+        return (self.servers or "").partition(":")[0] == "ray"
+
+    @property
+    def num_started(self) -> int | None:
+        """Number of servers that the run starts; None for running servers."""
+        text = (self.servers or "").removeprefix("ray:")
+        return int(text) if text.isdecimal() else None
+
+    def trainer_options(self) -> dict[str, Any]:
+        """Keyword arguments of `Trainer`."""
+        staleness = {"exact": self.staleness, "at-most": AtMost(self.staleness), "unbounded": None}[self.staleness_mode]
+        exchange = ExchangePrecision(self.server_exchange, self.server_exchange_gradients)
+        return {"staleness": staleness, "server_exchange": exchange}
+
+    def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
+        """Set the placement of tables to "server" if there are servers: of `server_tables`, by default of all."""
+        if self.servers is None:
+            return list(tables)
+        names = [table.name for table in tables]
+        for name in self.server_tables:
+            if name not in names:
+                known = did_you_mean(name, names, f", only {join_names(names)}")
+                raise ValueError(f"server_tables: unknown table {name!r}{known}")
+        # Batches whose rows stay on the servers; 8 per step is enough for accumulated batches and several trainers.
+        protect = (self.staleness + 1) * 8
+        placed = list(tables)
+        for index, table in enumerate(tables):
+            if table.name in (self.server_tables or names):
+                eviction = replace(table.eviction, protect=protect) if table.is_dynamic else table.eviction
+                cache = CacheConfig(table.cache.rows, policy=table.cache.policy)
+                placed[index] = replace(table, placement="server", cache=cache, eviction=eviction)
+        return placed

@@ -1,35 +1,42 @@
-"""Trainer's side of embedding servers: the rows of a collection's tables."""
+"""Trainer's side of embedding servers: the rows of a collection's tables, which it pulls, caches, and pushes to.
+
+The cache has pulled rows, so that unchanged rows do not cross the network again. With exact staleness a pull sends the
+versions of cached rows, and servers return rows whose versions differ: results are bitwise identical. With `AtMost(s)`
+a pull of step k omits cached rows that have the updates of steps < k - s.
+"""
 
 import queue
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import partitions_of
+from tritonemb.layout import NO_ROW, partitions_of
 from tritonemb.server.codec import PulledTable, RowCodecs
 from tritonemb.server.connection import TICK, Connection
 from tritonemb.server.partitions import cat
-from tritonemb.server.row_cache import CachedPull, WorkerCache
 from tritonemb.server.snapshot import merge_table
-from tritonemb.server.spec import CollectionSpec
+from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.transport import Message, Values
+from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
 from tritonemb.tables.server_table import Pull, RowService, TableService
-from tritonemb.types import CacheConfig
+from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
+
+NOT_CACHED = NO_ROW - 1  # differs from each version of a row
+Routes = Mapping[int, Sequence[Any]]
+"""By number of the table and by server, an index of the ids that belong to the server."""
 
 
 class TableClient(TableService):
-    """Tables of a collection, which servers have under one name, or as shards under a name per trainer.
+    """Tables of a collection, which servers have under one name, or as shards under a name per trainer."""
 
-    Args:
-        shards: these names, with the spec of each.
-    """
+    rank = 0  # of this trainer
 
     def __init__(self, connections: Sequence[Connection], shards: Sequence[tuple[str, CollectionSpec]]) -> None:
         self._connections, self.spec = list(connections), shards[0][1]
@@ -40,21 +47,22 @@ class TableClient(TableService):
         """Number of trained steps."""
         raise NotImplementedError
 
+    def _submit(self, target: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
+        server, name, _ = self._targets[target]
+        return self._connections[server].submit(op, {"collection": name, "rank": self.rank, **values}, tensors)
+
     def _submit_all(
-        self, op: str, values: Values, tensors: Sequence[Tensor] = (), table: int | None = None, rank: int = 0
+        self, op: str, values: Values, tensors: Sequence[Tensor] = (), table: int | None = None
     ) -> list[Message]:
         """Send a request to all servers, under all names, and return the replies.
 
         With `table`, only to the servers that have partitions of it, in the order of partitions.
         """
-        targets = self._targets
+        targets = list(range(len(self._targets)))
         if table is not None:
-            targets = [target for target in targets if target[2].partitions(table, target[0])[1]]
-            targets.sort(key=lambda target: target[2].partitions(table, target[0])[0])
-        common = {"rank": rank, **values}
-        return wait(
-            [self._connections[n].submit(op, {"collection": name, **common}, tensors) for n, name, _ in targets]
-        )
+            ranges = [spec.partitions(table, server) for server, _, spec in self._targets]
+            targets = sorted((n for n in targets if ranges[n][1]), key=lambda n: ranges[n][0])
+        return wait([self._submit(target, op, values, tensors) for target in targets])
 
     def end(self) -> None:
         """End training: send what is still to be sent to servers."""
@@ -66,10 +74,9 @@ class TableClient(TableService):
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         """See `TableService.snapshot`; `changes_only`: since the last snapshot of this chain."""
-        common, pending = {"steps": self.steps, "changes_only": changes_only, "chain": chain}, list[Future[Message]]()
-        for number, (server, name, _) in enumerate(self._targets):
-            values = {**common, "collection": name, "path": f"{path.absolute()}{number}.server"}
-            pending.append(self._connections[server].submit("snapshot", values))
+        common = {"steps": self.steps, "changes_only": changes_only, "chain": chain}
+        paths = [f"{path.absolute()}{target}.server" for target in range(len(self._targets))]
+        pending = [self._submit(n, "snapshot", {**common, "path": path}) for n, path in enumerate(paths)]
         return [names for names, _ in wait(pending)]
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
@@ -89,9 +96,8 @@ class TableClient(TableService):
             ids = torch.arange(spec.num_embeddings)
             saved |= {"ids": ids, "step": torch.zeros_like(ids), "count": torch.ones_like(ids)}
             saved |= {"clock": torch.tensor(self.steps), "seed": torch.tensor(spec.seed)}
-        names = list(saved)
-        values = [saved[name].detach().cpu().contiguous() for name in names]
-        self._submit_all("load", {"table": table, "names": names}, values, number)
+        values = [value.detach().cpu().contiguous() for value in saved.values()]
+        self._submit_all("load", {"table": table, "names": list(saved)}, values, number)
 
 
 class CollectionClient(TableClient, RowService):
@@ -104,21 +110,18 @@ class CollectionClient(TableClient, RowService):
         caches: Sequence[CacheConfig | None],
     ) -> None:  # fmt: skip
         super().__init__(connections, [(name, spec)])
-        self.rank, self._name, self._lock = rank, name, threading.RLock()
+        self.rank, self._name, self.lock = rank, name, threading.RLock()
         self.codecs = RowCodecs(spec)
         # Pulled batches that are not trained; garbage collection adds them at any moment. Servers need a push for each
         # before this trainer sends anything else, and while it waits.
         self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
         self.num_restores = 0  # batches that were pulled before the last one are not pushed
-        servers = range(len(self._connections))
-        self._partition_starts = [None if len(servers) == 1 else torch.tensor(first) for first in spec.partition_starts]
-        self.tables_on = [spec.tables_on(server) for server in servers]
+        self.tables_on = [spec.tables_on(server) for server in range(len(self._connections))]
         self._register()
         configs = zip(spec.tables, caches, strict=True)
         self.caches = [WorkerCache(table, cache) for table, cache in configs] if any(caches) else []
 
     def _register(self) -> None:
-        """Register as a trainer of the collection, which servers create if they do not have it."""
         for connection in self._connections:
             connection.register(self._name, self.rank)
         spec, servers = asdict(self.spec), range(len(self._connections))
@@ -126,16 +129,13 @@ class CollectionClient(TableClient, RowService):
         self._complete = all(reply["complete"] for reply in replies) and len({reply["pulls"] for reply in replies}) == 1
         self._batch = self._pushed = replies[0]["pulls"]  # continues an earlier run
 
-    def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
-        return self._connections[server].submit(op, {"collection": self._name, "rank": self.rank, **values}, tensors)
-
     def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> "PulledRows":
         if training:
             self.check_complete()
-        with self._lock:
+        with self.lock:
             self.push_dropped()
             batch, self._batch, cached = self._batch, self._batch + training, list[CachedPull]()
-            requested, columns = ids, [ids, occurrences] if training else [ids]
+            requested, columns = ids, [occurrences] if training else []
             # Request only ids whose cached rows may be stale.
             if training and self.caches:
                 spec = self.spec
@@ -143,15 +143,10 @@ class CollectionClient(TableClient, RowService):
                 cached = [cache.begin(table_ids, min_steps) for cache, table_ids in zip(self.caches, ids, strict=True)]
                 requested = [pull.ids[pull.positions] for pull in cached]
                 counts = [of[pull.positions] for of, pull in zip(occurrences, cached, strict=True)]
-                columns = [requested, counts, [pull.versions for pull in cached]]
-            # Send each server the ids of its partitions.
-            routes = self.route(requested)
+                columns = [counts, [pull.versions for pull in cached]]
+            routes = self.route(dict(enumerate(requested)))
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
-            pending = list[Future[Message]]()
-            for server in range(len(self._connections)):
-                shards = [self._select(column, routes, server) for column in columns]
-                sizes = [table_ids.numel() for table_ids in shards[0]]
-                pending.append(self._submit(server, op, {**values, "sizes": sizes}, list(map(cat, shards))))
+            pending = self._scatter(op, values, [dict(enumerate(column)) for column in (requested, *columns)], routes)
         return PulledRows(self, batch, ids, routes, pending, cached, training)
 
     def check_complete(self) -> None:
@@ -162,75 +157,56 @@ class CollectionClient(TableClient, RowService):
                 "flush; resume it from a checkpoint, or start other servers"
             )
 
-    def _select(self, tensors: Sequence[Tensor], routes: Sequence[Sequence[Any]], server: int) -> list[Tensor]:
-        """Select the entries of a server, for each table that it has."""
-        return [tensors[n][routes[n][server]] for n in self.tables_on[server]]
+    def route(self, ids: Mapping[int, Tensor]) -> Routes:
+        num_servers, routes = len(self._connections), dict[int, list[Any]]()
+        for table, table_ids in ids.items():
+            routes[table] = [slice(None)]
+            if num_servers > 1:
+                partitions = partitions_of(table_ids, self.spec.tables[table].num_partitions)
+                starts = torch.tensor(self.spec.partition_starts[table])
+                server = torch.searchsorted(starts, partitions, right=True) - 1
+                routes[table] = [(server == number).nonzero()[:, 0] for number in range(num_servers)]
+        return routes
+
+    def _scatter(
+        self, op: str, values: Values, columns: Sequence[Mapping[int, Tensor]], routes: Routes,
+        sums: Mapping[int, Tensor] | None = None,
+    ) -> list[Future[Message]]:  # fmt: skip
+        """Send each server its entries of columns `[n]`, by table, and of encoded gradients `sums`."""
+        pending = []
+        for server, tables in enumerate(self.tables_on):
+            numbers = [number for number in tables if number in routes]
+            shards = [[column[number][routes[number][server]] for number in numbers] for column in columns]
+            tensors = [cat(shard) for shard in shards]
+            if sums is not None:
+                server_sums = [sums[number][routes[number][server]] for number in numbers]
+                tensors += self.codecs.gradients.pack(numbers, server_sums, values["scale"])
+            sizes = [shard.numel() for shard in shards[0]]
+            pending.append(self._submit(server, op, {**values, "sizes": sizes}, tensors))
+        return pending
 
     @property
     def steps(self) -> int:
         """Number of steps that this trainer has pushed."""
         return self._pushed // self.spec.batches
 
-    def route(self, ids: Sequence[Tensor]) -> list[list[Any]]:
-        """Return, per table and server, an index of the ids that belong to the server."""
-        return [self._route(table, table_ids) for table, table_ids in enumerate(ids)]
-
-    def _route(self, table: int, ids: Tensor) -> list[Any]:
-        if (starts := self._partition_starts[table]) is None:
-            return [slice(None)]
-        partitions = partitions_of(ids, self.spec.tables[table].num_partitions)
-        server = torch.searchsorted(starts, partitions, right=True) - 1
-        return [(server == number).nonzero()[:, 0] for number in range(len(self._connections))]
-
-    def send(self, batch: int, ids: Sequence[Tensor], routes: Sequence[Any], sums: Sequence[Tensor], lr: float) -> None:
-        """Push the gradients of a batch."""
-        with self._lock:
+    def push(self, batch: int, ids: Sequence[Tensor], routes: Routes, sums: Sequence[Tensor], lr: float) -> None:
+        with self.lock:
             self.push_dropped()
-            scale = self.codecs.scale(sums)
-            for server, tables in enumerate(self.tables_on):
-                server_ids = self._select(ids, routes, server)
-                sizes = [table_ids.numel() for table_ids in server_ids]
-                values = {"batch": batch, "lr": lr, "sizes": sizes, "scale": scale}
-                packed = self.codecs.gradients.pack(tables, self._select(sums, routes, server), scale)
-                self._submit(server, "push", values, [cat(server_ids), *packed])
+            values = {"batch": batch, "lr": lr, "scale": self.codecs.scale(sums)}
+            self._scatter("push", values, [dict(enumerate(ids))], routes, dict(enumerate(sums)))
             self._pushed += 1
 
     def push_dropped(self) -> None:
         """Push an empty batch for each pulled batch that was dropped."""
-        with self._lock:
+        with self.lock:
             while not self.dropped.empty():
                 if (pulled := self.dropped.get()).num_restores == self.num_restores:
-                    values = {"batch": pulled.batch, "lr": 0.0, "sizes": None}
                     for server in range(len(self._connections)):
-                        self._submit(server, "push", values)
+                        self._submit(server, "push", {"batch": pulled.batch, "lr": 0.0, "sizes": None})
                     self._pushed += 1
 
     end = push_dropped
-
-    def rows(self, table: int, routes: Sequence[Any], servers: Sequence[Mapping[int, PulledTable]]) -> Tensor:
-        """Assemble a table's rows from those of each server."""
-        if self._partition_starts[table] is None:
-            return servers[0][table].rows
-        spec = self.spec.tables[table]
-        rows = torch.empty(sum(map(len, routes)), spec.embedding_dim, dtype=getattr(torch, spec.dtype))
-        for tables, route in zip(servers, routes, strict=True):
-            if table in tables:
-                rows[route] = tables[table].rows
-        return rows
-
-    def finish_cached(
-        self, table: int, pull: CachedPull, routes: Sequence[Any],
-        servers: Sequence[Mapping[int, PulledTable]], applied_steps: Sequence[int],
-    ) -> Tensor:  # fmt: skip
-        """Assemble a table's rows from its cache, and from the changed rows of each server, with its applied steps."""
-        versions, steps = torch.empty_like(pull.versions), torch.empty_like(pull.versions)
-        for tables, route, server_steps in zip(servers, routes, applied_steps, strict=True):
-            if (pulled := tables.get(table)) is not None and pulled.versions is not None:
-                changed = pulled.versions != pull.versions[route]
-                pull.rows[pull.positions[route][changed]] = pulled.rows
-                versions[route], steps[route] = pulled.versions, server_steps
-        with self._lock:
-            return self.caches[table].finish(pull, versions, steps)
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         self.push_dropped()
@@ -244,7 +220,7 @@ class CollectionClient(TableClient, RowService):
 
     def flush(self) -> None:
         self.push_dropped()
-        self._submit_all("flush", {"steps": self.steps}, rank=self.rank)
+        self._submit_all("flush", {"steps": self.steps})
 
 
 class ReadOnlyClient(CollectionClient):
@@ -257,10 +233,10 @@ class ReadOnlyClient(CollectionClient):
         """ValueError: this client cannot train."""
         raise ValueError(f"tables of {self._name!r} are read-only here: they are read from embedding servers")
 
-    def _submit(self, server: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
+    def _submit(self, target: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         # A query: servers do not log it, and it needs no registered trainer.
         future: Future[Message] = Future()
-        future.set_result(self._connections[server].query_tensors(op, {"collection": self._name, **values}, tensors))
+        future.set_result(self._connections[target].query_tensors(op, {"collection": self._name, **values}, tensors))
         return future
 
 
@@ -268,36 +244,51 @@ class PulledRows(Pull):
     """Rows of a batch, which arrive asynchronously."""
 
     def __init__(
-        self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: list[list[Any]],
-        pending: list[Future[Message]], cached: list[CachedPull], training: bool,
+        self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: Routes,
+        pending: list[Future[Message]], cached: list["CachedPull"], training: bool,
     ) -> None:  # fmt: skip
         self._client, self.batch, self._ids, self._routes = client, batch, ids, routes
         self.num_restores = client.num_restores
         self._futures, self._cached = pending, cached
         self._codecs = client.codecs.rows if training else client.codecs.exact_rows
-        self._refused: list[tuple[int, Tensor]] = []  # tables, with positions of ids that were not admitted
+        self._admitted: dict[int, Tensor] = {}  # by table with refused ids, whose gradients are not pushed
 
     def rows(self) -> list[Tensor]:
-        client, routes = self._client, self._routes
+        client = self._client
         client.push_dropped()
         while futures.wait(self._futures, TICK).not_done:
             client.push_dropped()
         replies = wait(self._futures)
         by_server = zip(client.tables_on, replies, strict=True)
         servers = [self._codecs.unpack_reply(numbers, reply) for numbers, reply in by_server]
-        # Note refused ids, whose gradients are not pushed.
-        for server, tables in enumerate(servers):
-            for table, pulled in tables.items():
-                if pulled.refused is not None and pulled.refused.numel():
-                    ids = self._ids[table]
-                    positions = self._cached[table].positions if self._cached else torch.arange(ids.numel())
-                    self._refused.append((table, positions[routes[table][server]][pulled.refused]))
-        # Assemble the rows of all servers, with those of the caches.
-        if not self._cached:
-            return [client.rows(table, table_routes, servers) for table, table_routes in enumerate(routes)]
-        steps = [values["steps"] for values, _ in replies]
-        pulls = zip(self._cached, routes, strict=True)
-        return [client.finish_cached(table, *pull, servers, steps) for table, pull in enumerate(pulls)]
+        return [self._assemble(table, servers, [values["steps"] for values, _ in replies]) for table in self._routes]
+
+    def _assemble(self, table: int, servers: Sequence[Mapping[int, PulledTable]], steps: Sequence[int]) -> Tensor:
+        """Assemble a table's rows from those of each server, which has applied `steps` steps, and from the cache."""
+        client, ids, cached = self._client, self._ids[table], self._cached[table] if self._cached else None
+        if cached is not None:
+            rows, versions, applied_steps = cached.rows, *torch.empty(2, *cached.versions.shape, dtype=torch.int64)
+        elif len(servers) > 1:
+            spec = client.spec.tables[table]
+            rows = torch.empty(ids.numel(), spec.embedding_dim, dtype=getattr(torch, spec.dtype))
+        for server, route in enumerate(self._routes[table]):
+            if (pulled := servers[server].get(table)) is None:
+                continue
+            if pulled.refused is not None and pulled.refused.numel():
+                admitted_mask = self._admitted.setdefault(table, torch.ones_like(ids, dtype=torch.bool))
+                positions = torch.arange(ids.numel()) if cached is None else cached.positions
+                admitted_mask[positions[route][pulled.refused]] = False
+            if cached is not None and pulled.versions is not None:
+                rows[cached.positions[route][pulled.versions != cached.versions[route]]] = pulled.rows
+                versions[route], applied_steps[route] = pulled.versions, steps[server]
+            elif len(servers) > 1:
+                rows[route] = pulled.rows
+            else:
+                rows = pulled.rows
+        if cached is None:
+            return rows
+        with client.lock:
+            return client.caches[table].finish(cached, versions, applied_steps)
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         if sums is None:
@@ -306,14 +297,71 @@ class PulledRows(Pull):
         if self.num_restores != self._client.num_restores:
             raise RuntimeError("these rows were pulled before the tables were restored; look the batch up again")
         ids, sums, routes = list(self._ids), list(sums), self._routes
-        if self._refused or self._cached:  # the routes are not those of the ids to push
-            admitted = [torch.ones_like(table_ids, dtype=torch.bool) for table_ids in ids]
-            for table, positions in self._refused:
-                admitted[table][positions] = False
-            ids = [table_ids[mask] for table_ids, mask in zip(ids, admitted, strict=True)]
-            sums = [table_sums[mask] for table_sums, mask in zip(sums, admitted, strict=True)]
-            routes = self._client.route(ids)
-        self._client.send(self.batch, ids, routes, sums, lr)
+        if self._admitted or self._cached:  # the routes are not those of the ids to push
+            for table, mask in self._admitted.items():
+                ids[table], sums[table] = ids[table][mask], sums[table][mask]
+            routes = self._client.route(dict(enumerate(ids)))
+        self._client.push(self.batch, ids, routes, sums, lr)
+
+
+@dataclass
+class CachedPull:
+    """Rows of a table's distinct ids in one batch, of which some are cached."""
+
+    ids: Tensor  # int64 `[n]`
+    rows: Tensor  # `[n, embedding_dim]`; valid where the cache has the row
+    positions: Tensor  # int64 `[m]`, positions among `ids` that are requested from servers
+    versions: Tensor  # int64 `[m]`, versions of the requested rows in the cache, or `NOT_CACHED`
+
+
+class WorkerCache:
+    """Cache of one table: rows, their versions, and the number of steps whose updates they have.
+
+    `rows_read` counts rows that batches have read, and `rows_saved` those of them that did not cross the network.
+    """
+
+    def __init__(self, spec: TableSpec, cache: CacheConfig | None) -> None:
+        self._table: DynamicTable | None = None
+        self._empty = torch.empty(0, spec.embedding_dim, dtype=getattr(torch, spec.dtype))
+        self.rows_read = self.rows_saved = 0
+        if cache is not None:
+            config = TableConfig(
+                spec.name, None, spec.embedding_dim, dtype=self._empty.dtype, capacity=cache.rows,
+                eviction=EvictionConfig(cache.policy, protect=1),
+            )  # fmt: skip
+            self._table = DynamicTable(config, ())
+            self._versions = torch.full_like(self._table.index.ids, NOT_CACHED)
+            self._steps = torch.zeros_like(self._versions)
+
+    @torch.no_grad()
+    def begin(self, ids: Tensor, min_steps: int | None) -> CachedPull:
+        """Choose the distinct ids to request: all, or those without a row that has the updates of `min_steps` steps."""
+        if self._table is None:
+            rows = self._empty.new_empty(ids.numel(), self._empty.shape[1])
+            return CachedPull(ids, rows, torch.arange(ids.numel()), torch.full_like(ids, NOT_CACHED))
+        slots = self._table.find(ids)
+        valid_slots, versions = slots.clamp(min=0), torch.full_like(ids, NOT_CACHED)
+        versions[slots >= 0] = self._versions[slots[slots >= 0]]
+        rows = self._table.weight.detach().index_select(0, valid_slots)
+        positions = torch.arange(ids.numel())
+        if min_steps is not None:
+            positions = ((slots < 0) | (self._steps[valid_slots] < min_steps)).nonzero()[:, 0]
+        return CachedPull(ids, rows, positions, versions[positions])
+
+    @torch.no_grad()
+    def finish(self, pull: CachedPull, versions: Tensor, steps: Tensor) -> Tensor:
+        """Return all rows of the batch, and cache the requested ones, which are in `pull.rows` by now.
+
+        `versions`, int64 `[m]`, are those of the requested rows on the servers; `steps`: whose updates they have.
+        """
+        self.rows_read += pull.ids.numel()
+        self.rows_saved += pull.ids.numel() - int((versions != pull.versions).sum())
+        if self._table is not None:
+            positions = pull.positions[: len(self._versions) // 2]  # a batch may be larger than the cache
+            slots = insert_batch([self._table], *concat_ids([pull.ids[positions]]))[0]
+            self._table.weight.data[slots] = pull.rows[positions]
+            self._versions[slots], self._steps[slots] = versions[: positions.numel()], steps[: positions.numel()]
+        return pull.rows
 
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:

@@ -17,18 +17,11 @@ from tritonemb.server.transport import Message
 
 @dataclass(frozen=True)
 class PulledTable:
-    """Rows of a table's ids that a trainer has pulled from one server.
+    """Rows of a table's ids that a trainer has pulled from one server."""
 
-    Args:
-        rows: `[n, embedding_dim]`, of all ids, or of those whose versions differ from the trainer's.
-        versions: int64, per id the version of its row, `NO_ROW` without a row; None: the trainer has no cache.
-        refused: int64, positions of ids that were not admitted, which take no gradient of this batch; None: without
-            admission.
-    """
-
-    rows: Tensor
-    versions: Tensor | None = None
-    refused: Tensor | None = None
+    rows: Tensor  # `[n, embedding_dim]`, of all ids, or of those whose versions differ from the trainer's
+    versions: Tensor | None = None  # int64 per id, `NO_ROW` without a row; None: the trainer has no cache
+    refused: Tensor | None = None  # int64, positions of ids that were not admitted and take no gradient, if any may be
 
 
 class TableCodecs:
@@ -64,7 +57,6 @@ class TableCodecs:
         return {"steps": steps, "fields": names}, [tensor for column in columns.values() for tensor in column]
 
     def unpack_reply(self, numbers: Sequence[int], message: Message) -> dict[int, PulledTable]:
-        """Decode `pack_reply`: the tables by number."""
         (values, tensors), size = message, len(numbers)
         columns = {name: tensors[n * size : (n + 1) * size] for n, name in enumerate(values["fields"])}
         if numbers:

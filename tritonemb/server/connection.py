@@ -20,6 +20,8 @@ from tritonemb.utils import Closeable
 TICK, RESEND_AFTER = 0.2, 1.0  # seconds between checks of a connection, and before requests are sent again
 HEARTBEAT = 2.0  # seconds between messages of an idle client, so that the server knows that it is alive
 
+MAX_REPLAY_BYTES = 1 << 28  # of answered requests; then the server saves a snapshot, which later requests wait for
+
 
 class Connection(Closeable):
     """Client of one server, over channels that may be lost, and may lose, duplicate and reorder messages.
@@ -30,15 +32,13 @@ class Connection(Closeable):
 
     Args:
         patience: seconds without any message from the server after which all requests fail: ConnectionError.
-        max_replay_bytes: bytes of answered requests in the replay buffer above which the server is asked to save a
-            snapshot, which later requests wait for.
 
     Attributes:
         is_starting: whether the server is being restarted, which suspends `patience`.
     """
 
-    def __init__(self, transport: Transport, patience: float = 20.0, max_replay_bytes: int = 1 << 28) -> None:
-        self._transport, self._patience = transport, patience
+    def __init__(self, transport: Transport, patience: float = 20.0) -> None:
+        self.transport, self._patience = transport, patience
         self._client, self._lock = uuid.uuid4().hex, threading.RLock()
 
         # Requests and queries, by number, ascending.
@@ -46,7 +46,7 @@ class Connection(Closeable):
         self._pending_requests: dict[int, Future[Message]] = {}
         self._pending_queries: dict[int, Future[Message]] = {}
         self._replay_buffer: dict[int, Message] = {}  # pending ones, and answered ones that are not durable
-        self._replay_bytes, self._max_replay_bytes = 0, max_replay_bytes  # of answered requests
+        self._replay_bytes, self._max_replay_bytes = 0, MAX_REPLAY_BYTES  # of answered requests
 
         # Liveness.
         self._last_received = self._last_sent = time.monotonic()
@@ -59,20 +59,12 @@ class Connection(Closeable):
         self._open()
         threading.Thread(target=self._watch, daemon=True, name="tritonemb-connection").start()
 
-    @property
-    def address(self) -> str:
-        """Address of the server; changes if the server moves."""
-        return self._transport.address
-
     def submit(self, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         """Send a request; requests are executed in the order of these calls."""
-        if self._replay_bytes > self._max_replay_bytes:
+        if op != "save" and self._replay_bytes > self._max_replay_bytes:
             with self._saving:
                 if self._replay_bytes > self._max_replay_bytes:
-                    self._submit("save", {}, ()).result()
-        return self._submit(op, values, tensors)
-
-    def _submit(self, op: str, values: Values, tensors: Sequence[Tensor]) -> Future[Message]:
+                    self.submit("save", {}).result()
         future: Future[Message] = Future()
         with self._lock:
             if self._failure is not None:
@@ -103,7 +95,6 @@ class Connection(Closeable):
             time.sleep(TICK)
 
     def _retry_query(self, op: str, **values: Any) -> Values:
-        """Repeat a query while the server answers pings."""
         while True:
             with suppress(ConnectionError):
                 return self.query(op, **values)
@@ -131,7 +122,7 @@ class Connection(Closeable):
 
     def _open(self) -> None:
         channel_id = object()
-        channel = self._transport.open(self._receive, partial(self._channel_lost, channel_id))
+        channel = self.transport.open(self._receive, partial(self._channel_lost, channel_id))
         with self._lock:
             self._channel, self._channel_id = channel, channel_id
 
@@ -140,15 +131,13 @@ class Connection(Closeable):
         with self._lock:
             self._send(({"op": "disconnect", "query": next(self._query_ids), "client": self._client}, []))
             channel, self._channel = self._channel, None
-            self._fail(ConnectionError(f"the connection to embedding server {self.address} was closed"))
+            self._fail(ConnectionError(f"the connection to embedding server {self.transport.address} was closed"))
         if channel is not None:
             channel.close()
 
     def _timeout_error(self) -> ConnectionError:
-        return ConnectionError(
-            f"embedding server {self.address} has not answered for {self._patience:.0f} seconds; restart it, and "
-            "resume from a checkpoint"
-        )
+        reason = f"embedding server {self.transport.address} has not answered for {self._patience:.0f} seconds"
+        return ConnectionError(f"{reason}; restart it, and resume from a checkpoint")
 
     def _send(self, message: Message) -> None:
         if self._channel is not None:
@@ -171,19 +160,15 @@ class Connection(Closeable):
             else:
                 if (future := self._pending_requests.pop(values["number"], None)) is not None:
                     self._replay_bytes += _num_bytes(self._replay_buffer[values["number"]])
-                self._discard_durable(values.get("durable_sequence", 0))
-        if future is None or future.done():
-            return
-        if "error" in values:
-            future.set_exception(decode_error(values["error"], f"embedding server {self.address}"))
-        else:
-            future.set_result(message)
-
-    def _discard_durable(self, durable_sequence: int) -> None:
-        """Remove answered requests with smaller numbers from the replay buffer."""
-        for number in list(itertools.takewhile(lambda number: number < durable_sequence, self._replay_buffer)):
-            if number not in self._pending_requests:
-                self._replay_bytes -= _num_bytes(self._replay_buffer.pop(number))
+                durable_sequence = values.get("durable_sequence", 0)
+                for number in list(itertools.takewhile(lambda n: n < durable_sequence, self._replay_buffer)):
+                    if number not in self._pending_requests:  # answered and durable
+                        self._replay_bytes -= _num_bytes(self._replay_buffer.pop(number))
+        if future is not None and not future.done():
+            if "error" in values:
+                future.set_exception(decode_error(values["error"], f"embedding server {self.transport.address}"))
+            else:
+                future.set_result(message)
 
     def _fail(self, error: Exception) -> None:
         self._failure = self._failure or error
@@ -219,10 +204,8 @@ class Connection(Closeable):
         with self._lock:
             # Requests before the replay buffer were durable, so a server that expects one of them has lost its state.
             if next_sequence < min_sequence:
-                self._fail(ConnectionError(
-                    f"embedding server {self.address} was restarted without its snapshot or log, and lost requests; "
-                    "resume from a checkpoint"
-                ))  # fmt: skip
+                reason = f"embedding server {self.transport.address} was restarted without its snapshot or log"
+                self._fail(ConnectionError(f"{reason}, and lost requests; resume from a checkpoint"))
                 return
             for number, message in list(self._replay_buffer.items()):
                 if number >= next_sequence:

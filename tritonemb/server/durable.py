@@ -5,6 +5,7 @@ The snapshot is a chain of snapshots of the tables, and the inboxes of clients; 
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, get_args
@@ -35,23 +36,13 @@ def check_log_mode(mode: LogMode | None, folder: str | Path | None) -> None:
 
 
 class DurableState(Closeable):
-    """Snapshot and log of the server that has a folder for itself.
-
-    Attributes:
-        version: version of the snapshot.
-        log: requests since the snapshot; None if clients resend them, or no log is configured.
-        log_bytes: their size.
-
-    Raises:
-        StorageError: the folder cannot be used, or another server uses it.
-    """
+    """Snapshot and log of the server that has a folder for itself; StorageError if another server uses the folder."""
 
     def __init__(self, folder: Path, mode: LogMode | None) -> None:
-        self._folder, self._mode = folder, mode
-        self.version, self.log_bytes = 0, 0
-        self._max_log_bytes = MAX_LOG_BYTES
+        self._folder, self._mode, self._has_log = folder, mode, mode in ("disk", "fsync")
+        self.version, self.log_bytes, self._max_log_bytes = 0, 0, MAX_LOG_BYTES  # version of the snapshot
         self._files: list[str] = []  # of the tables' snapshots
-        self.log: MessageLog | None = None
+        self.log: MessageLog | None = None  # requests since the snapshot, unless clients resend them
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = create_file(folder / ".lock")
         if not self._lock.lock():
@@ -87,41 +78,31 @@ class DurableState(Closeable):
 
     def read_log(self) -> Iterator[Message]:
         """Yield the requests since the snapshot."""
-        if self._has_log and self._log_path(self.version).exists():
-            yield from read_log(self._log_path(self.version))
+        if self._has_log and (path := self._folder / f"log-{self.version}").exists():
+            yield from read_log(path)
 
     def open_log(self) -> bool:
         """Open the log for appending; return whether a snapshot must be saved first."""
-        if not self._has_log:
-            return False
         self.log = self._create_log(self.version)
-        return self.log.path.stat().st_size > 0  # never append behind a torn record
+        return self.log is not None and self.log.path.stat().st_size > 0  # never append behind a torn record
 
-    @property
-    def _has_log(self) -> bool:
-        return self._mode in ("disk", "fsync")
-
-    def _log_path(self, version: int) -> Path:
-        return self._folder / f"log-{version}"
-
-    def _create_log(self, version: int) -> MessageLog:
-        return MessageLog(self._log_path(version), self._mode == "fsync")
+    def _create_log(self, version: int) -> MessageLog | None:
+        return MessageLog(self._folder / f"log-{version}", self._mode == "fsync") if self._has_log else None
 
     # Requests and snapshots.
 
     def append(self, messages: Sequence[Message]) -> None:
-        """Append accepted requests to the log, all or none. StorageError if it cannot be written."""
         if self.log is not None and messages:
             self.log_bytes += self.log.append(messages)
 
-    @property
-    def is_snapshot_due(self) -> bool:
-        """Return whether the log is so large that a snapshot is due."""
-        return self.log_bytes > self._max_log_bytes
-
-    def postpone_snapshot(self) -> None:
-        """Let the log grow, as a snapshot could not be written."""
-        self._max_log_bytes += MAX_LOG_BYTES
+    def save_if_due(self, clients: Clients, collections: Mapping[str, ServedTables]) -> None:
+        """Save a snapshot if the log is large; warn if it cannot be written, as the log is complete."""
+        if self.log_bytes > self._max_log_bytes:
+            try:
+                self.save(clients, collections)
+            except StorageError as error:
+                print(f"warning: {error}", file=sys.stderr)
+                self._max_log_bytes += MAX_LOG_BYTES
 
     def save(self, clients: Clients, collections: Mapping[str, ServedTables]) -> None:
         """Save a snapshot, and truncate the log. StorageError if it cannot be written; the last one stays."""
@@ -153,7 +134,7 @@ class DurableState(Closeable):
             is_incremental = write_snapshot(folder / rows, records)["after"] is not None
             files = [*(file for file in files if is_incremental or file.rpartition("-")[0] != name), rows]
         # An empty log, and the manifest, which replaces the last snapshot atomically.
-        log = self._create_log(version) if self._has_log else None
+        log = self._create_log(version)
         with on_error(log.close if log is not None else lambda: None):
             manifest = {"version": version, "clients": clients_name, "files": files}
             atomic_write(folder / MANIFEST, seal(json.dumps(manifest)))

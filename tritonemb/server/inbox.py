@@ -5,6 +5,7 @@ the requests that it returns, and passes each result to `Inbox.complete`.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from tritonemb.server.transport import Message, Reply, Values
 
@@ -12,26 +13,22 @@ MAX_REORDERED = 4_096  # requests of a client that wait for earlier ones; others
 TRAINER_TIMEOUT = 10.0  # seconds without a message after which a trainer may be replaced
 
 
+@dataclass
 class Inbox:
     """Requests of one client, which numbers them from 0.
 
     A repeated request is answered again, and not executed again; one that arrives early waits for its predecessors.
-
-    Attributes:
-        next_sequence: number of the next request.
-        durable_sequence: number of the first request that is neither in the snapshot nor in the log.
-        reorder_buffer: requests that arrived before an earlier one, with their reply channels, by number.
-        in_progress: accepted requests without a reply, with their reply channels, by number.
-        unacked_replies: replies that the client may not have received, by number.
-        failure: error of all requests, if the client is not the registered trainer, or not any longer.
     """
 
-    def __init__(self, failure: Exception | None = None) -> None:
-        self.next_sequence = self.durable_sequence = 0
-        self.reorder_buffer: dict[int, tuple[Message, Reply]] = {}
-        self.in_progress: dict[int, tuple[Message, Reply]] = {}
-        self.unacked_replies: dict[int, Message] = {}
-        self.failure = failure
+    # Error of all requests, if the client is not the registered trainer, or not any longer.
+    failure: Exception | None = None
+    next_sequence: int = 0
+    durable_sequence: int = 0  # number of the first request that is neither in the snapshot nor in the log
+    # By number: requests that arrived before an earlier one, and accepted requests without a reply, with their reply
+    # channels; and replies that the client may not have received.
+    reorder_buffer: dict[int, tuple[Message, Reply]] = field(default_factory=dict)
+    in_progress: dict[int, tuple[Message, Reply]] = field(default_factory=dict)
+    unacked_replies: dict[int, Message] = field(default_factory=dict)
 
     def receive(self, message: Message, reply: Reply) -> tuple[list[Message], Message | None]:
         """Return the requests to execute now, in order, and the reply to send again to a repeated request."""
@@ -72,18 +69,12 @@ class Inbox:
 
 
 class Clients:
-    """Inboxes of a server's clients, and the client that is registered as each trainer.
-
-    Attributes:
-        inboxes: by name of the client.
-        trainers: registered client of each trainer.
-        last_seen: time of each client's last message, in seconds.
-    """
+    """Inboxes of a server's clients, and the client that is registered as each trainer."""
 
     def __init__(self) -> None:
-        self.inboxes: dict[str, Inbox] = {}
-        self.trainers: dict[str, str] = {}
-        self.last_seen: dict[str | None, float] = {}
+        self.inboxes: dict[str, Inbox] = {}  # by name of the client
+        self.trainers: dict[str, str] = {}  # name of the registered client, by trainer
+        self.last_seen: dict[str | None, float] = {}  # time of each client's last message, in seconds
 
     def __iter__(self) -> Iterator[Inbox]:
         return iter(self.inboxes.values())
@@ -99,14 +90,17 @@ class Clients:
         if inbox.failure is None and self.trainers.setdefault(trainer, client) != client:
             inbox.failure = PermissionError(f"this client is not the {trainer}")
 
-    def register(self, values: Values, now: float) -> str | None:
-        """Register a client as a trainer, in place of one that is gone; return a description of one that is alive."""
+    def register(self, values: Values, server: str, now: float) -> str | None:
+        """Register a client as a trainer, in place of one that is gone; return the reason if that one is alive."""
         trainer, client = _trainer_of(values), values["client"]
         self.last_seen = {name: seen for name, seen in list(self.last_seen.items()) if now - seen < TRAINER_TIMEOUT}
         if (registered := self.trainers.setdefault(trainer, client)) == client:
             return None
         if registered in self.last_seen:
-            return f"another {trainer}"
+            return (
+                f"embedding server {server} has received a message from another {trainer} in the last "
+                f"{TRAINER_TIMEOUT:.0f} seconds; end that run first, or start other servers for this one"
+            )
         self.inboxes[registered] = Inbox(PermissionError(f"another {trainer} has replaced this one"))
         self.trainers[trainer] = client
         return None
@@ -119,7 +113,6 @@ class Clients:
         return inbox.next_sequence
 
     def disconnect(self, client: str) -> None:
-        """Forget a client."""
         self.inboxes.pop(client, None)
         self.last_seen.pop(client, None)
 

@@ -86,7 +86,6 @@ def serve(options: ServerOptions) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when standard input is closed, which happens when the parent process ends, also if it is killed."""
     with suppress(OSError):
         while os.read(0, 1 << 12):
             pass
@@ -96,12 +95,7 @@ def _end_with_parent() -> None:
 class ServerProcess(Closeable):
     """Server in a child process. With a folder and a log it is restarted if it ends, up to `RESTARTS` times.
 
-    Attributes:
-        address: address for clients.
-        is_starting: whether the process is being restarted.
-
-    Raises:
-        OSError: the process did not start, or its folder cannot be used.
+    OSError if it did not start, or cannot use its folder. `is_starting` while it is being restarted.
     """
 
     def __init__(

@@ -9,19 +9,16 @@ from tritonemb.layout import NO_KEY, nonzero
 from tritonemb.server.partitions import NO_ROWS, Partitions
 from tritonemb.storage.store import cpu_kernels, record_of
 from tritonemb.tables.dynamic_table import concat_ids, find_all, insert_batch
+from tritonemb.utils import join_names
 
 
 class Lease:
     """Access to rows by their records: weight and optimizer states; `keys` are ids of a static table, row numbers of a
     dynamic one.
-
-    Attributes:
-        is_active: whether a trainer has rows that it has not written back.
-        dynamic_numbers: numbers of the dynamic tables.
     """
 
     def __init__(self, partitions: Partitions) -> None:
-        self._partitions, self.is_active = partitions, False
+        self._partitions, self.is_active = partitions, False  # whether a trainer has rows that it has not written back
         tables, states, by_number = partitions.spec.tables, partitions.optimizer.states, partitions.by_number
         self.dynamic_numbers = [number for number in by_number if tables[number].num_embeddings is None]
         self._records = {
@@ -48,27 +45,24 @@ class Lease:
         return [*by_number.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
 
     def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
-        """Return rows of ids in dynamic tables, -1 for ids without a row, without inserting any."""
         return find_all([self._partitions.by_number[number] for number in self.dynamic_numbers], ids)
 
     def check(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
         """Check keys by table number, and the records of the first of them; ValueError."""
-        partitions, shapes = self._partitions, []
-        for number, table_keys in keys:
-            table = partitions.by_number[number]
-            shapes.append((torch.uint8, table_keys.numel(), self._records[number].num_bytes))
-            if number in self.dynamic_numbers:
-                exist_mask = (table_keys >= 0) & (table_keys < len(table.index.ids))
-            else:
-                exist_mask = partitions.owned_mask(number, table_keys)
-            if not exist_mask.all() or (table_keys[1:] <= table_keys[:-1]).any():
-                raise ValueError(f"table {table.config.name!r} does not have these rows on this server")
+        by_number, dynamic = self._partitions.by_number, self.dynamic_numbers
+        exist = self._partitions.owns(pair for pair in keys if pair[0] not in dynamic)
+        for number, rows in keys:
+            exist &= number not in dynamic or not ((rows < 0) | (rows >= len(by_number[number].index.ids))).any()
+            exist &= not (rows[1:] <= rows[:-1]).any()
+        if not exist:
+            names = join_names(by_number[number].config.name for number, _ in keys)
+            raise ValueError(f"tables {names} do not have these rows on this server")
+        shapes = [(torch.uint8, len(table_keys), self._records[number].num_bytes) for number, table_keys in keys]
         if [(tensor.dtype, *tensor.shape) for tensor in records] != shapes[: len(records)]:
             raise ValueError(f"records must be {shapes}")
 
     @torch.no_grad()
     def read(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
-        """Read records by table number."""
         rows, move, result = self._rows(keys), cpu_kernels("row_cache").move_rows_, list[Tensor]()
         positions = {number: nonzero(table_rows >= 0) for number, table_rows in rows.items()}
         known_rows = {number: table_rows[positions[number]] for number, table_rows in rows.items()}

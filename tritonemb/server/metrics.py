@@ -1,13 +1,13 @@
 """Metrics of embedding servers and followers: for Prometheus over HTTP, and for the report of a run."""
 
+import math
 import re
 import threading
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Any
 
 from tritonemb.server.transport import Service, Values
@@ -57,27 +57,24 @@ def prometheus(statistics: Values, labels: Mapping[str, str] | None = None) -> s
     lines = []
     for key, metric in METRICS.items():
         name, kind, text = metric.split(" ", 2)
-        format_samples = _histogram if kind == "histogram" else _sample
-        present = [(group_labels, values[key]) for values, group_labels in groups if values.get(key) is not None]
-        samples = [line for group_labels, value in present for line in format_samples(name, group_labels, value)]
-        lines += [f"# HELP tritonemb_{name} {text}", f"# TYPE tritonemb_{name} {kind}", *samples] if samples else []
+        samples = [_samples(name, labels, values[key]) for values, labels in groups if values.get(key) is not None]
+        header = [f"# HELP tritonemb_{name} {text}", f"# TYPE tritonemb_{name} {kind}"]
+        lines += [*header, *chain(*samples)] if samples else []
     return "\n".join(lines) + "\n"
 
 
-def _sample(name: str, labels: Mapping[str, str], value: float) -> list[str]:
-    escaped = {key: re.sub(r'[\\"]', r"\\\g<0>", text).replace("\n", r"\n") for key, text in labels.items()}
-    label_text = ",".join(f'{key}="{text}"' for key, text in escaped.items())
-    return [f"tritonemb_{name}{{{label_text}}} {value + 0}" if label_text else f"tritonemb_{name} {value + 0}"]
-
-
-def _histogram(name: str, labels: Mapping[str, str], staleness: Mapping[str, int]) -> list[str]:
-    counts = [0] * (len(BOUNDS) + 1)
-    for steps, count in staleness.items():
-        counts[bisect_left(BOUNDS, int(steps))] += count
-    buckets = zip((*map(str, BOUNDS), "+Inf"), accumulate(counts), strict=True)
-    lines = [_sample(f"{name}_bucket", {**labels, "le": bound}, count) for bound, count in buckets]
-    lines.append(_sample(f"{name}_sum", labels, sum(int(steps) * count for steps, count in staleness.items())))
-    return list(chain(*lines, _sample(f"{name}_count", labels, sum(counts))))
+def _samples(name: str, labels: Mapping[str, str], value: float | Mapping[str, int]) -> list[str]:
+    """Format a number, or a histogram, whose `value` has a count by number of steps."""
+    if not isinstance(value, Mapping):
+        escaped = {key: re.sub(r'[\\"]', r"\\\g<0>", text).replace("\n", r"\n") for key, text in labels.items()}
+        label_text = ",".join(f'{key}="{text}"' for key, text in escaped.items())
+        return [f"tritonemb_{name}{{{label_text}}} {value + 0}" if label_text else f"tritonemb_{name} {value + 0}"]
+    lines = []
+    for bound in (*BOUNDS, math.inf):
+        count = sum(count for steps, count in value.items() if int(steps) <= bound)
+        lines += _samples(f"{name}_bucket", {**labels, "le": "+Inf" if bound == math.inf else str(bound)}, count)
+    lines += _samples(f"{name}_sum", labels, sum(int(steps) * count for steps, count in value.items()))
+    return lines + _samples(f"{name}_count", labels, sum(value.values()))
 
 
 def scrape(service: Service, labels: Mapping[str, str] | None = None) -> str:

@@ -6,7 +6,6 @@ until it is in the snapshot.
 """
 
 import queue
-import sys
 import threading
 import time
 import traceback
@@ -21,12 +20,12 @@ from torch import Tensor
 
 from tritonemb.flight import encode_error
 from tritonemb.server.durable import CHAIN, DurableState, LogMode, check_log_mode, discard_reply
-from tritonemb.server.inbox import TRAINER_TIMEOUT, Clients, Inbox
+from tritonemb.server.inbox import Clients, Inbox
 from tritonemb.server.requests import HANDLERS, TRAINER_OPERATIONS, read_now
 from tritonemb.server.snapshot import restore
 from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
 from tritonemb.server.tables import Respond, ServedTables, warm_up
-from tritonemb.server.transport import Message, Reply, Values
+from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closeable
 
@@ -66,11 +65,9 @@ class EmbeddingServer(Closeable):
         self._start_time = time.monotonic()
         self._failure: RuntimeError | None = None
         self.durable: DurableState | None = None
-        self._restoring, self._save_due = False, False
         if folder is not None:
             with torch.no_grad(), storage_errors(f"embedding server {name} cannot use {folder}", "check the disk"):
-                self.durable = DurableState(Path(folder), log)
-                self._restore(self.durable)
+                self._restore(DurableState(Path(folder), log))
         warm_up()
         self._queue: queue.SimpleQueue[tuple[Message, Reply] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"tritonemb-{name}", daemon=True)
@@ -124,10 +121,10 @@ class EmbeddingServer(Closeable):
         for message, reply in items:
             values = message[0]
             if "number" not in values:
-                self._answer_query(reply, *message)
+                answer(message, reply, self._answer_query)
                 continue
             inbox = self.clients.inbox(values["client"])
-            if not self._restoring and values["op"] in TRAINER_OPERATIONS:
+            if values["op"] in TRAINER_OPERATIONS and reply is not discard_reply:
                 self.clients.check_trainer(values)
             if (failure := self._failure or inbox.failure) is not None:
                 _reject(values["number"], reply, failure)
@@ -143,17 +140,12 @@ class EmbeddingServer(Closeable):
                 for inbox, (values, _) in reversed(accepted):
                     _reject(values["number"], inbox.revoke(values["number"]), error)
                 return
-        if self.log != "memory":
-            for inbox, _ in accepted:
-                inbox.mark_durable()
+        for inbox, _ in accepted if self.log != "memory" else ():
+            inbox.mark_durable()
         for inbox, message in accepted:
             self._execute(inbox, message)
-        if self.durable is not None and self.durable.is_snapshot_due:
-            try:
-                self.save()
-            except StorageError as error:  # the log is complete, only larger than it should be
-                print(f"warning: {error}", file=sys.stderr)
-                self.durable.postpone_snapshot()
+        if self.durable is not None:
+            self.durable.save_if_due(self.clients, self.collections)
 
     def _execute(self, inbox: Inbox, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
@@ -183,7 +175,6 @@ class EmbeddingServer(Closeable):
             respond(error)
 
     def _create(self, values: Values, respond: Respond) -> None:
-        """Create a collection, or check that an existing one is the same."""
         spec, name, server = CollectionSpec.from_json(values["spec"]), values["collection"], values["server"]
         if self.durable is not None and Path(name).name != name:
             raise ValueError(f"cannot create a collection {name!r}: its name is part of a file's name")
@@ -210,14 +201,11 @@ class EmbeddingServer(Closeable):
 
     def save(self) -> None:
         """Save a snapshot, and truncate the log. StorageError if it cannot be written; the last one stays."""
-        if self._restoring:
-            self._save_due = True  # once, at the end
-        elif self.durable is not None:
+        if self.durable is not None:
             self.durable.save(self.clients, self.collections)
 
     def _restore(self, durable: DurableState) -> None:
-        """Restore the snapshot; execute the requests that were in progress, and those of the log."""
-        self._restoring = True
+        """Restore the snapshot; execute the requests that were in progress, and those of the log; then save."""
         for name, shard in durable.load_manifest(self.clients).items():
             served = self._add_tables(name, shard.spec, shard.header["server"])
             restore(served, [shard], keep_row_numbers=True)
@@ -226,9 +214,8 @@ class EmbeddingServer(Closeable):
             for message, _ in list(inbox.in_progress.values()):
                 self._execute(inbox, message)
         self._process((message, discard_reply) for message in durable.read_log())
-        self._save_due |= durable.open_log()
-        self._restoring = False
-        if self._save_due:
+        self.durable = durable  # nothing is saved before
+        if durable.open_log():
             self.save()
 
     def statistics(self) -> Values:
@@ -241,12 +228,8 @@ class EmbeddingServer(Closeable):
             "collections": {name: served.statistics() for name, served in self.collections.items()},
         }
 
-    def _answer_query(self, reply: Reply, values: Values, tensors: Sequence[Tensor]) -> None:
-        try:
-            result, rows = _handler(QUERIES, values["op"])(self, values, tensors)
-        except Exception as error:
-            result, rows = {"error": encode_error(error)}, []
-        reply(({**result, "query": values["query"]}, rows))
+    def _answer_query(self, values: Values, tensors: Sequence[Tensor]) -> Message:
+        return _handler(QUERIES, values["op"])(self, values, tensors)
 
 
 def _reject(number: int, reply: Reply, error: Exception) -> None:
@@ -264,17 +247,6 @@ def _disconnect(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor
     return {}, []
 
 
-def _register(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
-    """Register a client as a trainer, in place of one that is gone; `refused` has the reason if it is alive."""
-    if (trainer := server.clients.register(query, time.monotonic())) is None:
-        return {"refused": None}, []
-    reason = (
-        f"embedding server {server.name} has received a message from {trainer} in the last {TRAINER_TIMEOUT:.0f} "
-        "seconds; end that run first, or start other servers for this one"
-    )
-    return {"refused": reason}, []
-
-
 def _spec(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     """Return the spec of a collection, and this server's index among its servers; empty if it is not served."""
     served = server.collections.get(query["collection"])
@@ -282,7 +254,6 @@ def _spec(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> 
 
 
 def _look_up(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
-    """Read rows in their present state, for a client that does not train."""
     served = server.collections[query["collection"]]
     (ids,) = served.partitions.split(query["sizes"], tensors)
     return read_now(served, ids)
@@ -291,7 +262,7 @@ def _look_up(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) 
 QUERIES: dict[str, Callable[[EmbeddingServer, Values, Sequence[Tensor]], Message]] = {
     "connect": lambda server, query, _: ({"next_sequence": server.clients.next_sequence(query["client"])}, []),
     "disconnect": _disconnect,
-    "register": _register,
+    "register": lambda node, query, _: ({"refused": node.clients.register(query, node.name, time.monotonic())}, []),
     "spec": _spec,
     "look_up": _look_up,
     "stats": lambda server, query, _: ({"stats": server.statistics()}, []),

@@ -86,17 +86,9 @@ def start_on_ray(
 
 
 class RayDriver(Closeable):
-    """Ray driver in a child process, which starts servers as actors.
+    """Ray driver in a child process, which starts a server at each of `addresses`; ValueError or OSError if it fails.
 
-    Args:
-        servers: arguments of each `ServerActor`.
-        bundle: Ray resources per server.
-
-    Attributes:
-        addresses: addresses of the servers.
-
-    Raises:
-        ValueError, OSError: the servers could not be started.
+    `servers` has the arguments of each `ServerActor`, `bundle` the Ray resources per server.
     """
 
     def __init__(self, servers: list[dict[str, Any]], bundle: Mapping[str, float]) -> None:
@@ -111,21 +103,15 @@ class RayDriver(Closeable):
             start_new_session=True,
         )  # fmt: skip
         with on_error(self.close):
-            self.addresses = self._start([address, self._files, servers, bundle])
-
-    def _start(self, request: list[Any]) -> list[str]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        with suppress(BrokenPipeError):
-            print(json.dumps(request), file=stdin, flush=True)
-        if not (line := stdout.readline()):
-            raise OSError("Ray's driver has ended; see its output above")
-        results = json.loads(line)
-        for result in results:
-            if "error" in result:
-                raise decode_error(result["error"], "Ray")
-        return [result["address"] for result in results]
+            with suppress(BrokenPipeError):
+                print(json.dumps([address, self._files, servers, bundle]), file=self._process.stdin, flush=True)
+            assert self._process.stdout is not None
+            if not (line := self._process.stdout.readline()):
+                raise OSError("Ray's driver has ended; see its output above")
+            results = json.loads(line)
+            for error in (result["error"] for result in results if "error" in result):
+                raise decode_error(error, "Ray")
+            self.addresses = [result["address"] for result in results]
 
     def close(self) -> None:
         if self._process.returncode is not None:
@@ -151,11 +137,11 @@ def drive() -> None:
     """Run a driver process: start the servers that standard input describes, print their addresses, wait for EOF."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # messages of Ray go to standard error
-    address, files, servers, bundle = json.loads(sys.stdin.readline())
+    address, files, *arguments = json.loads(sys.stdin.readline())
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, files, ignore_errors=True)  # the parent process may be gone
         try:
-            results = _start_actors(address, files, servers, bundle, stack)
+            results = _start_actors(stack, address, files, *arguments)
         except Exception as error:
             results = [{"error": encode_error(error)}]
         with suppress(BrokenPipeError):
@@ -164,7 +150,7 @@ def drive() -> None:
 
 
 def _start_actors(
-    address: str | None, files: str, servers: list[dict[str, Any]], bundle: dict[str, float], stack: ExitStack
+    stack: ExitStack, address: str | None, files: str, servers: list[dict[str, Any]], bundle: dict[str, float]
 ) -> list[dict[str, Any]]:
     """Start the actors, and return the address or the error of each server."""
     import ray
@@ -173,29 +159,23 @@ def _start_actors(
 
     number, resources = len(servers), dict(bundle)
     num_cpus, memory = resources.pop("CPU"), resources.pop("memory", None)
+    local: dict[str, Any] = {"num_cpus": number * num_cpus, "_memory": memory and number * memory, "_temp_dir": files}
+    local |= {"resources": {key: number * value for key, value in resources.items()}}
+    local |= {"include_dashboard": False, "object_store_memory": 80 << 20}
     stack.callback(ray.shutdown)
-    if address is None:
-        ray.init(
-            "local", num_cpus=number * num_cpus, resources={key: number * value for key, value in resources.items()},
-            include_dashboard=False, object_store_memory=80 << 20, _memory=memory and number * memory, _temp_dir=files,
-            logging_level="warning",
-        )  # fmt: skip
-    else:
-        ray.init(address, logging_level="warning")
+    ray.init(address or "local", logging_level="warning", **(local if address is None else {}))
     group = placement_group([bundle] * number, strategy="SPREAD")
     if not group.wait(START_TIMEOUT):
         raise ValueError(
             f"the Ray cluster cannot reserve {bundle} for each of {number} servers within {START_TIMEOUT:.0f} "
             "seconds; start fewer, reduce their resources, or add machines"
         )
-    actors = [
-        ray.remote(ServerActor).options(
-            name=server["name"], num_cpus=num_cpus, memory=memory, resources=resources,
-            max_restarts=0 if server["log"] is None else RESTARTS,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-        ).remote(**server)
-        for index, server in enumerate(servers)
-    ]  # fmt: skip
+    actors = []
+    for index, server in enumerate(servers):
+        options = {"name": server["name"], "max_restarts": 0 if server["log"] is None else RESTARTS}
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        actor = ray.remote(ServerActor).options(num_cpus=num_cpus, memory=memory, resources=resources, **options)
+        actors.append(actor.remote(**server))
     stack.callback(_close, ray, actors)
     try:
         return ray.get([actor.result.remote() for actor in actors], timeout=START_TIMEOUT)

@@ -38,25 +38,15 @@ class ApplyPushes(Generic[PushT]):
 class Ordering(Generic[PullT, PushT]):
     """Pending pulls and pushes, and which of them are due.
 
-    Args:
-        trainers: number of trainers.
-        staleness: maximum number of steps whose updates a pull misses; None: unbounded.
-        exact: whether a pull misses exactly that number of steps.
-        batches: micro-batches per step.
-
-    Attributes:
-        next_pull: batch whose pulls are next.
-        next_push: step whose pushes are next.
-        pulls, pushes: pending ones, by batch and rank.
-        missed_steps: number of pulls by the number of steps whose updates they have missed.
+    For arguments see `CollectionSpec`.
     """
 
     def __init__(self, trainers: int, staleness: int | None, exact: bool, batches: int) -> None:
         self._trainers, self._staleness, self._exact, self._batches = trainers, staleness, exact, batches
-        self.next_pull = self.next_push = 0
-        self.pulls: dict[int, dict[int, PullT]] = {}
+        self.next_pull = self.next_push = 0  # batch whose pulls are next, and step whose pushes are next
+        self.pulls: dict[int, dict[int, PullT]] = {}  # pending ones, by batch and rank
         self.pushes: dict[int, dict[int, PushT]] = {}
-        self.missed_steps: Counter[int] = Counter()
+        self.missed_steps: Counter[int] = Counter()  # pulls by the number of steps whose updates they have missed
         self._flush_steps: dict[int, int] = {}  # by rank
 
     def pull(self, rank: int, batch: int, pull: PullT) -> None:
@@ -110,7 +100,6 @@ class Ordering(Generic[PullT, PushT]):
         return range(step * self._batches, (step + 1) * self._batches)
 
     def _is_pushed(self, step: int) -> bool:
-        """Return whether all pushes of a step have arrived."""
         return all(len(self.pushes.get(batch, ())) == self._trainers for batch in self._batches_of(step))
 
     def _is_push_due(self) -> bool:

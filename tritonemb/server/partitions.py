@@ -1,7 +1,7 @@
 """Rows of a server's partitions of a collection's tables, in memory or on disk, and the changes of these rows."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import cast
@@ -27,31 +27,21 @@ NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 @dataclass
 class SnapshotChain:
-    """Changes since the last snapshot of a chain.
+    """Changes since the last snapshot of a chain, by number of the table."""
 
-    Attributes:
-        snapshot: name of that snapshot.
-        changed: by number of the table, bool by row: read by a training batch or written since then.
-        removed: by number of the table, ids that have lost their rows since then.
-    """
-
-    snapshot: str
-    changed: dict[int, Tensor]
-    removed: dict[int, list[Tensor]]
+    snapshot: str  # name of that snapshot
+    changed: dict[int, Tensor]  # bool by row: read by a training batch or written since then
+    removed: dict[int, list[Tensor]]  # ids that have lost their rows since then
 
 
 class RowChanges:
-    """Changes of the rows of `tables`, by number: since the last snapshots, and since trainers have cached them.
-
-    Attributes:
-        chains: chains of snapshots, by name.
-        versions: by number of the table, int64 by row: a number that is unique to the row's present content. None until
-            a trainer with a cache pulls.
-    """
+    """Changes of the rows of `tables`, by number: since the last snapshots, and since trainers have cached them."""
 
     def __init__(self, tables: Mapping[int, DynamicTable]) -> None:
         self._tables = tables
-        self.chains: dict[str, SnapshotChain] = {}
+        self.chains: dict[str, SnapshotChain] = {}  # by name
+        # By number of the table, int64 by row: a number that is unique to the row's present content. None until a
+        # trainer with a cache pulls.
         self.versions: dict[int, Tensor] | None = None
         self._version = 0
 
@@ -66,7 +56,6 @@ class RowChanges:
                 self.versions[number][new_rows[new_rows >= 0]] = self._version
 
     def track_versions(self) -> None:
-        """Give rows versions, from now on."""
         if self.versions is None:
             self._version = time.time_ns()  # above all versions of an earlier process
             self.versions = {n: torch.full_like(table.index.ids, self._version) for n, table in self._tables.items()}
@@ -94,17 +83,9 @@ class RowChanges:
 
 
 class Partitions:
-    """Partitions of a collection's tables.
+    """Partitions of a collection's tables, in memory, or on disk with a `cache`.
 
     Lists per table have an entry for each table on this server; `number` is the number of a table in the collection.
-
-    Args:
-        cache: config of the cache in memory of tables on disk; None: tables are in memory.
-
-    Attributes:
-        numbers: numbers in the collection of this server's tables.
-        dynamic, by_number: this server's tables.
-        changes: changes of their rows.
     """
 
     def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
@@ -118,6 +99,8 @@ class Partitions:
         for number, table in self.by_number.items():
             table.reset_parameters(spec.tables[number].seed)
         self.changes = RowChanges(self.by_number)
+        whole = {number: (0, spec.tables[number].num_partitions) for number in self.numbers}
+        self._whole_tables = {number for number in self.numbers if spec.partitions(number, server) == whole[number]}
 
     def in_shard(self, number: int, ids: Tensor) -> Tensor:
         """Return a bool mask `[n]` of ids of this server's partitions that belong to the trainer's shard."""
@@ -127,10 +110,11 @@ class Partitions:
         return (ids >= first) & (ids < first + count)
 
     def owned_mask(self, number: int, ids: Tensor) -> Tensor:
-        """Return a bool mask `[n]` of ids that belong to this server and shard."""
-        mask, table = self.in_shard(number, ids), self.by_number[number]
-        is_whole = table.index.num_sets.numel() == self.spec.tables[number].num_partitions
-        return mask if is_whole else mask & table.owns(ids)
+        mask = self.in_shard(number, ids)
+        return mask if number in self._whole_tables else mask & self.by_number[number].owns(ids)
+
+    def owns(self, ids: Iterable[tuple[int, Tensor]]) -> bool:
+        return all(bool(self.owned_mask(number, table_ids).all()) for number, table_ids in ids)
 
     def split(
         self, sizes: Sequence[int], tensors: Sequence[Tensor], numbers: Sequence[int] | None = None
@@ -140,8 +124,7 @@ class Partitions:
         ValueError if ids are malformed, or belong to another server: they would address memory out of bounds.
         """
         columns = [list(tensor.split(sizes)) for tensor in tensors]
-        by_number = zip(self.numbers if numbers is None else numbers, columns[0], strict=True)
-        owned = all(bool(self.owned_mask(number, ids).all()) for number, ids in by_number)
+        owned = self.owns(zip(self.numbers if numbers is None else numbers, columns[0], strict=True))
         if not owned or tensors[0].dtype != torch.int64 or any(t.dim() != 1 or t.is_floating_point() for t in tensors):
             raise ValueError("ids must be int64 [n], and belong to this server")
         return columns
@@ -219,7 +202,6 @@ class Partitions:
                 pinned.release()
 
     def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
-        """Build a batch of one sample from the values of each table."""
         assert self.tables is not None
         offsets = ops.segment_offsets(torch.tensor([table_values.numel() for table_values in values]))
         return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)

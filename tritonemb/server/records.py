@@ -73,7 +73,6 @@ def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
 
 
 def _read_record(file: BufferedReader, path: Path, torn: bool) -> Message | None:
-    """Read the next record; None at the end of the file."""
     start, file_size = file.tell(), os.fstat(file.fileno()).st_size
     if start == file_size:
         return None

@@ -30,7 +30,7 @@ def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 
 def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
     rank, batch, lr = _rank(served, values), index(values["batch"]), float(values["lr"])
-    ids, sums, numbers = list[Tensor](), list[Tensor](), served.partitions.numbers
+    numbers, tables = served.partitions.numbers, {}
     if values["sizes"] is not None:
         (ids,) = served.partitions.split(values["sizes"], tensors[:1])
         sums = served.codecs.gradients.unpack(numbers, tensors[1:], float(values["scale"]))
@@ -38,8 +38,9 @@ def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
         shapes = [(len(table_ids), dim) for table_ids, dim in zip(ids, dims, strict=True)]
         if [(gradient.dtype, *gradient.shape) for gradient in sums] != [(torch.float32, *shape) for shape in shapes]:
             raise ValueError(f"gradients must be float32 {shapes}")
+        tables = dict(zip(numbers, zip(ids, sums, strict=True), strict=True))
     respond(({}, []))  # the push is in the log, and will be in each later snapshot
-    served.push(rank, batch, PushRequest(ids, sums, lr))
+    served.push(rank, batch, PushRequest(tables, lr))
 
 
 def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
@@ -51,7 +52,6 @@ def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], re
 
 
 def read_now(served: ServedTables, ids: list[Tensor]) -> Message:
-    """Read rows in their present state."""
     tables = [PulledTable(rows) for rows in served.partitions.read(ids)]
     return served.codecs.exact_rows.pack_reply(served.partitions.numbers, tables, served.ordering.next_push)
 
@@ -138,7 +138,6 @@ def _restore(served: ServedTables, values: Values, tensors: Sequence[Tensor], re
 
 
 def _rank(served: ServedTables, values: Values) -> int:
-    """Rank of the trainer; ValueError if there is none."""
     if not 0 <= (rank := index(values["rank"])) < served.spec.trainers:
         raise ValueError(f"rank {rank} of {served.spec.trainers}")
     return rank

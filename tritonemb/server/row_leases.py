@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -42,24 +43,23 @@ class LeaseClient(CollectionClient, RowStore):
         self._allocation_error: Exception | None = None
 
         # Dynamic tables: each server numbers its rows from 0; the trainer's row numbers are offset by server.
-        local_tables = {number for tables in self.tables_on for number in tables}
-        self._dynamic = [number for number in sorted(local_tables) if self.spec.tables[number].num_embeddings is None]
-        servers = range(len(self._connections))
-        self._row_offsets = []
+        self._row_offsets = dict[int, Tensor]()
         for number, table in enumerate(self.spec.tables):
-            sizes = [self.spec.partitions(number, n)[1] * partition_sizes(table.capacity)[2] for n in servers]
-            self._row_offsets.append(torch.tensor([0, *sizes]).cumsum(0))
-        self._descriptions = self._describe()
+            counts = [self.spec.partitions(number, server)[1] for server in range(len(self._connections))]
+            if table.num_embeddings is None and any(counts):
+                self._row_offsets[number] = torch.tensor([0, *counts]).cumsum(0) * partition_sizes(table.capacity)[2]
+        self._descriptions = self._submit_all("describe", {})
 
     def num_rows(self, table: str) -> int:
         number = self.spec.number(table)
-        if number in self._dynamic:
+        if number in self._row_offsets:
             return int(self._row_offsets[number][-1])
         shard = self.spec.shards[number]
         return shard[1] if shard is not None else self.spec.tables[number].num_embeddings or 0
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
-        by_number = {number: (seed, clock) for server in self._descriptions for number, seed, clock in server["tables"]}
+        tables = [description for values, _ in self._descriptions for description in values["tables"]]
+        by_number = {number: (seed, clock) for number, seed, clock in tables}
         return by_number[self.spec.number(table)]
 
     def statistics(self, table: str) -> dict[str, int]:
@@ -70,12 +70,7 @@ class LeaseClient(CollectionClient, RowStore):
 
     @property
     def updates(self) -> int:
-        return max(description["updates"] for description in self._descriptions)
-
-    def _describe(self) -> list[Values]:
-        """Ask each server for the number, seed and clock of its tables, and for the number of updates."""
-        replies = wait([self._submit(server, "describe", {}) for server in range(len(self._connections))])
-        return [values for values, _ in replies]
+        return max(values["updates"] for values, _ in self._descriptions)
 
     def register_lessee(self, lessee: TableSet) -> None:
         self._lessee = weakref.ref(lessee)
@@ -84,7 +79,7 @@ class LeaseClient(CollectionClient, RowStore):
         self.check_complete()
         if not self._has_lease:
             self._has_lease = True
-            wait([self._submit(server, "lease", {}) for server in range(len(self._connections))])
+            self._submit_all("lease", {})
 
     def allocate_rows(
         self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool
@@ -95,33 +90,25 @@ class LeaseClient(CollectionClient, RowStore):
                 "a checkpoint"
             ) from self._allocation_error
         self.send_transfers()  # an evicted row is written back before its slot is reused
-        # Send each server the ids of its partitions.
-        routes = [self._route(number, table_ids) for number, table_ids in zip(self._dynamic, ids, strict=True)]
-        pending, indices_by_server = list[Future[Message]](), list[list[int]]()
-        for server, tables in enumerate(self.tables_on):
-            indices = [index for index, number in enumerate(self._dynamic) if number in tables]
-            indices_by_server.append(indices)
-            columns = [[column[index][routes[index][server]] for index in indices] for column in (ids, occurrences)]
-            values = {"training": training, "sizes": [table_ids.numel() for table_ids in columns[0]]}
-            pending.append(self._submit(server, "allocate", values, [cat(column) for column in columns]))
-        result = [(torch.empty_like(table_ids), torch.empty_like(table_ids, dtype=torch.bool)) for table_ids in ids]
+        by_number = dict(zip(self._row_offsets, ids, strict=True))
+        routes, counts = self.route(by_number), dict(zip(self._row_offsets, occurrences, strict=True))
+        pending = self._scatter("allocate", {"training": training}, [by_number, counts], routes)
+        numbers_on = [[number for number in tables if number in by_number] for tables in self.tables_on]
         try:
             replies = wait(pending)
         except ValueError as error:
-            requests = zip(pending, indices_by_server, strict=True)
-            if any(future.exception() is None and indices for future, indices in requests):
+            if any(f.exception() is None and numbers for f, numbers in zip(pending, numbers_on, strict=True)):
                 self._allocation_error = error
             raise
         # Merge the replies: rows get the offset of their server.
-        for server, (_, tensors) in enumerate(replies):
-            indices = indices_by_server[server]
-            sizes = [len(ids[index][routes[index][server]]) for index in indices]
-            for index, rows, new_mask in zip(indices, *(tensor.split(sizes) for tensor in tensors), strict=True):
-                route = routes[index][server]
-                offset = self._row_offsets[self._dynamic[index]][server]
-                result[index][0][route] = torch.where(rows < 0, rows, rows + offset)
-                result[index][1][route] = new_mask
-        return result
+        result = {n: (torch.empty_like(i), torch.empty_like(i, dtype=torch.bool)) for n, i in by_number.items()}
+        for server, (numbers, (_, tensors)) in enumerate(zip(numbers_on, replies, strict=True)):
+            sizes = [len(by_number[number][routes[number][server]]) for number in numbers]
+            for number, rows, new_mask in zip(numbers, *(tensor.split(sizes) for tensor in tensors), strict=True):
+                route, offset = routes[number][server], self._row_offsets[number][server]
+                result[number][0][route] = torch.where(rows < 0, rows, rows + offset)
+                result[number][1][route] = new_mask
+        return list(result.values())
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
         return self._collect(Transfer(self, self.spec.number(table), rows, records, False))
@@ -140,45 +127,38 @@ class LeaseClient(CollectionClient, RowStore):
     def send_transfers(self) -> None:
         """Send the collected transfers, writes before reads."""
         with self._sending:
-            transfers, self._pending_transfers = self._pending_transfers, []
-            writes, reads = ([transfer for transfer in transfers if transfer.is_write == w] for w in (True, False))
-            if not transfers:
-                return
-            shards = {transfer: self._split(transfer) for transfer in transfers}
+            pending, self._pending_transfers = self._pending_transfers, []
+            writes, reads = ([transfer for transfer in pending if transfer.is_write == w] for w in (True, False))
+            transfers, keys = [*writes, *reads], [*self._keys(writes), *self._keys(reads)]
             for server in range(len(self._connections)):
-                sizes, keys, records, requested = list[list[int]](), list[Tensor](), list[Tensor](), list[Transfer]()
-                for transfer in (*writes, *reads):
-                    table_keys, positions = shards[transfer][server]
-                    if not table_keys.numel():
-                        continue
-                    sizes.append([transfer.table, table_keys.numel()])
-                    keys.append(table_keys)
-                    if transfer.is_write:
-                        records.append(transfer.records[positions])
-                    requested.append(transfer)
+                requested = [(t, *shards[server]) for t, shards in zip(transfers, keys, strict=True)]
+                requested = [shard for shard in requested if shard[1].numel()]
                 if not requested:
                     continue
-                values = {"sizes": sizes, "written": len(records)}
-                future = self._submit(server, "transfer", values, [cat(keys), *records])
-                for index, transfer in enumerate(requested):
-                    transfer.replies.append((future, index - len(records), shards[transfer][server][1]))
+                records = [transfer.records[positions] for transfer, _, positions in requested if transfer.is_write]
+                sizes = [[transfer.table, table_keys.numel()] for transfer, table_keys, _ in requested]
+                tensors = [cat([table_keys for _, table_keys, _ in requested]), *records]
+                future = self._submit(server, "transfer", {"sizes": sizes, "written": len(records)}, tensors)
+                for index, (transfer, _, positions) in enumerate(requested):
+                    transfer.replies.append((future, index - len(records), positions))
             for transfer in transfers:
                 transfer.sent = True
 
-    def _split(self, transfer: "Transfer") -> list[tuple[Tensor, Any]]:
-        """Return, per server, the keys of its rows and their positions in the transfer.
+    def _keys(self, transfers: Sequence["Transfer"]) -> list[list[tuple[Tensor, Any]]]:
+        """Return, per transfer of a table and per server, the keys of its rows and their positions in the transfer.
 
         Keys are ids of a static table, and the server's row numbers of a dynamic one.
         """
-        table, rows = transfer.table, transfer.rows
-        if table not in self._dynamic:
-            shard = self.spec.shards[table]
-            ids = rows if shard is None else rows + shard[0]
-            return [(ids[positions], positions) for positions in self._route(table, ids)]
-        offsets = self._row_offsets[table]
-        bounds = torch.searchsorted(rows, offsets).tolist()
-        slices = [slice(start, end) for start, end in pairwise(bounds)]
-        return [(rows[positions] - offset, positions) for positions, offset in zip(slices, offsets, strict=False)]
+        shards, keys = self.spec.shards, list[list[tuple[Tensor, Any]]]()
+        ids = {t.table: t.rows + (shards[t.table] or (0,))[0] for t in transfers if t.table not in self._row_offsets}
+        routes = self.route(ids)
+        for table, rows in ((transfer.table, transfer.rows) for transfer in transfers):
+            if (offsets := self._row_offsets.get(table)) is None:
+                keys.append([(ids[table][positions], positions) for positions in routes[table]])
+            else:
+                slices = [slice(*bounds) for bounds in pairwise(torch.searchsorted(rows, offsets).tolist())]
+                keys.append([(rows[s] - offset, s) for s, offset in zip(slices, offsets, strict=False)])
+        return keys
 
     def _write_back(self) -> None:
         if (lessee := self._lessee()) is not None and lessee.cache is not None:
@@ -206,7 +186,8 @@ class LeaseClient(CollectionClient, RowStore):
         lessee = self._lessee()
         with nullcontext() if lessee is None else lessee.replacing_rows():
             yield
-            self._descriptions, self._allocation_error, self._has_lease = self._describe(), None, False
+            self._allocation_error, self._has_lease = None, False
+            self._descriptions = self._submit_all("describe", {})
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         self.return_leases()
@@ -273,21 +254,25 @@ class ShardedLeases(TableClient):
         return result
 
 
+@dataclass(eq=False)
 class Transfer(IoFuture):
     """Asynchronous read or write of a table's records."""
 
-    def __init__(self, client: LeaseClient, table: int, rows: Tensor, records: Tensor, is_write: bool) -> None:
-        super().__init__()
-        self._client, self.table, self.rows, self.records, self.is_write = client, table, rows, records, is_write
-        self.sent = False
-        self.replies: list[tuple[Future[Message], int, Any]] = []  # future, index of the tensor, positions of its rows
+    client: LeaseClient
+    table: int
+    rows: Tensor
+    records: Tensor
+    is_write: bool
+    sent: bool = False
+    # Future, index of the tensor, positions of its rows.
+    replies: list[tuple[Future[Message], int, Any]] = field(default_factory=list)
 
     def done(self) -> bool:
         return self.sent and all(future.done() for future, *_ in self.replies)
 
     def wait(self) -> None:
         if not self.sent:
-            self._client.send_transfers()
+            self.client.send_transfers()
         for future, index, positions in self.replies:
             _, tensors = future.result()
             if not self.is_write:

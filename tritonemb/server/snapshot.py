@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tritonemb.utils import on_error, sync
 RECORD_BYTES = 1 << 24  # of rows, about: bounds the memory of a reader
 
 
-def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) -> Iterator[Message]:
+def take_snapshot(served: ServedTables, chain_name: str, changes_only: bool = False) -> Iterator[Message]:
     """Yield the records of a snapshot, which is the last one of its chain when all have been written.
 
     With `changes_only` it is incremental, if the chain has a snapshot already.
@@ -35,7 +36,7 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
     name = uuid.uuid4().hex
     changes, ordering, table_set = served.partitions.changes, served.ordering, served.partitions.tables
     changes.note_removed()
-    last = changes.chains.get(chain) if changes_only else None
+    last = changes.chains.get(chain_name) if changes_only else None
     counters = {} if table_set is None else table_set.counters
     header = {
         "snapshot": name,
@@ -71,9 +72,10 @@ def take_snapshot(served: ServedTables, chain: str, changes_only: bool = False) 
             yield {"table": number, "kind": "rows", "names": list(fields)}, list(fields.values())
     for batch, pushes in sorted(ordering.pushes.items()):
         for rank, push in sorted(pushes.items()):
-            yield {"push": batch, "rank": rank, "lr": push.lr, "ids": len(push.ids)}, [*push.ids, *push.sums]
+            columns = chain.from_iterable(zip(*push.tables.values(), strict=True))
+            yield {"push": batch, "rank": rank, "lr": push.lr, "ids": len(push.tables)}, list(columns)
     yield {"end": name}, []
-    changes.begin_chain(chain, name)
+    changes.begin_chain(chain_name, name)
 
 
 def write_snapshot(path: Path, records: Iterable[Message]) -> Values:
@@ -108,30 +110,24 @@ def read_snapshot(path: Path) -> Iterator[Message]:
 
 @dataclass
 class SavedShard:
-    """Snapshot of one server: a full one, and the incremental ones that follow it; rows stay in the files.
+    """Snapshot of one server: a full one, and the incremental ones that follow it; rows stay in the files."""
 
-    Attributes:
-        files: the files of the chain, from the full snapshot on.
-        header: header of the last file.
-        metadata: per table number, tensors without a row dimension: seed, clock, admission sketch.
-        pushes: pushes that had not been applied, by batch and rank.
-    """
-
-    files: list[Path]
-    header: Values
+    files: list[Path]  # from the full snapshot on
+    header: Values  # of the last file
+    # By table number, tensors without a row dimension: seed, clock, admission sketch.
     metadata: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    # Pushes that had not been applied, by batch and rank.
     pushes: dict[tuple[int, int], PushRequest] = field(default_factory=dict)
 
     @property
     def spec(self) -> CollectionSpec:
-        """Spec of the collection."""
         return CollectionSpec.from_json(self.header["spec"])
 
     @classmethod
-    def from_chain(cls, chain: Sequence[Path]) -> "SavedShard":
+    def from_chain(cls, paths: Sequence[Path]) -> "SavedShard":
         """Read the headers of a chain; StorageError if a file is not a snapshot, or does not follow its predecessor."""
         shard = cls([], {})
-        for path in chain:
+        for path in paths:
             header = next(read_snapshot(path))[0]
             if header["after"] not in (None, shard.header.get("snapshot")):
                 raise StorageError(f"snapshot {path} does not follow the one before it; give all snapshots, in order")
@@ -155,8 +151,9 @@ class SavedShard:
             for values, tensors in records:
                 # A push that had not been applied.
                 if "push" in values:
-                    push = PushRequest(tensors[: values["ids"]], tensors[values["ids"] :], values["lr"])
-                    self.pushes[values["push"], values["rank"]] = push
+                    columns = zip(tensors[: values["ids"]], tensors[values["ids"] :], strict=True)
+                    tables = dict(zip(spec.tables_on(self.header["server"]), columns, strict=False))
+                    self.pushes[values["push"], values["rank"]] = PushRequest(tables, values["lr"])
                     continue
                 # Metadata, removed ids, or rows of a table.
                 number, fields = values["table"], dict(zip(values["names"], tensors, strict=True))
@@ -215,7 +212,7 @@ def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers
         table_set.set_learning_rate(float(counters["learning_rate"]))
     # Pushes that had not been applied.
     for batch, rank in {key for shard in shards for key in shard.pushes}:
-        pushes = [(shard, shard.pushes[batch, rank]) for shard in shards]
+        pushes = [shard.pushes[batch, rank] for shard in shards]
         served.ordering.push(rank, batch, _owned_push(served, pushes))
 
 
@@ -267,26 +264,16 @@ def read_tables(chains: Sequence[Sequence[Path]]) -> dict[str, dict[str, Tensor]
 
 
 def steps_of_snapshot(path: Path) -> int:
-    """Read the number of steps that had been trained."""
     values, _ = next(read_records(path))
     return int(values["pulls"] // values["spec"]["batches"])
 
 
-def _owned_push(served: ServedTables, pushes: Sequence[tuple[SavedShard, PushRequest]]) -> PushRequest:
-    """Merge the parts of a trainer's push that belong to this server."""
-    ids, sums = list[Tensor](), list[Tensor]()
-    lr = max(push.lr for _, push in pushes)
-    if not any(push.ids for _, push in pushes):
-        return PushRequest(ids, sums, lr)
+def _owned_push(served: ServedTables, pushes: Sequence[PushRequest]) -> PushRequest:
+    tables = {}
     for number in served.partitions.numbers:
-        owned_ids, owned_sums = list[Tensor](), list[Tensor]()
-        for shard, push in pushes:
-            numbers = shard.spec.tables_on(shard.header["server"])
-            if number in numbers and push.ids:
-                index = numbers.index(number)
-                owned_mask = served.partitions.owned_mask(number, push.ids[index])
-                owned_ids.append(push.ids[index][owned_mask])
-                owned_sums.append(push.sums[index][owned_mask])
-        ids.append(torch.cat(owned_ids))
-        sums.append(torch.cat(owned_sums))
-    return PushRequest(ids, sums, lr)
+        parts = [push.tables[number] for push in pushes if number in push.tables]
+        masks = [served.partitions.owned_mask(number, ids) for ids, _ in parts]
+        if parts:
+            ids, sums = ([part[mask] for part, mask in zip(c, masks, strict=True)] for c in zip(*parts, strict=True))
+            tables[number] = torch.cat(ids), torch.cat(sums)
+    return PushRequest(tables, max(push.lr for push in pushes))

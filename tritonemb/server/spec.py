@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from tritonemb.optimizers import Custom, Optimizer
 from tritonemb.server.records import with_current_names
 from tritonemb.server.transport import Values
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
+from tritonemb.utils import Options
 
 OverMemory = Literal["refuse", "spill"]
 MIN_CACHED_SHARE = 0.001  # of a collection's rows; with fewer in memory it would only wait for the disk
@@ -23,29 +24,21 @@ MIN_CACHED_SHARE = 0.001  # of a collection's rows; with fewer in memory it woul
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Table on servers, serializable as JSON. A static table is a dynamic table there, whose ids are its row numbers.
-
-    Args:
-        num_embeddings: rows of a static table; None: a dynamic table.
-        capacity: maximum number of rows; rows of a static table are never evicted.
-        bound, seed: distribution of initial values; a table that was loaded has another seed.
-        row_bytes: bytes of a row with its optimizer states and its index entry.
-    """
+    """Table on servers, serializable as JSON. A static table is a dynamic one there, whose ids are row numbers."""
 
     name: str
-    num_embeddings: int | None
+    num_embeddings: int | None  # rows of a static table; None: a dynamic table
     embedding_dim: int
     dtype: str
-    capacity: int
-    bound: float
-    seed: int
-    row_bytes: int
+    capacity: int  # maximum number of rows; rows of a static table are never evicted
+    bound: float  # of initial values
+    seed: int  # of initial values; a table that was loaded has another one
+    row_bytes: int  # of a row with its optimizer states and its index entry
     eviction: Values
     admission: Values
 
     @classmethod
     def from_config(cls, config: TableConfig, seed: int, optimizer: Optimizer) -> "TableSpec":
-        """Describe a table of a collection for servers."""
         row_bytes = config.embedding_dim * config.dtype.itemsize + INDEX_BYTES
         row_bytes += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in optimizer.states)
         if config.is_dynamic:
@@ -93,31 +86,19 @@ def describe_optimizer(optimizer: Optimizer) -> Values:
 
 @dataclass(frozen=True)
 class CollectionSpec:
-    """Collection on servers, serializable as JSON; identical on all trainers and servers.
+    """Collection on servers, serializable as JSON; identical on all trainers and servers."""
 
-    Args:
-        tables: all tables of the collection.
-        optimizer: see `describe_optimizer`.
-        trainers: number of trainers.
-        staleness: maximum number of steps whose updates a pull misses; None: unbounded.
-        exact: whether a pull misses exactly that number of steps.
-        batches: micro-batches per step.
-        partition_starts: per table, the first partition of each server; a server's range may be empty.
-        shards: per table, (first, count) of a trainer's shard: partitions of a dynamic table, rows of a static one;
-            None: the complete table.
-        row_codec, gradient_codec: codecs of pulled rows and pushed gradients, see `ExchangePrecision`.
-    """
-
-    tables: tuple[TableSpec, ...]
-    optimizer: Values
-    trainers: int
-    staleness: int | None
-    exact: bool
-    batches: int
-    partition_starts: tuple[tuple[int, ...], ...]
+    tables: tuple[TableSpec, ...]  # all tables of the collection
+    optimizer: Values  # see `describe_optimizer`
+    trainers: int  # number of trainers
+    staleness: int | None  # maximum number of steps whose updates a pull misses; None: unbounded
+    exact: bool  # whether a pull misses exactly that number of steps
+    batches: int  # micro-batches per step
+    partition_starts: tuple[tuple[int, ...], ...]  # per table, the first partition of each server
+    # Per table, (first, count) of a trainer's shard: partitions of a dynamic table, rows of a static one; None: all.
     shards: tuple[tuple[int, int] | None, ...]
-    row_codec: str
-    gradient_codec: str
+    row_codec: str  # of pulled rows, see `ExchangePrecision`
+    gradient_codec: str  # of pushed gradients
 
     @classmethod
     def from_json(cls, values: Values) -> "CollectionSpec":
@@ -135,7 +116,6 @@ class CollectionSpec:
         return spec
 
     def number(self, table: str) -> int:
-        """Number of a table in the collection, by name."""
         return self._numbers[table]
 
     @functools.cached_property
@@ -149,7 +129,6 @@ class CollectionSpec:
 
     @functools.cached_property
     def has_admission(self) -> bool:
-        """Return whether a table may refuse to admit an id."""
         return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
 
     def partitions(self, table: int, server: int) -> tuple[int, int]:
@@ -175,18 +154,14 @@ class CollectionSpec:
         return total
 
 
-class MemoryQuota:
-    """Bytes of full tables, reserved by collection; see `EmbeddingServer` for `memory` and `over_memory`.
+@dataclass(frozen=True)
+class MemoryQuota(Options):
+    """Bytes of full tables, reserved by collection; see `EmbeddingServer`."""
 
-    Args:
-        folder: folder of the rows on disk; None: a temporary one.
-    """
-
-    def __init__(self, memory: float | None, over_memory: OverMemory, folder: Path | None) -> None:
-        if over_memory not in get_args(OverMemory):
-            raise ValueError(f"over_memory must be one of {get_args(OverMemory)}, got {over_memory!r}")
-        self._memory, self._over_memory, self._folder = memory, over_memory, folder
-        self._reserved_bytes: dict[str, float] = {}
+    memory: float | None
+    over_memory: OverMemory
+    folder: Path | None  # of the rows on disk
+    reserved_bytes: dict[str, float] = field(default_factory=dict)
 
     def reserve(self, server_name: str, collection: str, spec: CollectionSpec, server: int) -> CacheConfig | None:
         """Reserve memory for a collection; return None if it fits, else the cache of its tables on disk.
@@ -194,16 +169,14 @@ class MemoryQuota:
         ValueError if it is refused.
         """
         needed_bytes = spec.num_bytes(server)
-        free_bytes = needed_bytes if self._memory is None else self._memory - sum(self._reserved_bytes.values())
-        if needed_bytes > free_bytes and (
-            self._over_memory == "refuse" or free_bytes < needed_bytes * MIN_CACHED_SHARE
-        ):
+        free_bytes = needed_bytes if self.memory is None else self.memory - sum(self.reserved_bytes.values())
+        if needed_bytes > free_bytes and (self.over_memory == "refuse" or free_bytes < needed_bytes * MIN_CACHED_SHARE):
             raise ValueError(
                 f"embedding server {server_name} has {free_bytes:,.0f} bytes left for tables, and those of "
                 f'{collection!r} need {needed_bytes:,} when full: set more memory or over_memory="spill", start more '
                 "servers, or reduce the tables"
             )
-        self._reserved_bytes[collection] = min(needed_bytes, free_bytes)
+        self.reserved_bytes[collection] = min(needed_bytes, free_bytes)
         if needed_bytes <= free_bytes:
             return None
-        return CacheConfig(share=free_bytes / needed_bytes, folder=self._folder)
+        return CacheConfig(share=free_bytes / needed_bytes, folder=self.folder)

@@ -24,39 +24,24 @@ Respond = Callable[[Message | Exception], None]
 
 @dataclass(frozen=True)
 class PullRequest:
-    """Pull of a trainer's batch.
+    """Pull of a trainer's batch; per table int64 `[n]`."""
 
-    Args:
-        ids: per table, int64 `[n]`, distinct.
-        occurrences: per table, int64 `[n]`, occurrences of the ids in the batch.
-        versions: per table, int64 `[n]`, versions of rows in the trainer's cache; None: it has no cache.
-        respond: called with the reply, or with the error of the batch.
-    """
-
-    ids: list[Tensor]
-    occurrences: list[Tensor]
-    versions: list[Tensor] | None
-    respond: Respond
+    ids: list[Tensor]  # distinct
+    occurrences: list[Tensor]  # of the ids in the batch
+    versions: list[Tensor] | None  # of rows in the trainer's cache, if it has one
+    respond: Respond  # called with the reply, or with the error of the batch
 
 
 @dataclass(frozen=True)
 class PushRequest:
-    """Gradients of a trainer's batch: per table ids, and sums `[n, embedding_dim]`; no tables: it was not trained."""
+    """Gradients of a trainer's batch."""
 
-    ids: list[Tensor]
-    sums: list[Tensor]
+    tables: dict[int, tuple[Tensor, Tensor]]  # by number, ids and sums `[n, embedding_dim]`; none: it was not trained
     lr: float
 
 
 class ServedTables:
-    """Partitions of a collection's tables on one server, used by one thread.
-
-    Args:
-        cache: config of the cache in memory of tables on disk; None: tables are in memory.
-
-    Attributes:
-        is_broken: whether an operation was interrupted, so that the tables may be inconsistent.
-    """
+    """Partitions of a collection's tables on one server, used by one thread; on disk if there is a `cache`."""
 
     def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
         self.spec, self.server = spec, server
@@ -65,17 +50,16 @@ class ServedTables:
         self.codecs = RowCodecs(spec)
         self.ordering = Ordering[PullRequest, PushRequest](spec.trainers, spec.staleness, spec.exact, spec.batches)
         self._deferred: list[tuple[Callable[[], bool], Respond, Callable[[], Message]]] = []
-        self.is_broken = False
+        self.is_broken = False  # whether an operation was interrupted, so that the tables may be inconsistent
 
     def pull(self, rank: int, batch: int, pull: PullRequest) -> None:
-        """Pull a trainer's batch for training; ValueError if it was pulled before."""
+        """Read rows of a trainer's batch in the order of events; ValueError if it was pulled before."""
         self.ordering.pull(rank, batch, pull)
         if pull.versions is not None:
             self.partitions.changes.track_versions()
         self.advance()
 
     def push(self, rank: int, batch: int, push: PushRequest) -> None:
-        """Push the gradients of a trainer's batch."""
         self.ordering.push(rank, batch, push)
         self.advance()
 
@@ -168,15 +152,15 @@ class ServedTables:
         return PulledTable(rows, versions, refused)
 
     def _apply(self, pushes: Sequence[PushRequest]) -> None:
-        """Apply one optimizer step to the sums of each row's gradients."""
         if self.partitions.tables is None:
             return
-        trained = [push for push in pushes if push.ids]
+        trained = [push for push in pushes if push.tables]
         ids, grads = list[Tensor](), list[Tensor]()
-        for index, table in enumerate(self.partitions.dynamic):
-            ids.append(torch.cat([NO_ROWS, *(push.ids[index] for push in trained)]))
-            sums = (push.sums[index] for push in trained)
-            grads.append(torch.cat([torch.empty(0, table.config.embedding_dim), *sums]))
+        for number, table in self.partitions.by_number.items():
+            no_gradients = NO_ROWS, torch.empty(0, table.config.embedding_dim)
+            columns = zip(no_gradients, *(push.tables[number] for push in trained), strict=True)
+            for target, column in zip((ids, grads), columns, strict=True):
+                target.append(torch.cat(column))
             if self.spec.trainers > 1:
                 grads[-1].mul_(1.0 / self.spec.trainers)
         self.partitions.update(ids, grads, max(push.lr for push in pushes) if trained else None)
@@ -190,4 +174,4 @@ def warm_up() -> None:
     specs, optimizer_spec = (TableSpec.from_config(table, 0, optimizer),), describe_optimizer(optimizer)
     served = ServedTables(CollectionSpec(specs, optimizer_spec, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
     served.pull(0, 0, PullRequest([one - 1], [one], None, lambda reply: None))
-    served.push(0, 0, PushRequest([one - 1], [torch.ones(1, 1)], 0.1))
+    served.push(0, 0, PushRequest({0: (one - 1, torch.ones(1, 1))}, 0.1))

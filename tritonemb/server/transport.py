@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -40,6 +41,16 @@ class Service(Protocol):
         """Accept a message without blocking. `reply` may be called by any thread, later, or never."""
 
 
+def answer(message: Message, reply: Reply, handle: Callable[[Values, list[Tensor]], Message]) -> None:
+    """Reply to a message with the result of a handler, or with its error."""
+    values = message[0]
+    try:
+        result, tensors = handle(*message)
+    except Exception as error:
+        result, tensors = {"error": flight.encode_error(error)}, []
+    reply(({**result, **{name: values[name] for name in ("query", "number") if name in values}}, tensors))
+
+
 class Channel(Protocol):
     """A connection of one client to one server."""
 
@@ -62,21 +73,20 @@ class Transport(Protocol):
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
         """Open a channel; ConnectionError if the server does not answer, PermissionError if it rejects the token.
 
-        Args:
-            receive: called with each reply, by a thread of the channel.
-            lost: called once if the channel is lost, with a ConnectionError; not after `close`.
+        A thread of the channel calls `receive` with each reply, and `lost` once if the channel is lost, with a
+        ConnectionError; not after `close`.
         """
 
 
+@dataclass
 class LocalTransport:
-    """Transport to a server in this process; messages are passed by reference."""
+    """Transport to a server in this process; messages are passed by reference, and no channel is lost."""
 
-    def __init__(self, service: Service, address: str = "local") -> None:
-        self.address, self._service = address, service
+    service: Service
+    address: str = "local"
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
-        """Open a channel that is never lost; `receive` is called by the threads of the service."""
-        return _LocalChannel(self._service, receive)
+        return _LocalChannel(self.service, receive)
 
 
 class _LocalChannel:
@@ -96,10 +106,9 @@ class _LocalChannel:
         self._closed = True
 
 
+@dataclass
 class FlightTransport:
     """Transport to a `FlightServer` at `address`, `grpc://HOST:PORT` or `grpc+tls://HOST:PORT`.
-
-    Each channel has its own connection.
 
     Args:
         token: authentication token of the server.
@@ -107,20 +116,23 @@ class FlightTransport:
         address_path: file with the server's current address, which is read when the server does not answer.
     """
 
-    def __init__(
-        self, address: str, token: str, roots: str | Path | None = None, address_path: Path | None = None
-    ) -> None:
-        self.address, self._token, self._roots, self._address_path = address, token, roots, address_path
+    address: str
+    token: str
+    roots: str | Path | None = None
+    address_path: Path | None = None
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
-        """See `Transport.open`. The end of a server's process is detected at once, the loss of its machine or network
-        when sent data has not been acknowledged for 20 seconds, or after minutes if no data was sent."""
+        """Open a channel with a connection of its own.
+
+        The end of a server's process is detected at once, the loss of its machine or network when sent data has not
+        been acknowledged for 20 seconds, or after minutes if no data was sent.
+        """
         try:
-            stream = flight.Client(self.address, self._token, self._roots).exchange()
+            stream = flight.Client(self.address, self.token, self.roots).exchange()
         except ConnectionError:
-            if self._address_path is not None:
+            if self.address_path is not None:
                 with suppress(OSError):
-                    self.address = self._address_path.read_text()
+                    self.address = self.address_path.read_text()
             raise
         return _FlightChannel(stream, receive, lost)
 
@@ -138,18 +150,18 @@ class _FlightChannel:
         self._stream.cancel()
 
     def _read(self, receive: Reply, lost: Callable[[Exception], None]) -> None:
-        error = ConnectionError("the server has ended the stream")
+        error: Exception = ConnectionError("the server has ended the stream")
         try:
             for message in _decode(self._stream.receive()):
                 if self._closed:
                     break
                 receive(message)
                 del message  # free it before waiting for the next one
-        except ConnectionError as cause:
-            error = cause
         except Exception as cause:
-            error = ConnectionError(f"{type(cause).__name__}: {cause}")
-            error.__cause__ = cause
+            error = cause
+            if not isinstance(cause, ConnectionError):
+                error = ConnectionError(f"{type(cause).__name__}: {cause}")
+                error.__cause__ = cause
         self._stream.cancel()
         self._stream.end()
         if not self._closed:
@@ -161,14 +173,10 @@ class FlightServer(Closeable):
 
     Args:
         service: receiver of messages; called by one thread per channel.
-        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port.
+        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port, which the attribute has.
         token: token that clients must present; default: TRITONEMB_TOKEN of the environment, else a random one.
         certificate, key: PEM files for TLS.
         answer: handler of `tritonemb.flight.Client.call`.
-
-    Attributes:
-        address: address for clients, with the port.
-        token: token for clients.
 
     Raises:
         ValueError, OSError: the address cannot be served, or is reachable from other machines without TLS and a token.

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.offloading.options import OffloadOptions
 from tritonemb.optimizers import OPTIMIZERS
-from tritonemb.server.options import ServersOptions
+from tritonemb.server.attach import ServersOptions
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CodecName, TableOptions
 from tritonemb.utils import Options, number

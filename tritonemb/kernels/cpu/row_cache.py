@@ -239,7 +239,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     """See `kernels/row_cache.py`. ValueError for a row out of range, before any copy."""
     if not destinations:
         return
-    pairs = np.array([pair_fields(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
+    pairs = np.array(pair_fields(destinations, sources), dtype=np.int64)
     to_limit, from_limit = int(pairs[:, TO_ROWS].min()), int(pairs[:, FROM_ROWS].min())
     is_small = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
     num_tasks = 1 if is_small else min(torch.get_num_threads(), to_rows.numel())
