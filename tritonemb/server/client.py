@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import NO_ROW, partitions_of
-from tritonemb.server.codec import PulledTable, RowCodecs
 from tritonemb.server.connection import TICK, Connection
 from tritonemb.server.partitions import cat
 from tritonemb.server.snapshot import merge_table
 from tritonemb.server.spec import CollectionSpec, TableSpec
+from tritonemb.server.tables import PulledTable, RowCodecs
 from tritonemb.server.transport import Message, Values
 from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
 from tritonemb.tables.server_table import Pull, RowService, TableService

@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tritonemb.server.codec import PulledTable
 from tritonemb.server.snapshot import restore, saved_shards, take_snapshot, write_snapshot
-from tritonemb.server.tables import PullRequest, PushRequest, Respond, ServedTables
+from tritonemb.server.tables import PulledTable, PullRequest, PushRequest, Respond, ServedTables
 from tritonemb.server.transport import Message, Values
 
 Handler = Callable[[ServedTables, Values, Sequence[Tensor], Respond], Message | None]
