@@ -220,7 +220,7 @@ def attach_for_reading(model: nn.Module, servers: Servers) -> None:
                 "read a checkpoint"
             )
         assert isinstance(tables, TableSet)  # the model is not sharded
-        tables.attach(ReadOnlyClient(servers.connections, name, spec, 0, [None] * len(spec.tables)))
+        tables.attach(ReadOnlyClient(servers.connections, name, spec))
 
 
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServerTables]:
@@ -264,8 +264,7 @@ def _attach_shards(
     options = {"trainers": 1, "staleness": 0, "exact": True, "batches": accumulate}
     spec = _spec(tables, tables.server_seeds, servers, group, EXACT, **options)
     shards = [(f"{name}@{group.rank}.{n}", _shard_spec(spec, rows, len(servers))) for n, rows in enumerate(ranges)]
-    caches = [None] * len(spec.tables)
-    local_clients = [LeaseClient(servers.connections, *shard, 0, caches) for shard in shards]
+    local_clients = [LeaseClient(servers.connections, *shard) for shard in shards]
     all_shards = [shard for rank_shards in group.all_gather_object(shards) for shard in rank_shards]
     client = ShardedLeases(servers.connections, all_shards, local_clients, group)
     tables.attach(client, local_clients)

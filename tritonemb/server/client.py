@@ -106,8 +106,8 @@ class CollectionClient(TableClient, RowService):
     applies_updates = True
 
     def __init__(
-        self, connections: Sequence[Connection], name: str, spec: CollectionSpec, rank: int,
-        caches: Sequence[CacheConfig | None],
+        self, connections: Sequence[Connection], name: str, spec: CollectionSpec, rank: int = 0,
+        caches: Sequence[CacheConfig | None] = (),
     ) -> None:  # fmt: skip
         super().__init__(connections, [(name, spec)])
         self.rank, self._name, self.lock = rank, name, threading.RLock()
@@ -118,8 +118,7 @@ class CollectionClient(TableClient, RowService):
         self.num_restores = 0  # batches that were pulled before the last one are not pushed
         self.tables_on = [spec.tables_on(server) for server in range(len(self._connections))]
         self._register()
-        configs = zip(spec.tables, caches, strict=True)
-        self.caches = [WorkerCache(table, cache) for table, cache in configs] if any(caches) else []
+        self.caches = [WorkerCache(*pair) for pair in zip(spec.tables, caches, strict=True)] if any(caches) else []
 
     def _register(self) -> None:
         for connection in self._connections:
@@ -340,8 +339,8 @@ class WorkerCache:
             rows = self._empty.new_empty(ids.numel(), self._empty.shape[1])
             return CachedPull(ids, rows, torch.arange(ids.numel()), torch.full_like(ids, NOT_CACHED))
         slots = self._table.find(ids)
-        valid_slots, versions = slots.clamp(min=0), torch.full_like(ids, NOT_CACHED)
-        versions[slots >= 0] = self._versions[slots[slots >= 0]]
+        valid_slots = slots.clamp(min=0)
+        versions = torch.where(slots < 0, NOT_CACHED, self._versions[valid_slots])
         rows = self._table.weight.detach().index_select(0, valid_slots)
         positions = torch.arange(ids.numel())
         if min_steps is not None:

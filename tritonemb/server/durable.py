@@ -142,7 +142,7 @@ class DurableState(Closeable):
             self.log.close()
         self.log, self.version, self._files = log, version, files
         self.log_bytes, self._max_log_bytes = 0, MAX_LOG_BYTES
-        for inbox in clients:
+        for inbox in clients.inboxes.values():
             inbox.mark_durable()
         for path in folder.iterdir():
             if _SERVER_FILE.fullmatch(path.name) and path.name not in (clients_name, f"log-{version}", *files):

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.client import CollectionClient
 from tritonemb.server.connection import Connection
-from tritonemb.server.snapshot import read_snapshot
+from tritonemb.server.snapshot import Chain, read_snapshot, successors
 from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError
@@ -36,8 +37,6 @@ CHECKPOINT, PUBLISHED = "trainer.json", "servers.json"  # manifests
 ATTEMPTS = 3  # to load a manifest whose files may be deleted meanwhile
 THREADS = 4  # that answer queries
 CHAIN = "published"  # name of the publisher's chain of snapshots; checkpoints have another one
-Files = list[tuple[Path, Values]]
-"""Snapshot files of one server with their headers, in the order of the chain."""
 Changes = list[tuple[Tensor, Tensor | None]]
 """Ids with their new rows, or with None for removed rows, oldest first."""
 
@@ -117,25 +116,22 @@ def load_replica(last: Replica | None, folder: Path, chains: list[Values]) -> Re
     Reads only the files that follow the replica `last`, where the chains continue it. StorageError if a file is missing
     or damaged, or if its predecessor is missing.
     """
-    if last is not None and last.snapshots == tuple(chain["snapshot"] for chain in chains):
+    if last is not None and last.snapshots == tuple(server["snapshot"] for server in chains):
         return last
     servers = [[(folder / name, next(read_snapshot(folder / name))[0]) for name in c["files"]] for c in chains]
     ends = [files[-1][1] for files in servers]
     if len(steps := {(end["pulls"], end["steps"]) for end in ends}) > 1:
         raise StorageError(f"the snapshots in {folder} belong to several steps: {sorted(steps)}")
     # Choose the files to read: the successors of the last replica, else full snapshots and their successors.
-    new_files: list[Files | None] = [None]
+    new_files: list[Chain | None] = [None]
     if last is not None and len(last.snapshots) == len(servers):
-        new_files = [_successors(files, name) for files, name in zip(servers, last.snapshots, strict=True)]
+        new_files = [successors(files, name) for files, name in zip(servers, last.snapshots, strict=True)]
     if None in new_files:
-        new_files, last = [_successors(files, None) for files in servers], None
+        new_files, last = [successors(files) for files in servers], None
     # Read the changes of each table, then apply them.
     changes, seeds = defaultdict[int, Changes](list), dict[int, int]()
-    for files, successors in zip(servers, new_files, strict=True):
-        if successors is None:
-            raise _predecessor_missing(*files[0])
-        for path, header in successors:
-            _read_changes(path, header, changes, seeds)
+    for path, header in chain.from_iterable(filter(None, new_files)):
+        _read_changes(path, header, changes, seeds)
     tables, no_ids = {}, torch.empty(0, dtype=torch.int64)
     for number, spec in enumerate(CollectionSpec.from_json(ends[0]["spec"]).tables):
         spec = replace(spec, seed=seeds.get(number, spec.seed))
@@ -144,23 +140,6 @@ def load_replica(last: Replica | None, folder: Path, chains: list[Values]) -> Re
         tables[spec.name] = table.updated(changes.pop(number, []))
     snapshots, oldest_time = tuple(end["snapshot"] for end in ends), min(end["time"] for end in ends)
     return Replica(ends[0]["steps"], oldest_time, snapshots, last is None, tables)
-
-
-def _successors(files: Files, last: str | None) -> Files | None:
-    """Files that follow snapshot `last`, or a full snapshot and its successors; None if the chain lacks it."""
-    names, predecessors = ([header[key] for _, header in files] for key in ("snapshot", "after"))
-    if last not in (*names, *predecessors):
-        return None
-    successors = files[names.index(last) + 1 if last in names else predecessors.index(last) :]
-    for path, header in successors:
-        if header["after"] != last:
-            raise _predecessor_missing(path, header)
-        last = header["snapshot"]
-    return successors
-
-
-def _predecessor_missing(path: Path, header: Values) -> StorageError:
-    return StorageError(f"snapshot {header['after']} is missing, which {path} follows; waiting for a full snapshot")
 
 
 def _read_changes(path: Path, header: Values, changes: Mapping[int, Changes], seeds: dict[int, int]) -> None:

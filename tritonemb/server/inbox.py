@@ -4,7 +4,6 @@ Pure state machines, without thread, clock, file or network: a server passes eac
 the requests that it returns, and passes each result to `Inbox.complete`.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tritonemb.server.transport import Message, Reply, Values
@@ -68,16 +67,13 @@ class Inbox:
         self.durable_sequence = self.next_sequence
 
 
+@dataclass
 class Clients:
     """Inboxes of a server's clients, and the client that is registered as each trainer."""
 
-    def __init__(self) -> None:
-        self.inboxes: dict[str, Inbox] = {}  # by name of the client
-        self.trainers: dict[str, str] = {}  # name of the registered client, by trainer
-        self.last_seen: dict[str | None, float] = {}  # time of each client's last message, in seconds
-
-    def __iter__(self) -> Iterator[Inbox]:
-        return iter(self.inboxes.values())
+    inboxes: dict[str, Inbox] = field(default_factory=dict)  # by name of the client
+    trainers: dict[str, str] = field(default_factory=dict)  # name of the registered client, by trainer
+    last_seen: dict[str | None, float] = field(default_factory=dict)  # time of a client's last message, in seconds
 
     def inbox(self, client: str) -> Inbox:
         """Inbox of a client, which may be new."""

@@ -111,7 +111,7 @@ class EmbeddingServer(Closeable):
         traceback.print_exception(error)
         problem = f"{type(error).__name__}: {error}"
         self._failure = RuntimeError(f"embedding server {self.name} has failed ({problem}); restart it")
-        for inbox in self.clients:
+        for inbox in self.clients.inboxes.values():
             for number, (_, reply) in list(inbox.in_progress.items()):
                 _reject(number, reply, self._failure)
 
@@ -210,7 +210,7 @@ class EmbeddingServer(Closeable):
             served = self._add_tables(name, shard.spec, shard.header["server"])
             restore(served, [shard], keep_row_numbers=True)
             served.partitions.changes.begin_chain(CHAIN, shard.header["snapshot"])
-        for inbox in self.clients:
+        for inbox in self.clients.inboxes.values():
             for message, _ in list(inbox.in_progress.values()):
                 self._execute(inbox, message)
         self._process((message, discard_reply) for message in durable.read_log())

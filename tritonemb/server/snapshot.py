@@ -25,6 +25,8 @@ from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import on_error, sync
 
+Chain = list[tuple[Path, Values]]
+"""Snapshot files of one server with their headers, in order."""
 RECORD_BYTES = 1 << 24  # of rows, about: bounds the memory of a reader
 
 
@@ -108,6 +110,26 @@ def read_snapshot(path: Path) -> Iterator[Message]:
     raise StorageError(f"snapshot {path} has no end; use another one")
 
 
+def successors(files: Chain, last: str | None = None) -> Chain | None:
+    """Files that follow snapshot `last`, or the last full one and its successors; None if the chain lacks `last`.
+
+    StorageError if a file does not follow its predecessor.
+    """
+    names, predecessors = ([header[key] for _, header in files] for key in ("snapshot", "after"))
+    if last not in (None, *names, *predecessors):
+        return None
+    if last in names:
+        files = files[names.index(last) + 1 :]
+    elif last in predecessors:
+        files = files[len(files) - 1 - predecessors[::-1].index(last) :]
+    for path, header in files:
+        if header["after"] != last:
+            reason = f"{path} does not follow the one before it; give all snapshots, in order, or a full one"
+            raise StorageError(f"snapshot {header['after']} is missing: {reason}")
+        last = header["snapshot"]
+    return files
+
+
 @dataclass
 class SavedShard:
     """Snapshot of one server: a full one, and the incremental ones that follow it; rows stay in the files."""
@@ -126,13 +148,8 @@ class SavedShard:
     @classmethod
     def from_chain(cls, paths: Sequence[Path]) -> "SavedShard":
         """Read the headers of a chain; StorageError if a file is not a snapshot, or does not follow its predecessor."""
-        shard = cls([], {})
-        for path in paths:
-            header = next(read_snapshot(path))[0]
-            if header["after"] not in (None, shard.header.get("snapshot")):
-                raise StorageError(f"snapshot {path} does not follow the one before it; give all snapshots, in order")
-            shard = cls([*(shard.files if header["after"] else []), path], header)
-        return shard
+        chain = successors([(path, next(read_snapshot(path))[0]) for path in paths]) or []
+        return cls([path for path, _ in chain], chain[-1][1])
 
     def check(self) -> None:
         """Read all records; StorageError if a file is damaged."""
