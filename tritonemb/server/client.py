@@ -10,7 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from tritonemb.server.connection import TICK, Connection
 from tritonemb.server.partitions import cat
 from tritonemb.server.snapshot import merge_table
 from tritonemb.server.spec import CollectionSpec, TableSpec
-from tritonemb.server.tables import PulledTable, RowCodecs
+from tritonemb.server.tables import PulledTable, RowCodecs, TableCodecs
 from tritonemb.server.transport import Message, Values
 from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
 from tritonemb.tables.server_table import Pull, RowService, TableService
@@ -146,7 +146,8 @@ class CollectionClient(TableClient, RowService):
             routes = self.route(dict(enumerate(requested)))
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
             pending = self._scatter(op, values, [dict(enumerate(column)) for column in (requested, *columns)], routes)
-        return PulledRows(self, batch, ids, routes, pending, cached, training)
+        codecs = self.codecs.rows if training else self.codecs.exact_rows
+        return PulledRows(self, batch, self.num_restores, ids, routes, pending, codecs, cached)
 
     def check_complete(self) -> None:
         """ValueError if an earlier run has pulled batches that it did not push, or has not returned leased rows."""
@@ -239,42 +240,43 @@ class ReadOnlyClient(CollectionClient):
         return future
 
 
+@dataclass(eq=False)
 class PulledRows(Pull):
     """Rows of a batch, which arrive asynchronously."""
 
-    def __init__(
-        self, client: CollectionClient, batch: int, ids: Sequence[Tensor], routes: Routes,
-        pending: list[Future[Message]], cached: list["CachedPull"], training: bool,
-    ) -> None:  # fmt: skip
-        self._client, self.batch, self._ids, self._routes = client, batch, ids, routes
-        self.num_restores = client.num_restores
-        self._futures, self._cached = pending, cached
-        self._codecs = client.codecs.rows if training else client.codecs.exact_rows
-        self._admitted: dict[int, Tensor] = {}  # by table with refused ids, whose gradients are not pushed
+    client: CollectionClient
+    batch: int
+    num_restores: int  # of the client when the batch was pulled
+    ids: Sequence[Tensor]
+    routes: Routes  # of the requested ids
+    futures: list[Future[Message]]
+    codecs: TableCodecs
+    cached: list["CachedPull"]
+    admitted: dict[int, Tensor] = field(default_factory=dict)  # masks of tables with ids that take no gradient
 
     def rows(self) -> list[Tensor]:
-        client = self._client
+        client = self.client
         client.push_dropped()
-        while futures.wait(self._futures, TICK).not_done:
+        while futures.wait(self.futures, TICK).not_done:
             client.push_dropped()
-        replies = wait(self._futures)
+        replies = wait(self.futures)
         by_server = zip(client.tables_on, replies, strict=True)
-        servers = [self._codecs.unpack_reply(numbers, reply) for numbers, reply in by_server]
-        return [self._assemble(table, servers, [values["steps"] for values, _ in replies]) for table in self._routes]
+        servers = [self.codecs.unpack_reply(numbers, reply) for numbers, reply in by_server]
+        return [self._assemble(table, servers, [values["steps"] for values, _ in replies]) for table in self.routes]
 
     def _assemble(self, table: int, servers: Sequence[Mapping[int, PulledTable]], steps: Sequence[int]) -> Tensor:
         """Assemble a table's rows from those of each server, which has applied `steps` steps, and from the cache."""
-        client, ids, cached = self._client, self._ids[table], self._cached[table] if self._cached else None
+        client, ids, cached = self.client, self.ids[table], self.cached[table] if self.cached else None
         if cached is not None:
             rows, versions, applied_steps = cached.rows, *torch.empty(2, *cached.versions.shape, dtype=torch.int64)
         elif len(servers) > 1:
             spec = client.spec.tables[table]
             rows = torch.empty(ids.numel(), spec.embedding_dim, dtype=getattr(torch, spec.dtype))
-        for server, route in enumerate(self._routes[table]):
+        for server, route in enumerate(self.routes[table]):
             if (pulled := servers[server].get(table)) is None:
                 continue
             if pulled.refused is not None and pulled.refused.numel():
-                admitted_mask = self._admitted.setdefault(table, torch.ones_like(ids, dtype=torch.bool))
+                admitted_mask = self.admitted.setdefault(table, torch.ones_like(ids, dtype=torch.bool))
                 positions = torch.arange(ids.numel()) if cached is None else cached.positions
                 admitted_mask[positions[route][pulled.refused]] = False
             if cached is not None and pulled.versions is not None:
@@ -291,16 +293,16 @@ class PulledRows(Pull):
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         if sums is None:
-            self._client.dropped.put(self)
+            self.client.dropped.put(self)
             return
-        if self.num_restores != self._client.num_restores:
+        if self.num_restores != self.client.num_restores:
             raise RuntimeError("these rows were pulled before the tables were restored; look the batch up again")
-        ids, sums, routes = list(self._ids), list(sums), self._routes
-        if self._admitted or self._cached:  # the routes are not those of the ids to push
-            for table, mask in self._admitted.items():
+        ids, sums, routes = list(self.ids), list(sums), self.routes
+        if self.admitted or self.cached:  # the routes are not those of the ids to push
+            for table, mask in self.admitted.items():
                 ids[table], sums[table] = ids[table][mask], sums[table][mask]
-            routes = self._client.route(dict(enumerate(ids)))
-        self._client.push(self.batch, ids, routes, sums, lr)
+            routes = self.client.route(dict(enumerate(ids)))
+        self.client.push(self.batch, ids, routes, sums, lr)
 
 
 @dataclass

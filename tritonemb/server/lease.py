@@ -27,15 +27,17 @@ class Lease:
         }
 
     @torch.no_grad()
-    def allocate(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def allocate(
+        self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], insert: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Return rows of a batch's distinct ids in dynamic tables, -1 for refused ids, and masks of newly inserted ids.
 
         ValueError if a table is full; then the tables are unchanged.
         """
-        if not self.dynamic_numbers:
-            return [], []
         partitions, sizes = self._partitions, [*map(len, ids)]
         tables = [partitions.by_number[number] for number in self.dynamic_numbers]
+        if not insert or not tables:
+            return find_all(tables, ids), [torch.zeros_like(table_ids, dtype=torch.bool) for table_ids in ids]
         rows, keys, _ = insert_batch(tables, *concat_ids(ids), torch.cat(list(occurrences)))
         by_number = dict(zip(self.dynamic_numbers, rows.split(sizes), strict=True))
         partitions.changes.mark(by_number)
@@ -43,9 +45,6 @@ class Lease:
         if (pinned := partitions.pin([by_number.get(number, NO_ROWS) for number in partitions.numbers])) is not None:
             pinned.release()
         return [*by_number.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
-
-    def find(self, ids: Sequence[Tensor]) -> list[Tensor]:
-        return find_all([self._partitions.by_number[number] for number in self.dynamic_numbers], ids)
 
     def check(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
         """Check keys by table number, and the records of the first of them; ValueError."""

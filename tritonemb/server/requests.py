@@ -70,10 +70,7 @@ def _lease(served: ServedTables, values: Values, tensors: Sequence[Tensor], resp
 def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     _rank(served, values)
     ids, occurrences = served.partitions.split(values["sizes"], tensors, served.lease.dynamic_numbers)
-    if values["training"]:
-        rows, new_masks = served.lease.allocate(ids, occurrences)
-    else:
-        rows, new_masks = served.lease.find(ids), [torch.zeros_like(table_ids, dtype=torch.bool) for table_ids in ids]
+    rows, new_masks = served.lease.allocate(ids, occurrences, values["training"])
     return {}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new_masks])]
 
 
