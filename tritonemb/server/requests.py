@@ -24,7 +24,11 @@ def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
     (versions,) = optional or (None,)
     if any((counts < 1).any() for counts in occurrences):
         raise ValueError("an id has no occurrences")
-    served.pull(_rank(served, values), index(values["batch"]), PullRequest(ids, occurrences, versions, respond))
+    pull = PullRequest(ids, occurrences, versions, respond)
+    served.ordering.pull(_rank(served, values), index(values["batch"]), pull)
+    if versions is not None:
+        served.partitions.changes.track_versions()
+    served.advance()
 
 
 def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
@@ -39,7 +43,8 @@ def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
             raise ValueError(f"gradients must be float32 {shapes}")
         tables = dict(zip(numbers, zip(ids, sums, strict=True), strict=True))
     respond(({}, []))  # the push is in the log, and will be in each later snapshot
-    served.push(rank, batch, PushRequest(tables, lr))
+    served.ordering.push(rank, batch, PushRequest(tables, lr))
+    served.advance()
 
 
 def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
@@ -88,8 +93,13 @@ def _transfer(served: ServedTables, values: Values, tensors: Sequence[Tensor], r
 def _flush(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
     """Apply the pushes of `steps` steps before the trainer's next pull, once all trainers have requested it."""
     rank, steps = _rank(served, values), index(values["steps"])
-    if (returned := values.get("returned")) is not None:
-        served.end_lease(index(returned["steps"]), float(returned["lr"]))
+    if (returned := values.get("returned")) is not None:  # the trainer has written back all rows that it has leased
+        trained_steps, lr = index(returned["steps"]), float(returned["lr"])
+        served.lease.is_active = False
+        if (table_set := served.partitions.tables) is not None:
+            table_set.counters["step"].fill_(trained_steps)
+            table_set.set_learning_rate(lr)
+        served.ordering.next_pull, served.ordering.next_push = trained_steps * served.spec.batches, trained_steps
     served.ordering.flush(rank, steps)
     served.respond_when(lambda: served.ordering.next_push >= steps, respond)
 

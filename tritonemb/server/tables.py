@@ -123,25 +123,6 @@ class ServedTables:
         self._deferred: list[tuple[Callable[[], bool], Respond, Callable[[], Message]]] = []
         self.is_broken = False  # whether an operation was interrupted, so that the tables may be inconsistent
 
-    def pull(self, rank: int, batch: int, pull: PullRequest) -> None:
-        """Read rows of a trainer's batch in the order of events; ValueError if it was pulled before."""
-        self.ordering.pull(rank, batch, pull)
-        if pull.versions is not None:
-            self.partitions.changes.track_versions()
-        self.advance()
-
-    def push(self, rank: int, batch: int, push: PushRequest) -> None:
-        self.ordering.push(rank, batch, push)
-        self.advance()
-
-    def end_lease(self, steps: int, lr: float) -> None:
-        """End the trainer's lease: it has written back all rows, after `steps` steps."""
-        self.lease.is_active = False
-        if (table_set := self.partitions.tables) is not None:
-            table_set.counters["step"].fill_(steps)
-            table_set.set_learning_rate(lr)
-        self.ordering.next_pull, self.ordering.next_push = steps * self.spec.batches, steps
-
     def is_complete(self) -> bool:
         """Return whether all pulled batches have been pushed, all leases have ended, and no pull is pending."""
         return not self.lease.is_active and self.ordering.is_complete()
@@ -244,5 +225,7 @@ def warm_up() -> None:
     table, optimizer, one = TableConfig("table", 1, 1), SGD(lr=0.1), torch.ones(1, dtype=torch.int64)
     specs, optimizer_spec = (TableSpec.from_config(table, 0, optimizer),), describe_optimizer(optimizer)
     served = ServedTables(CollectionSpec(specs, optimizer_spec, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
-    served.pull(0, 0, PullRequest([one - 1], [one], None, lambda reply: None))
-    served.push(0, 0, PushRequest({0: (one - 1, torch.ones(1, 1))}, 0.1))
+    served.ordering.pull(0, 0, PullRequest([one - 1], [one], None, lambda reply: None))
+    served.advance()
+    served.ordering.push(0, 0, PushRequest({0: (one - 1, torch.ones(1, 1))}, 0.1))
+    served.advance()
