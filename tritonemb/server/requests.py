@@ -37,10 +37,10 @@ def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
     if values["sizes"] is not None:
         (ids,) = served.partitions.split(values["sizes"], tensors[:1])
         sums = served.codecs.gradients.unpack(numbers, tensors[1:], float(values["scale"]))
-        dims = [served.spec.tables[number].embedding_dim for number in numbers]
-        shapes = [(len(table_ids), dim) for table_ids, dim in zip(ids, dims, strict=True)]
-        if [(gradient.dtype, *gradient.shape) for gradient in sums] != [(torch.float32, *shape) for shape in shapes]:
-            raise ValueError(f"gradients must be float32 {shapes}")
+        dims = (served.spec.tables[number].embedding_dim for number in numbers)
+        expected = [(torch.float32, len(table_ids), dim) for table_ids, dim in zip(ids, dims, strict=True)]
+        if [(gradient.dtype, *gradient.shape) for gradient in sums] != expected:
+            raise ValueError(f"gradients must be {expected}")
         tables = dict(zip(numbers, zip(ids, sums, strict=True), strict=True))
     respond(({}, []))  # the push is in the log, and will be in each later snapshot
     served.ordering.push(rank, batch, PushRequest(tables, lr))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -51,18 +51,13 @@ def answer(message: Message, reply: Reply, handle: Callable[[Values, list[Tensor
     reply(({**result, **{name: values[name] for name in ("query", "number") if name in values}}, tensors))
 
 
-class Channel(Protocol):
-    """A connection of one client to one server."""
+class Channel(NamedTuple):
+    """Connection of one client to one server."""
 
-    def send(self, message: Message) -> None:
-        """Send a message; ConnectionError if the channel is lost or closed. Thread-safe.
-
-        Blocks while the server accepts no messages, possibly until the client has received replies: hold no lock that
-        `receive` needs.
-        """
-
-    def close(self) -> None:
-        """Stop sending and receiving. Messages in flight may be lost."""
+    # Send a message; ConnectionError if the channel is lost or closed. Thread-safe. Blocks while the server accepts no
+    # messages, possibly until the client has received replies: hold no lock that `receive` needs.
+    send: Callable[[Message], None]
+    close: Callable[[], None]  # stop sending and receiving; messages in flight may be lost
 
 
 class Transport(Protocol):
@@ -86,24 +81,14 @@ class LocalTransport:
     address: str = "local"
 
     def open(self, receive: Reply, lost: Callable[[Exception], None]) -> Channel:
-        return _LocalChannel(self.service, receive)
+        closed = threading.Event()
 
+        def send(message: Message) -> None:
+            if closed.is_set():
+                raise ConnectionError("the channel has been closed")
+            self.service.receive(message, lambda reply: None if closed.is_set() else receive(reply))
 
-class _LocalChannel:
-    def __init__(self, service: Service, receive: Reply) -> None:
-        self._service, self._receive, self._closed = service, receive, False
-
-    def send(self, message: Message) -> None:
-        if self._closed:
-            raise ConnectionError("the channel has been closed")
-        self._service.receive(message, self._reply)
-
-    def _reply(self, message: Message) -> None:
-        if not self._closed:
-            self._receive(message)
-
-    def close(self) -> None:
-        self._closed = True
+        return Channel(send, closed.set)
 
 
 @dataclass
@@ -134,38 +119,32 @@ class FlightTransport:
                 with suppress(OSError):
                     self.address = self.address_path.read_text()
             raise
-        return _FlightChannel(stream, receive, lost)
+        closed = threading.Event()
 
+        def close() -> None:
+            closed.set()
+            stream.cancel()
 
-class _FlightChannel:
-    def __init__(self, stream: flight.MessageStream, receive: Reply, lost: Callable[[Exception], None]) -> None:
-        self._stream, self._closed = stream, False
-        threading.Thread(target=self._read, args=(receive, lost), name="tritonemb-channel", daemon=True).start()
+        def read() -> None:
+            error: Exception = ConnectionError("the server has ended the stream")
+            try:
+                for message in _decode(stream.receive()):
+                    if closed.is_set():
+                        break
+                    receive(message)
+                    del message  # free it before waiting for the next one
+            except Exception as cause:
+                error = cause
+                if not isinstance(cause, ConnectionError):
+                    error = ConnectionError(f"{type(cause).__name__}: {cause}")
+                    error.__cause__ = cause
+            stream.cancel()
+            stream.end()
+            if not closed.is_set():
+                lost(error)
 
-    def send(self, message: Message) -> None:
-        self._stream.send(_encode(message))
-
-    def close(self) -> None:
-        self._closed = True
-        self._stream.cancel()
-
-    def _read(self, receive: Reply, lost: Callable[[Exception], None]) -> None:
-        error: Exception = ConnectionError("the server has ended the stream")
-        try:
-            for message in _decode(self._stream.receive()):
-                if self._closed:
-                    break
-                receive(message)
-                del message  # free it before waiting for the next one
-        except Exception as cause:
-            error = cause
-            if not isinstance(cause, ConnectionError):
-                error = ConnectionError(f"{type(cause).__name__}: {cause}")
-                error.__cause__ = cause
-        self._stream.cancel()
-        self._stream.end()
-        if not self._closed:
-            lost(error)
+        threading.Thread(target=read, name="tritonemb-channel", daemon=True).start()
+        return Channel(lambda message: stream.send(_encode(message)), close)
 
 
 class FlightServer(Closeable):
