@@ -5,10 +5,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -92,6 +94,16 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
+def start_python(arguments: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    """Start Python in a child process, with pipes.
+
+    A signal to this process group does not end it, as a last checkpoint needs the servers.
+    """
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    variables = {**os.environ, "OMP_WAIT_POLICY": "passive", **environment}
+    return subprocess.Popen([sys.executable, *arguments], env=variables, start_new_session=True, **pipes)
+
+
 class ServerProcess(Closeable):
     """Server in a child process. With a folder and a log it is restarted if it ends, up to `RESTARTS` times.
 
@@ -110,12 +122,8 @@ class ServerProcess(Closeable):
             threading.Thread(target=self._watch, daemon=True, name="tritonemb-restart").start()
 
     def _start(self) -> None:
-        environment = {**os.environ, TOKEN: self._token, STARTED_BY: str(os.getpid()), "OMP_WAIT_POLICY": "passive"}
-        process = self._process = subprocess.Popen(
-            [sys.executable, "-m", "tritonemb", "embedding-server", "--address", self.address, *self._options],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            start_new_session=True,  # a signal to this process group must not end servers that a last checkpoint needs
-        )  # fmt: skip
+        arguments = ["-m", "tritonemb", "embedding-server", "--address", self.address, *self._options]
+        process = self._process = start_python(arguments, {TOKEN: self._token, STARTED_BY: str(os.getpid())})
         assert process.stdout is not None
         timer = threading.Timer(START_TIMEOUT, process.kill)
         timer.start()

@@ -24,7 +24,7 @@ import torch
 from tritonemb.flight import decode_error, encode_error
 from tritonemb.server.attach import Servers, address_file, transports_to
 from tritonemb.server.durable import LogMode
-from tritonemb.server.launch import RESTARTS
+from tritonemb.server.launch import RESTARTS, start_python
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import FlightServer
 from tritonemb.utils import Closeable, atomic_write, on_error, require
@@ -92,16 +92,12 @@ class RayDriver(Closeable):
     """
 
     def __init__(self, servers: list[dict[str, Any]], bundle: Mapping[str, float]) -> None:
-        address, environment = _cluster(), {**os.environ, "OMP_WAIT_POLICY": "passive"}
-        if address is None:
-            environment |= LOCAL | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        address = _cluster()
         parent = tempfile.gettempdir()
         parent = parent if len(parent) < 24 else "/tmp"  # paths of sockets must be short
         self._files = tempfile.mkdtemp(prefix="tritonemb-", dir=parent)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", DRIVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
+        environment = LOCAL | {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if address is None else {}
+        self._process = start_python(["-c", DRIVE], environment)
         with on_error(self.close):
             with suppress(BrokenPipeError):
                 print(json.dumps([address, self._files, servers, bundle]), file=self._process.stdin, flush=True)
@@ -200,10 +196,7 @@ class ServerActor:
             traceback.print_exc()  # after a restart no driver reads the result
             self._result = {"error": encode_error(error)}
 
-    def _serve(
-        self, name: str, folder: str | None, log: LogMode | None, memory: float | None, certificate: str | None,
-        key: str | None, token: str, threads: int,
-    ) -> str:  # fmt: skip
+    def _serve(self, token: str, certificate: str | None, key: str | None, threads: int, **options: Any) -> str:
         host = require("ray", "ray").util.get_node_ip_address()
         if not (ip_address(host).is_loopback or (certificate and key)):
             raise ValueError(
@@ -211,7 +204,7 @@ class ServerActor:
                 "and roots=, the PEM file of trusted certificates"
             )
         torch.set_num_threads(threads)
-        server = self._stack.enter_context(EmbeddingServer(name, folder, log, memory))
+        server, folder = self._stack.enter_context(EmbeddingServer(**options)), options["folder"]
         # Serve at the port of before a restart, if this is the same machine and the port is free.
         prefix, last_address = f"{'grpc+tls' if certificate else 'grpc'}://{host}:", ""
         if folder is not None:
