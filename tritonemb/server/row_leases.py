@@ -209,12 +209,7 @@ class LeaseClient(CollectionClient, RowStore):
 
 
 class ShardedLeases(TableClient):
-    """Tables that are sharded over trainers, each of which leases the rows of its shards.
-
-    Args:
-        shards: shards of all trainers: name and spec of their collections.
-        local_clients: clients of this trainer's shards.
-    """
+    """Tables that are sharded over trainers, each of which leases the rows of its shards by its `local_clients`."""
 
     applies_updates = False
 
