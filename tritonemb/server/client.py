@@ -84,13 +84,13 @@ class TableClient(TableService):
             self._submit_all("restore", {"chains": [[str(path.absolute()) for path in chain] for chain in chains]})
 
     def tensors(self, table: str) -> dict[str, Tensor]:
-        number = self.spec.number(table)
+        number = self.spec.numbers[table]
         replies = self._submit_all("read", {"table": table}, table=number)
         shards = [dict(zip(values["names"], tensors, strict=True)) for values, tensors in replies]
         return merge_table(self.spec.tables[number], shards)
 
     def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
-        number = self.spec.number(table)
+        number = self.spec.numbers[table]
         spec, saved = self.spec.tables[number], dict(tensors)
         if spec.num_embeddings is not None:  # servers have a dynamic table, whose ids are the row numbers
             ids = torch.arange(spec.num_embeddings)

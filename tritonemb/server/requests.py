@@ -105,12 +105,12 @@ def _flush(served: ServedTables, values: Values, tensors: Sequence[Tensor], resp
 
 
 def _read(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
-    state = served.partitions.by_number[served.spec.number(values["table"])].get_state()
+    state = served.partitions.by_number[served.spec.numbers[values["table"]]].get_state()
     return {"names": list(state)}, [value.contiguous() for value in state.values()]
 
 
 def _load(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
-    number, state = served.spec.number(values["table"]), dict(zip(values["names"], tensors, strict=True))
+    number, state = served.spec.numbers[values["table"]], dict(zip(values["names"], tensors, strict=True))
     mask = served.partitions.in_shard(number, state["ids"])
     if not mask.all():
         state |= {name: value[mask] for name, value in state.items() if value.dim() and len(value) == len(mask)}

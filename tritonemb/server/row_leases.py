@@ -51,7 +51,7 @@ class LeaseClient(CollectionClient, RowStore):
         self._descriptions = self._submit_all("describe", {})
 
     def num_rows(self, table: str) -> int:
-        number = self.spec.number(table)
+        number = self.spec.numbers[table]
         if number in self._row_offsets:
             return int(self._row_offsets[number][-1])
         shard = self.spec.shards[number]
@@ -60,7 +60,7 @@ class LeaseClient(CollectionClient, RowStore):
     def seed_and_clock(self, table: str) -> tuple[int, int]:
         tables = [description for values, _ in self._descriptions for description in values["tables"]]
         by_number = {number: (seed, clock) for number, seed, clock in tables}
-        return by_number[self.spec.number(table)]
+        return by_number[self.spec.numbers[table]]
 
     def statistics(self, table: str) -> dict[str, int]:
         totals = Counter[str]()
@@ -111,10 +111,10 @@ class LeaseClient(CollectionClient, RowStore):
         return list(result.values())
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
-        return self._collect(Transfer(self, self.spec.number(table), rows, records, False))
+        return self._collect(Transfer(self, self.spec.numbers[table], rows, records, False))
 
     def write_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
-        return self._collect(Transfer(self, self.spec.number(table), rows, records, True))
+        return self._collect(Transfer(self, self.spec.numbers[table], rows, records, True))
 
     def _collect(self, transfer: "Transfer") -> "Transfer":
         with self._sending:

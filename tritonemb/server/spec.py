@@ -115,11 +115,9 @@ class CollectionSpec:
             raise ValueError(f"invalid collection of {spec.trainers} trainers with staleness {spec.staleness}")
         return spec
 
-    def number(self, table: str) -> int:
-        return self._numbers[table]
-
     @functools.cached_property
-    def _numbers(self) -> dict[str, int]:
+    def numbers(self) -> dict[str, int]:
+        """Numbers of the tables in the collection, by name."""
         return {spec.name: number for number, spec in enumerate(self.tables)}
 
     @property
