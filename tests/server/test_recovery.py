@@ -531,7 +531,7 @@ def test_while_a_server_is_started_again_patience_is_not_counted():
 IDS, ONES = torch.arange(3), torch.ones(3, dtype=torch.int64)
 SUMS = [torch.zeros(3, 6), torch.zeros(0, 4)]
 PULL, PUSH = {"batch": 0, "sizes": [3, 0]}, {"batch": 0, "lr": 0.1, "scale": 1.0, "sizes": [3, 0]}
-MOVE, RECORDS = {"sizes": [[0, 3]], "written": 1}, torch.zeros(3, 48, dtype=torch.uint8)
+MOVE, RECORDS = {"sizes": [[0, 3]]}, torch.zeros(3, 48, dtype=torch.uint8)
 MALFORMED = [
     ("pull", PULL, [IDS]),
     ("pull", PULL, [IDS, ONES, ONES, ONES]),
@@ -566,7 +566,7 @@ MALFORMED = [
     ("transfer", MOVE, [IDS, RECORDS.char()]),
     ("transfer", MOVE, [IDS.flip(0), RECORDS]),
     ("transfer", MOVE, [IDS + 298, RECORDS]),
-    ("transfer", {"sizes": [[7, 3]], "written": 0}, [IDS]),
+    ("transfer", {"sizes": [[7, 3]]}, [IDS]),
     ("snapshot", {"steps": "1", "chain": "x", "changes_only": False, "path": "x"}, []),
     ("restore", {"chains": 3}, []),
     ("read", {"table": "z"}, []),

@@ -138,7 +138,7 @@ class LeaseClient(CollectionClient, RowStore):
                 records = [transfer.records[positions] for transfer, _, positions in requested if transfer.is_write]
                 sizes = [[transfer.table, table_keys.numel()] for transfer, table_keys, _ in requested]
                 tensors = [cat([table_keys for _, table_keys, _ in requested]), *records]
-                future = self._submit(server, "transfer", {"sizes": sizes, "written": len(records)}, tensors)
+                future = self._submit(server, "transfer", {"sizes": sizes}, tensors)
                 for index, (transfer, _, positions) in enumerate(requested):
                     transfer.replies.append((future, index - len(records), positions))
             for transfer in transfers:
