@@ -117,6 +117,7 @@ class CollectionClient(TableClient, RowService):
         self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
         self.num_restores = 0  # batches that were pulled before the last one are not pushed
         self.tables_on = [spec.tables_on(server) for server in range(len(self._connections))]
+        self._partition_starts = [torch.tensor(starts) for starts in spec.partition_starts]
         self._register()
         self.caches = [WorkerCache(*pair) for pair in zip(spec.tables, caches, strict=True)] if any(caches) else []
 
@@ -163,8 +164,7 @@ class CollectionClient(TableClient, RowService):
             routes[table] = [slice(None)]
             if num_servers > 1:
                 partitions = partitions_of(table_ids, self.spec.tables[table].num_partitions)
-                starts = torch.tensor(self.spec.partition_starts[table])
-                server = torch.searchsorted(starts, partitions, right=True) - 1
+                server = torch.searchsorted(self._partition_starts[table], partitions, right=True) - 1
                 routes[table] = [(server == number).nonzero()[:, 0] for number in range(num_servers)]
         return routes
 
