@@ -31,7 +31,7 @@ FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
 _HEAD = struct.Struct("<16sII")  # kind of file, format, length of the JSON
 _CHECKSUM_BYTES = 8
-COPY_BYTES = 1 << 20  # bytes per task of a copy
+COPY_BYTES = 1 << 20  # piece size of a copy
 BATCH_TASKS = 512  # tasks per job
 _FICLONE = 0x40049409  # Linux ioctl: make a file a reflink copy of another
 # Reflinks are not supported by this file system, across file systems, or for such files.
@@ -183,14 +183,15 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
     except OSError as error:
         if error.errno not in _NO_REFLINK:
             raise
-    size = source.size()
-    target.resize(size)
-    _for_each(_copy_ranges(written_ranges(source, size)), lambda piece: _copy(source, target, *piece))
+    target.resize(source.size())
 
+    def write(begin: int, buffer: IoBuffer, count: int) -> None:
+        written_pages = np.flatnonzero(buffer.array[:count].reshape(-1, PAGE_BYTES).view(np.int64).any(axis=1))
+        for first, last in zip(*runs(written_pages), strict=True):
+            start, stop = int(written_pages[first]) * PAGE_BYTES, int(written_pages[last - 1] + 1) * PAGE_BYTES
+            target.write(buffer.view[start:stop], begin + start)
 
-def _for_each(pieces: Iterator[Any], work: Callable[[Any], object]) -> None:
-    while batch := list(itertools.islice(pieces, BATCH_TASKS)):
-        shared_threads.run(lambda number, batch=batch: work(batch[number]), len(batch))  # type: ignore[misc]
+    _read_pieces(source, COPY_BYTES, write)
 
 
 def copy_rows(source: Path, target: Path) -> None:
@@ -222,38 +223,31 @@ def written_ranges(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
         yield begin, end
 
 
-def _copy_ranges(ranges: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Split long ranges into pieces of at most `COPY_BYTES`; join near ones, because reading a hole is cheap."""
-    first = last = -1
+def piece_numbers(ranges: Iterator[tuple[int, int]], piece_bytes: int) -> Iterator[int]:
+    """Yield the numbers of the pieces of a file that have parts of ascending ranges."""
+    next_piece = 0
     for begin, end in ranges:
-        if first >= 0 and end - first <= COPY_BYTES:
-            last = end
-            continue
-        if first >= 0:
-            yield first, last
-        first, last = begin, end
-        while last - first > COPY_BYTES:
-            yield first, first + COPY_BYTES
-            first += COPY_BYTES
-    if first >= 0:
-        yield first, last
+        first_piece = max(next_piece, begin // piece_bytes)
+        next_piece = max(next_piece, -(-end // piece_bytes))
+        yield from range(first_piece, next_piece)
 
 
-def thread_buffer(num_bytes: int) -> IoBuffer:
-    """Return this thread's buffer, of at least this size; successive calls share its memory."""
-    buffer: IoBuffer | None = getattr(_thread_local, "buffer", None)
-    if buffer is None or buffer.array.size < num_bytes:
-        buffer = _thread_local.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
-    return buffer
+def _read_pieces(file: PageFile, piece_bytes: int, use: Callable[[int, IoBuffer, int], object]) -> None:
+    """Call `use` with each piece of a file that is not a hole, in parallel: its begin, a buffer, and its size."""
+    size = file.size()
 
+    def read(number: int) -> None:
+        buffer: IoBuffer | None = getattr(_thread_local, "buffer", None)
+        if buffer is None or buffer.array.size < piece_bytes:
+            buffer = _thread_local.buffer = IoBuffer(-(-piece_bytes // HUGE_PAGE) * HUGE_PAGE)
+        begin = number * piece_bytes
+        count = min(piece_bytes, size - begin)
+        file.read(buffer.view[:count], begin)
+        use(begin, buffer, count)
 
-def _copy(source: PageFile, target: PageFile, begin: int, end: int) -> None:
-    buffer = thread_buffer(end - begin)
-    source.read(buffer.view[: end - begin], begin)
-    written_pages = np.flatnonzero(buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64).any(axis=1))
-    for first, last in zip(*runs(written_pages), strict=True):
-        start, stop = int(written_pages[first]) * PAGE_BYTES, int(written_pages[last - 1] + 1) * PAGE_BYTES
-        target.write(buffer.view[start:stop], begin + start)
+    numbers = piece_numbers(written_ranges(file, size), piece_bytes)
+    while batch := list(itertools.islice(numbers, BATCH_TASKS)):
+        shared_threads.run(lambda task, batch=batch: read(batch[task]), len(batch))  # type: ignore[misc]
 
 
 def digest(path: Path) -> int:
@@ -269,23 +263,11 @@ def digest(path: Path) -> int:
 def _digest(path: Path) -> int:
     piece_digests: list[int] = []
     mix = cpu_kernels("pages").splitmix64  # so that swapped pieces change the sum
+
+    def add(begin: int, buffer: IoBuffer, count: int) -> None:
+        if buffer.array[:count].any():
+            piece_digests.append(mix((begin // DIGEST_BYTES << 32) ^ zlib.crc32(buffer.view[:count])))
+
     with closing(PageFile(path, writable=False)) as file:
-        size = file.size()
-
-        def add_piece(number: int) -> None:
-            begin, buffer = number * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
-            count = min(DIGEST_BYTES, size - begin)
-            file.read(buffer.view[:count], begin)
-            if buffer.array[:count].any():
-                piece_digests.append(mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
-
-        _for_each(_digest_pieces(written_ranges(file, size)), add_piece)
+        _read_pieces(file, DIGEST_BYTES, add)
     return sum(piece_digests) % (1 << 64)
-
-
-def _digest_pieces(ranges: Iterator[tuple[int, int]]) -> Iterator[int]:
-    next_piece = 0
-    for begin, end in ranges:
-        first_piece = max(next_piece, begin // DIGEST_BYTES)
-        next_piece = max(next_piece, -(-end // DIGEST_BYTES))
-        yield from range(first_piece, next_piece)
