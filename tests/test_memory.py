@@ -1,4 +1,4 @@
-"""Where large results of CPU kernels stand."""
+"""Where large results of CPU kernels stand, and the bytes of tensors."""
 
 from __future__ import annotations
 
@@ -64,3 +64,18 @@ def flags_of(address: int) -> list[str]:
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError("nothing is mapped there")
+
+
+@pytest.mark.parametrize("alignment", [1, 64])
+def test_tensors_are_read_from_their_bytes(alignment):
+    """Also those that are empty, and those whose bytes begin where their dtype cannot be read."""
+    shapes = [(3,), (), (0, 2), (2, 5)]
+    tensors = [torch.randint(0, 2, shape).to(dtype) for dtype in memory.DTYPES.values() for shape in shapes]
+    for some in (tensors, tensors[2:3], []):
+        spans = memory.tensor_spans(memory.describe_tensors(some), alignment)
+        data = torch.zeros(spans[-1][0].stop if spans else 0, dtype=torch.uint8)
+        for (span, _, _), tensor in zip(spans, some, strict=True):
+            data[span] = torch.from_numpy(memory.bytes_of(tensor))
+        for found, tensor in zip(memory.view_tensors(data, spans), some, strict=True):
+            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+            assert memory.bytes_of(found).tobytes() == memory.bytes_of(tensor).tobytes()
