@@ -167,6 +167,9 @@ def kernel_folder() -> Path:
     return folder
 
 
+WRITING = ".writing-"  # prefix of the name of an incomplete file or folder
+
+
 def sync(path: Path) -> None:
     """Fsync a file, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)

@@ -29,10 +29,10 @@ from tritonemb.offloading.shards import DeviceElements, StoredElements, TensorSl
 from tritonemb.offloading.states import MASTER, StateArray
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import METADATA, checkpoint_errors
-from tritonemb.utils import join_names, on_error, publish, require
+from tritonemb.utils import WRITING, join_names, on_error, publish, require
 
 BLOCK_BYTES = 64 << 20  # of a tensor in memory at a time
-WRITING, CHECKSUMS = ".writing-", "checksums.json"
+CHECKSUMS = "checksums.json"
 
 
 class Block(NamedTuple):

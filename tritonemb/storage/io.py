@@ -25,7 +25,7 @@ from tritonemb.storage.aio import PAGE_BYTES, IoBuffer, PageFile
 from tritonemb.storage.page_table import FileLayout, runs
 from tritonemb.storage.store import Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shared_threads, shielded
-from tritonemb.utils import on_error, publish
+from tritonemb.utils import WRITING, on_error, publish
 
 FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
@@ -43,7 +43,7 @@ _thread_local = threading.local()
 @contextmanager
 def new_file(path: Path) -> Iterator[PageFile]:
     """Create a file atomically: it is written under a temporary name, flushed, then renamed; removed after an error."""
-    temporary = path.with_name(f".writing-{path.name}")
+    temporary = path.with_name(f"{WRITING}{path.name}")
     with on_error(lambda: temporary.unlink(missing_ok=True)), closing(create_file(temporary)) as file:
         yield file
         publish(temporary, path)

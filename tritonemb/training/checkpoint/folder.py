@@ -25,10 +25,10 @@ from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.writer import CheckpointWriter, Manifest, RankFiles, Tensors
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
-from tritonemb.utils import publish, sync
+from tritonemb.utils import WRITING, publish, sync
 
-# Prefixes of the names of incomplete checkpoints, of complete ones that are being replaced, and of ones being removed.
-WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
+# Prefixes of the names of complete checkpoints that are being replaced, and of ones being removed.
+REPLACED, DROPPED = ".replaced-", ".dropped-"
 
 
 class CheckpointFolder:
