@@ -41,13 +41,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        real = writer.FileSystemWriter.write_data
+        real = writer.ChecksumWriter.write_data
 
         def wait(*args: Any) -> Any:
             assert self.open.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(writer.FileSystemWriter, "write_data", wait)
+        monkeypatch.setattr(writer.ChecksumWriter, "write_data", wait)
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer.FileSystemWriter, "write_data", full)
+        patch.setattr(writer.ChecksumWriter, "write_data", full)
         save.start(2, tensors, {})
         with pytest.raises(
             CheckpointError, match=r"step 2 could not be written .* The latest complete checkpoint is step-1"
@@ -186,20 +186,20 @@ def test_several_ranks_write_while_they_train(ranks, tmp_path):
 
 def fail_on_one(rank: int, folder: str) -> str:
     save, group = AsyncSave(CheckpointFolder(folder), RankGroup.world()), RankGroup.world()
-    real = writer.FileSystemWriter.write_data
+    real = writer.ChecksumWriter.write_data
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     complete = values((12, 4), torch.float32)
     if rank == 1:
-        writer.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
+        writer.ChecksumWriter.write_data = full  # type: ignore[method-assign,assignment]
     try:
         save.start(1, {"t": shards_of(rank, complete, CUTS)}, {})
         with pytest.raises(CheckpointError) as caught:
             save.wait()
     finally:
-        writer.FileSystemWriter.write_data = real  # type: ignore[method-assign]
+        writer.ChecksumWriter.write_data = real  # type: ignore[method-assign]
     group.barrier()
     save.start(2, {"t": shards_of(rank, complete, CUTS)}, {})
     assert save.wait().step == 2
@@ -261,7 +261,7 @@ PROCESS = """
     save = AsyncSave(CheckpointFolder(folder))
     save.start(1, {"a": torch.full((1000,), 1.0)}, {"progress": {"step": 1}})
     save.wait()
-    real = writer.FileSystemWriter.write_data
+    real = writer.ChecksumWriter.write_data
 
     def slow(*args):
         done = real(*args)
@@ -271,7 +271,7 @@ PROCESS = """
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    writer.FileSystemWriter.write_data = full if what == "fail" else slow
+    writer.ChecksumWriter.write_data = full if what == "fail" else slow
     save.start(2, {"a": torch.full((1000,), 2.0)}, {"progress": {"step": 2}})
 """
 
@@ -283,7 +283,7 @@ def start(folder: Path, what: str) -> subprocess.Popen[str]:
 
 def save_and_hang(folder: Path, written: Connection) -> None:
     """Write one checkpoint, and another one, but for its manifest."""
-    save, real = AsyncSave(CheckpointFolder(folder)), writer.FileSystemWriter.write_data
+    save, real = AsyncSave(CheckpointFolder(folder)), writer.ChecksumWriter.write_data
     save.start(1, {"a": torch.full((1000,), 1.0)}, {"progress": {"step": 1}})
     save.wait()
 
@@ -292,7 +292,7 @@ def save_and_hang(folder: Path, written: Connection) -> None:
         written.send(True)
         threading.Event().wait()
 
-    writer.FileSystemWriter.write_data = hang  # type: ignore[method-assign,assignment]
+    writer.ChecksumWriter.write_data = hang  # type: ignore[method-assign,assignment]
     save.start(2, {"a": torch.full((1000,), 2.0)}, {"progress": {"step": 2}})
     save.wait()
 

@@ -275,8 +275,8 @@ class TestMoment:
         """Whatever is written while it is not on the disk yet."""
         probe, gate = Probe(tmp_path, incremental=incremental), threading.Event()
         save = AsyncSave(probe.folder)
-        real = writer.FileSystemWriter.write_data
-        monkeypatch.setattr(writer.FileSystemWriter, "write_data", lambda *a: gate.wait(30) and real(*a))
+        real = writer.ChecksumWriter.write_data
+        monkeypatch.setattr(writer.ChecksumWriter, "write_data", lambda *a: gate.wait(30) and real(*a))
         for step in (1, 2):
             probe.write(10, 20)
             values = probe.values()

@@ -177,7 +177,7 @@ class TestFaults:
                 raise OSError(errno.EIO, "Input/output error")
             real(self, view, offset)
 
-        monkeypatch.setattr("tritonemb.storage.sparse._FICLONE", 0)  # no request, so it copies
+        monkeypatch.setattr("tritonemb.storage.io._FICLONE", 0)  # no request, so it copies
         with monkeypatch.context() as patch:
             patch.setattr(PageFile, "read", fail)
             with pytest.raises(CheckpointError, match=r"Input/output.*complete checkpoint is step-1"):
