@@ -113,6 +113,16 @@ class PendingInsert(NamedTuple):
     admitted: Tensor  # bool `[N]`, whether a distinct id may get a row; initially all
 
 
+class CacheDirectory(NamedTuple):
+    """Directory of a row cache of `T` tables; see `kernels/row_cache.py`."""
+
+    tags: Sequence[Tensor]
+    used: Sequence[Tensor]
+    pins: Sequence[Tensor]
+    tables: Tensor  # of the layout
+    num_sets: Tensor  # int64 `[T]`
+
+
 class TensorList(list[Tensor]):
     """Tensors of many tables, with facts that are computed once and stay valid while no tensor moves.
 
@@ -260,6 +270,55 @@ class Layout(NamedTuple):
     num_rows: int  # linear rows, the sum over all tables
     width: int  # columns of the output
     pooled: bool  # whether the output has a row per sample, or (pooling "none") a row per value
+
+    @property
+    def kernel_args(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """Fields that kernels on a GPU read: `tables`, `lookups`, `key_starts`, `multiplicity` and `width`."""
+        return *self[:3], self.multiplicity, self.width
+
+
+class FusedTables(NamedTuple):
+    """`T` tables with the state of their fused optimizer.
+
+    Attributes:
+        weights: `[T]` of `[rows, dim]`.
+        states: the first optimizer state of all tables, then the second; float32 `[rows]` or `[rows, dim]`.
+        steps: number of updates, one int64 `[]` for all tables, or one per table; for kernels `[]` or `[T]`.
+        skipped: number of rows skipped for a gradient that is not finite, one int64 `[T]`, or a `[1]` per table; for
+            kernels `[T]`.
+        learning_rate: float32 `[]`.
+        optimizer: name of the optimizer.
+        hyperparameters: values of `Hyperparameters`.
+    """
+
+    weights: list[Tensor]
+    states: list[Tensor]
+    steps: Any
+    skipped: Any
+    learning_rate: Tensor
+    optimizer: str
+    hyperparameters: Sequence[float]
+
+    def states_of(self, table: int) -> list[Tensor]:
+        return self.states[table :: len(self.weights)]
+
+
+class BatchGradient(NamedTuple):
+    """Gradient of the output of a lookup, and the batch that was looked up.
+
+    Attributes:
+        grad: `[B, width]` or `[N, width]`; for the CPU kernel also a list of those of each lookup.
+        offsets: `[K * B + 1]`.
+        sample_weights: `[N]`, or None.
+        groups: fields of `RowGroups`; for the CPU kernel also the ids, which it groups.
+        layout: layout of the batch.
+    """
+
+    grad: Any
+    offsets: Tensor
+    sample_weights: Tensor | None
+    groups: Any
+    layout: Layout
 
 
 def make_layout(tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: Device = None) -> Layout:

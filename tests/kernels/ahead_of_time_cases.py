@@ -21,7 +21,17 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import DISTINCT, DynamicIndex, Layout, dynamic_rows, make_index, make_layout
+from tritonemb.layout import (
+    DISTINCT,
+    BatchGradient,
+    CacheDirectory,
+    DynamicIndex,
+    FusedTables,
+    Layout,
+    dynamic_rows,
+    make_index,
+    make_layout,
+)
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.tables.dynamic_table import expired_ids
@@ -123,10 +133,11 @@ def update(
     step = torch.zeros(len(p.weights) if own_steps else (), dtype=torch.int64, device=_device)
     grad = normal(p.num_outputs, p.layout.width, dtype=grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
+    rate = torch.tensor(0.1, device=_device)
     load("row_update_", _kernels)(
-        p.weights, states, step, skipped, torch.tensor(0.1, device=_device), grad, p.batch.offsets(),
-        p.sample_weights, optimizer.name, optimizer.hyperparameters, groups, p.layout,
-    )  # fmt: skip
+        FusedTables(p.weights, states, step, skipped, rate, optimizer.name, optimizer.hyperparameters),
+        BatchGradient(grad, p.batch.offsets(), p.sample_weights, groups, p.layout),
+    )
     return [*p.weights, *states, step, skipped]
 
 
@@ -135,7 +146,8 @@ def row_gradients(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.flo
     grad = normal(p.num_outputs, p.layout.width, dtype=grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
     out = torch.zeros(groups[0].numel() if compact else p.layout.num_rows, p.layout.width, device=_device)
-    load("row_gradients_", _kernels)([out], grad, p.batch.offsets(), p.sample_weights, groups, p.layout, compact)
+    batch = BatchGradient(grad, p.batch.offsets(), p.sample_weights, groups, p.layout)
+    load("row_gradients_", _kernels)([out], batch, compact)
     return [out]
 
 
@@ -190,12 +202,12 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
         used.append(torch.zeros(sets * 32, dtype=torch.int64, device=_device))
         pins.append(torch.zeros(sets * 32, dtype=torch.int32, device=_device))
     sets, now = torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
+    directory = CacheDirectory(tags, used, pins, p.layout.tables, sets)
     for ids in (p.batch.values(), p.batch.values() // 2):
         rows, starts, order, num_groups = row_groups_reference(ids, p.batch.offsets(), p.layout)
         distinct = rows[: int(num_groups)]
-        groups = distinct, p.layout.tables, sets, now, policy
-        slots = load("row_cache_look_up_", _kernels)(tags, used, pins, *groups)
-        evicted = load("row_cache_allocate_", _kernels)(tags, used, pins, distinct, slots, *groups[1:])
+        slots = load("row_cache_look_up_", _kernels)(directory, distinct, now, policy)
+        evicted = load("row_cache_allocate_", _kernels)(directory, distinct, slots, now, policy)
         by_group = torch.full_like(rows, -1)
         by_group[: slots.numel()] = slots
         found += [slots, evicted, load("row_cache_translate", _kernels)(by_group, starts, order, num_groups)]

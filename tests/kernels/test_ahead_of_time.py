@@ -93,7 +93,7 @@ def says_aligned(launch: Launch, target: str) -> bool:
     if "STEP" in constants and "ALIGN" not in constants:  # sums of gradients, whose dims are multiples of STEP
         lanes = ahead_of_time.TARGETS[target].warp_size * launch.num_warps
         return constants["CODE"] == CODES[torch.float32] and constants["STEP"] == 4 and constants["BLOCK"] >= 4 * lanes
-    return constants.get("ALIGN", 0) >= 16 and "HAS_ROWS" not in constants  # initial values: no row is loaded
+    return constants.get("ALIGN", 0) >= 16 and "PER_ELEMENT" not in constants  # initial values: no row is loaded
 
 
 @pytest.fixture(scope="module", autouse=True)

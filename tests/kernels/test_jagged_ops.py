@@ -15,7 +15,6 @@ import tritonemb as te
 from tests.helpers import fewer
 from tests.strategies import ID_DTYPES, id_dtypes, seeds
 from tritonemb.kernels import jagged as kernels
-from tritonemb.kernels.cpu import jagged as cpu_kernels
 from tritonemb.layout import segment_offsets
 from tritonemb.ops.jagged import block_bucketize, jagged_permute
 
@@ -153,7 +152,7 @@ def test_ops_and_cpu_kernels_do_what_is_done_by_hand(batch, num_owners, data):
     sizes = st.sampled_from((1, 3, 7, 40, 2**33))
     blocks = torch.tensor(data.draw(st.lists(sizes, min_size=num_keys, max_size=num_keys)), dtype=torch.int64)
     expected = bucketize_by_hand(values, offsets, blocks, weights, num_owners)
-    assert same(cpu_kernels.block_bucketize(values, offsets, blocks, weights, num_owners), expected)
+    assert same(kernels.block_bucketize_reference(values, offsets, blocks, weights, num_owners), expected)
     ids, lengths, places, moved = block_bucketize(values, offsets, blocks, num_owners, weights)
     assert same((ids, lengths, places), expected[:3])
     assert (moved is None) == (weights is None)
@@ -162,7 +161,7 @@ def test_ops_and_cpu_kernels_do_what_is_done_by_hand(batch, num_owners, data):
     order = data.draw(st.lists(st.integers(0, num_keys - 1), max_size=7)) if num_keys else []
     order, room = torch.tensor(order, dtype=torch.int64), data.draw(st.integers(0, 2 * values.numel() + 4))
     expected = permute_by_hand(values, offsets, order, weights, num_keys, room)
-    assert same(cpu_kernels.jagged_permute(values, offsets, order, weights, num_keys, room), expected)
+    assert same(kernels.jagged_permute_reference(values, offsets, order, weights, num_keys, room), expected)
     moved = jagged_permute(values, offsets, order, num_keys, weights, room)
     assert same(moved[:2], expected[:2])
     assert (moved[2] is None) == (weights is None)

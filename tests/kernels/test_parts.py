@@ -14,7 +14,7 @@ import tritonemb as te
 from tests.helpers import Step, fewer, make_collection, random_steps, train
 from tests.strategies import optimizers, seeds
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, make_layout
+from tritonemb.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, BatchGradient, FusedTables, Layout, make_layout
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import kernel, use_kernels
 from tritonemb.optim import OPTIMIZERS
@@ -175,7 +175,8 @@ def test_equal_rows_in_other_places_round_differently(device, implementation, co
     grad = torch.full((40, 16), 2.0**-10, device=device)  # a quarter of the gap below 1
     with use_kernels(implementation):
         kernel("row_update_", device, tuple(weight.dtype for weight in weights))(
-            weights, [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
+            FusedTables(weights, [], *counters, rate, spec.name, spec.hyperparameters),
+            BatchGradient(grad, offsets, None, groups, layout),
         )
     down = [weight < 1 for weight in weights]
     # Each goes down with probability 1/4: 320 draws have a mean of 80 and a standard deviation of 8; five of those.
@@ -201,7 +202,7 @@ def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, im
     ids, layout = held(whole, torch.randperm(60, generator=generator)[:17].to(device))
     slots = torch.randint(17, (40,), generator=generator).to(device)
     offsets, grad = torch.arange(41, device=device), torch.randn(40, 24, generator=generator).to(device)
-    drawn = torch.randn(60, 24, generator=generator).to(device, dtype)
+    drawn, rate = torch.randn(60, 24, generator=generator).to(device, dtype), torch.tensor(0.1, device=device)
     results = []
     for values, where in ((ids[slots], make_layout([whole], ["whole"], True, device)), (slots, layout)):
         weight = (drawn if values is not slots else drawn[ids]).clone()
@@ -210,9 +211,9 @@ def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, im
         groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, where))
         with use_kernels(implementation):
             kernel("row_update_", device, (weight.dtype,))(
-                [weight], states, *counters, torch.tensor(0.1, device=device), grad, offsets, None, spec.name,
-                spec.hyperparameters, groups, where,
-            )  # fmt: skip
+                FusedTables([weight], states, *counters, rate, spec.name, spec.hyperparameters),
+                BatchGradient(grad, offsets, None, groups, where),
+            )
         results.append([weight, *states] if values is slots else [tensor[ids] for tensor in (weight, *states)])
     assert not torch.equal(results[1][0], drawn[ids])
     for expected, actual in zip(*results, strict=True):
@@ -233,8 +234,9 @@ def test_a_bad_gradient_of_a_row_held_elsewhere_names_the_row(device, implementa
 
     def step():
         update(
-            [weight], [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
-        )  # fmt: skip
+            FusedTables([weight], [], *counters, rate, spec.name, spec.hyperparameters),
+            BatchGradient(grad, offsets, None, groups, layout),
+        )
         te.check_errors()
 
     with pytest.raises(ValueError, match="table 'whole': the gradient of row 41 is NaN"), use_kernels(implementation):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -14,14 +13,15 @@ from torch import Tensor
 
 from tests.strategies import seeds
 from tritonemb.kernels import quantize as kernels
-from tritonemb.kernels.cpu import quantize as cpu_kernels
-from tritonemb.kernels.cpu.quantize import narrow, row_codes, scale_and_saturate
 from tritonemb.kernels.packing import ROW_PARAMETERS, Packing, make_packing
+from tritonemb.kernels.quantize import cast_by_torch, row_codes, scale_and_saturate
 from tritonemb.kernels.random import narrow_by_torch
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
 from tritonemb.types import CODECS
 
 INT8 = "int8"
+REFERENCES = kernels.quantize_pack_reference, kernels.quantize_unpack_reference
+TRITON = kernels.quantize_pack, kernels.quantize_unpack
 DIMS = (1, 3, 4, 60, 64, 100, 128, 257, 700)
 MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = [codec for codec in CODECS if codec != INT8]
@@ -245,7 +245,7 @@ def pack_by_hand(
                 codes.zero_()[: x.numel()] = found[0]
                 parameters.copy_(scale_and_offset[0].view(torch.uint8))
             else:
-                codes.copy_(narrow(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
+                codes.copy_(cast_by_torch(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
     return message
 
 
@@ -265,7 +265,7 @@ def unpack_by_hand(
             else:
                 x = codes.clone().view(CODECS[packing.codec].dtype).float()
             x = scale_and_saturate(x, None if scale is None else scale.reciprocal(), dtype, saturated)
-            matrix[row, columns] = narrow(x, dtype)
+            matrix[row, columns] = cast_by_torch(x, dtype)
     return matrix
 
 
@@ -285,15 +285,16 @@ def bits_alike(codec: str, message: Tensor, expected: Tensor) -> bool:
 
 
 def check_kernels(
-    serving: ModuleType, matrix: Tensor, packing: Packing, scale: Tensor | None, rows: Tensor | None,
-    dtypes: Sequence[torch.dtype] = MATRIX_DTYPES,
+    serving: tuple[Callable[..., Tensor], ...], matrix: Tensor, packing: Packing, scale: Tensor | None,
+    rows: Tensor | None, dtypes: Sequence[torch.dtype] = MATRIX_DTYPES,
 ) -> None:  # fmt: skip
     """The kernels give the bits that come of it by hand, counts among them."""
     actual, expected = counter(matrix.device), counter(matrix.device)
-    message = serving.quantize_pack(matrix, packing, actual, scale, rows)
+    pack, unpack = serving
+    message = pack(matrix, packing, actual, scale, rows)
     assert bits_alike(packing.codec, message, pack_by_hand(matrix, packing, expected, scale, rows))
     for dtype in dtypes:
-        arrived = serving.quantize_unpack(message, packing, dtype, actual, scale, rows)
+        arrived = unpack(message, packing, dtype, actual, scale, rows)
         assert_same(arrived, unpack_by_hand(message, packing, dtype, expected, scale, rows))
     assert int(actual) == int(expected)
 
@@ -305,7 +306,7 @@ def test_cpu_kernels_give_the_bits_of_packing_by_hand(codec, problem, scale, map
     matrix, parts = problem
     packing, rows = make_packing(parts, matrix.shape[1], codec), torch.randperm(matrix.shape[0]) if mapped else None
     for strided in (matrix, matrix.T.contiguous().T):
-        check_kernels(cpu_kernels, strided, packing, None if scale is None else torch.tensor(scale), rows)
+        check_kernels(REFERENCES, strided, packing, None if scale is None else torch.tensor(scale), rows)
 
 
 @pytest.mark.triton
@@ -321,7 +322,7 @@ def test_triton_gives_the_bits_of_packing_by_hand(device, codec, problem, scale,
     packing = make_packing(parts, matrix.shape[1], codec, device)
     rows = torch.randperm(matrix.shape[0], device=device) if mapped else None
     factor = None if scale is None else torch.tensor(scale, device=device)
-    check_kernels(kernels, matrix.to(device), packing, factor, rows, [dtype])
+    check_kernels(TRITON, matrix.to(device), packing, factor, rows, [dtype])
 
 
 @pytest.mark.triton
@@ -331,7 +332,7 @@ def test_triton_takes_matrices_that_are_not_contiguous(device, codec):
     wide = torch.randn(6, 64, device=device)
     for matrix in (wide[:, 16:48], wide[:, 1:33], wide[:1, :32], wide[:32].T[:32], wide[:1, :32].expand(5, 32)):
         packed = make_packing([[(0, matrix.shape[1])]], matrix.shape[1], codec, device)
-        check_kernels(kernels, matrix, packing if matrix.shape[1] == 32 else packed, None, None, MATRIX_DTYPES[:1])
+        check_kernels(TRITON, matrix, packing if matrix.shape[1] == 32 else packed, None, None, MATRIX_DTYPES[:1])
 
 
 @pytest.mark.triton

@@ -17,7 +17,7 @@ from tests.strategies import seeds
 from tritonemb.kernels.cpu import row_cache as cpu
 from tritonemb.kernels.row_cache import set_of
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import POLICIES, make_layout
+from tritonemb.layout import POLICIES, CacheDirectory, make_layout
 
 WAYS = 32
 MASK64 = 2**64 - 1
@@ -149,17 +149,17 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> M
         for tensor in part:
             tensor[-OVERFLOW:] = behind
     parts = [[tensor.to(device) for tensor in part] for part in (tags, used, pins)]
-    shared = (tables.to(device), torch.tensor(problem.num_sets, device=device))
+    directory = CacheDirectory(*parts, tables.to(device), torch.tensor(problem.num_sets, device=device))
     model = Model(problem.first_rows, problem.num_sets, problem.policy)
     generator, pinned = torch.Generator().manual_seed(problem.seed), []
     for step, batch in enumerate(problem.steps):
         now = 100 + step // 2  # so that uses are often equal
         rows, clock = torch.tensor(batch, dtype=torch.int64, device=device), torch.tensor(now, device=device)
-        slots = look_up(*parts, rows, *shared, clock, problem.policy)
+        slots = look_up(directory, rows, clock, problem.policy)
         expected = model.look_up(batch, now)
         assert slots.dtype == torch.int64
         assert slots.tolist() == expected
-        evicted = allocate(*parts, rows, slots, *shared, clock, problem.policy)
+        evicted = allocate(directory, rows, slots, clock, problem.policy)
         expected, gone = model.allocate(batch, expected, now)
         assert evicted.dtype == torch.int64
         assert slots.tolist() == expected

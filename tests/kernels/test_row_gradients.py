@@ -11,11 +11,11 @@ from tests.helpers import INTERPRETED
 from tests.strategies import ID_DTYPES, seeds
 from tritonemb.kernels import jagged
 from tritonemb.kernels import row_update as triton_kernels
-from tritonemb.kernels.cpu import jagged as cpu_jagged
 from tritonemb.kernels.cpu import row_update as cpu_kernels
+from tritonemb.kernels.jagged import drop_padding_reference
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_gradients_reference_
-from tritonemb.layout import make_layout
+from tritonemb.layout import BatchGradient, make_layout
 from tritonemb.types import TableConfig
 
 
@@ -45,7 +45,7 @@ def problems(draw):
 def filled(kernel, args, compact, dtype=torch.float32):
     num_rows = int(args[3][3]) + 2 if compact else args[4].num_rows
     out = torch.zeros(num_rows, args[0].shape[1], dtype=dtype)
-    kernel([out], *args, compact)
+    kernel([out], BatchGradient(*args), compact)
     return out
 
 
@@ -105,7 +105,7 @@ def test_triton_kernels_equal_the_reference(device, problem):
     for compact in (False, True):
         num_rows = int(args[3][3]) + 2 if compact else args[4].num_rows
         out = torch.zeros(num_rows, args[0].shape[1], device=device)
-        triton_kernels.row_gradients_([out], *moved, compact)
+        triton_kernels.row_gradients_([out], BatchGradient(*moved), compact)
         assert torch.equal(out.cpu(), filled(row_gradients_reference_, args, compact))
 
 
@@ -124,7 +124,7 @@ LAYOUT = make_layout([TableConfig("weight", 10, 1)], ["weight"], True)
 def test_triton_drops_padding_as_the_cpu_kernel(device, dtype):
     offsets = torch.tensor([0, 1500, 3000])
     values = torch.randint(0, 10, (3000,)).to(dtype)
-    expected = cpu_jagged.drop_padding(values, offsets, 3, LAYOUT)
+    expected = drop_padding_reference(values, offsets, 3, LAYOUT)
     assert (expected < 0).any()
     actual = jagged.drop_padding(values.to(device), offsets.to(device), 3, move(LAYOUT, device))
     assert actual.dtype == dtype
@@ -137,7 +137,7 @@ def test_triton_drops_padding_as_the_cpu_kernel(device, dtype):
 def test_the_cpu_kernel_drops_padding():
     values, offsets = torch.randint(0, 10, (300,)), torch.tensor([0, 150, 300])
     expected = [-1 if value == 3 else value for value in values.tolist()]
-    assert cpu_jagged.drop_padding(values, offsets, 3, LAYOUT).tolist() == expected
+    assert drop_padding_reference(values, offsets, 3, LAYOUT).tolist() == expected
 
 
 @pytest.mark.parametrize("kernel", ["cpu", pytest.param("triton", marks=pytest.mark.triton)])
@@ -146,7 +146,7 @@ def test_a_bad_id_is_named_where_padding_is_dropped(kernel):
         pytest.skip("a GPU raises it at the next lookup")
     kernels = {
         "triton": jagged.drop_padding,
-        "cpu": cpu_jagged.drop_padding,
+        "cpu": drop_padding_reference,
     }
     drop = kernels[kernel]
     for bad in (-1, 10):

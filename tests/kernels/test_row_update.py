@@ -21,10 +21,9 @@ from tests.strategies import TABLE_DTYPES, optimizers, seeds, tables
 from tritonemb.kernels import row_update as triton
 from tritonemb.kernels.row_groups import row_groups
 from tritonemb.kernels.triton_utils import TablesOfDtype
-from tritonemb.layout import make_layout
+from tritonemb.layout import BatchGradient, FusedTables, make_layout
 from tritonemb.ops import row_update as row_update_op
 from tritonemb.ops.registry import use_kernels
-from tritonemb.ops.row_update import FusedTables
 from tritonemb.optim import OPTIMIZERS
 
 NUM_STEPS = 20
@@ -600,7 +599,8 @@ def test_triton_updates_rows_beyond_two_to_the_31_elements(device, monkeypatch):
     groups = row_groups(values, offsets, layout)
     rate = torch.tensor(1.0, device=device)
     triton.row_update_(
-        [real], [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
+        FusedTables([real], [], *counters, rate, spec.name, spec.hyperparameters),
+        BatchGradient(grad, offsets, None, groups, layout),
     )
     expected = before.clone()
     expected[0] -= grad[0] + grad[1]

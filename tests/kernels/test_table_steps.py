@@ -17,7 +17,7 @@ from tritonemb import ops
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_update_ as triton_row_update_
 from tritonemb.kernels.row_update import row_update_reference_
-from tritonemb.layout import make_layout
+from tritonemb.layout import BatchGradient, FusedTables, make_layout
 
 STEPS = [7, 0, 3, 123_456_789]  # neighbours differ, and so do their corrections; the last one's are 1
 DIMS = [60, 8, 16, 1]
@@ -78,11 +78,12 @@ def apply(
     mine = te.KeyedJaggedTensor.from_lists({name: lists[name] for name in names})
     layout = make_layout(tables.configs, names, True)
     groups = tuple(group.to(device) for group in row_groups_reference(mine.values(), mine.offsets(), layout))
+    skipped, rate = torch.zeros(len(names), dtype=torch.int64, device=device), torch.tensor(0.1, device=device)
+    layout = make_layout(tables.configs, names, True, device)
     update(
-        tables.weights, tables.states, step, torch.zeros(len(names), dtype=torch.int64, device=device),
-        torch.tensor(0.1, device=device), grad, mine.offsets().to(device), None, optimizer.name,
-        optimizer.hyperparameters, groups, make_layout(tables.configs, names, True, device),
-    )  # fmt: skip
+        FusedTables(tables.weights, tables.states, step, skipped, rate, optimizer.name, optimizer.hyperparameters),
+        BatchGradient(grad, mine.offsets().to(device), None, groups, layout),
+    )
     te.check_errors()
 
 

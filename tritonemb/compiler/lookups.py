@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonemb.compiler import graph
 from tritonemb.compiler.graph import NotSupported, arguments, expression, live_nodes, require, source_path, value_of
+from tritonemb.layout import FusedTables
 from tritonemb.ops.row_groups import ID_DTYPES
-from tritonemb.ops.row_update import FusedTables
 from tritonemb.types import TRAINABLE_DTYPES
 from tritonemb.utils import join_names
 

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
-from tritonemb.kernels.optimizers import apply_sums_
+from tritonemb.kernels.cross import cross_gradient_reference as cross_gradient  # noqa: F401
+from tritonemb.kernels.cross import cross_reference as cross  # noqa: F401
+from tritonemb.kernels.optimizers import NONFINITE_MODES, step_by_torch
 from tritonemb.kernels.random import narrow_by_torch, narrow_stochastic_by_torch, random16_by_torch
-from tritonemb.layout import MEAN, PIECE, SPAN, Layout, TableRow, view_int64
+from tritonemb.layout import MEAN, PIECE, SPAN, BatchGradient, FusedTables, Layout, TableRow, unpack_names, view_int64
 from tritonemb.optimizers import Hyperparameters
 
 
@@ -81,59 +82,80 @@ def _lookups_of(
             yield table, positions, out_rows, scales.unsqueeze(1), slice(column, column + dim)
 
 
-def row_update_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
-) -> None:  # fmt: skip
+def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
     """See `kernels/row_update.py`. In float64 if a table is, else float32.
 
-    Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
-    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, one per table; `skipped` int64 `[T]`, rows skipped for a
-    gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]` or `[N, width]`;
-    `offsets`, `sample_weights` as in `embedding_bag`; `hyperparameters` as in `Hyperparameters`; `groups` as in
-    `kernels/row_groups.py`. With `on_nonfinite="raise"` such a gradient is a ValueError before any change.
+    `fused.steps` is `[]` or `[T]`, `fused.skipped` `[T]`; both, weights and states change in place. With
+    `on_nonfinite="raise"` a gradient that is not finite is a ValueError before any change.
     """
-    h = Hyperparameters(*hyperparameters)
-    rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
+    h, layout = Hyperparameters(*fused.hyperparameters), batch.layout
+    rows, sums = sum_gradients(fused.weights, batch, h.max_gradient)
+    # Check all gradients.
+    finite_masks = [gradient.isfinite().all(1) for gradient in sums]
+    on_nonfinite, num_tables = NONFINITE_MODES[int(h.on_nonfinite)], len(fused.weights)
+    tables = [TableRow(*fields) for fields in layout.tables.tolist()]
+    for table, table_rows, is_finite in zip(tables, rows, finite_masks, strict=True):
+        if on_nonfinite == "raise" and not bool(is_finite.all()):
+            raise errors.nonfinite_gradient_error(table.first_row + int(table_rows[~is_finite][0]), layout)
+    # Compute all updates.
+    steps = (fused.steps + 1).expand(num_tables).tolist()
+    names, updates = unpack_names(layout.table_names), []
+    for index, (weight, table_rows, gradient) in enumerate(zip(fused.weights, rows, sums, strict=True)):
+        if on_nonfinite == "skip":
+            table_rows, gradient = table_rows[finite_masks[index]], gradient[finite_masks[index]]
+        states = [state.view(state.shape[0], -1) for state in fused.states_of(index)]
+        old_rows = [tensor[table_rows].to(gradient.dtype) for tensor in (weight, *states)]
+        rate = fused.learning_rate.to(gradient.dtype)
+        row, new_states = step_by_torch(
+            fused.optimizer, old_rows[0], old_rows[1:], gradient, rate, steps[index], h, table=names[index]
+        )
+        updates.append((weight, table_rows, row, [*zip(states, new_states, strict=True)]))
+    # Count, warn and write.
+    fused.steps.add_(1)
+    if on_nonfinite == "skip":
+        fused.skipped.add_(torch.stack([(~is_finite).sum() for is_finite in finite_masks]))
+        for name, is_finite in zip(names, finite_masks, strict=True):
+            if not bool(is_finite.all()):
+                errors.warn_of_skipped_rows(name)
+    for table, step, (weight, table_rows, row, state_pairs) in zip(tables, steps, updates, strict=True):
+        weight[table_rows] = _narrow(row, weight.dtype, table, table_rows, step if h.stochastic_rounding else None)
+        for state, new_state in state_pairs:
+            state[table_rows] = new_state.to(state.dtype)
 
-    def narrow(row: Tensor, weight: Tensor, table: TableRow, rows: Tensor, step: int) -> Tensor:
-        if weight.dtype.itemsize != 2:
-            return row.to(weight.dtype)
-        if not h.stochastic_rounding:
-            return narrow_by_torch(row, weight.dtype)
-        row = row.to(torch.float32)
-        if table.row_ids:
-            stride = table.row_ids_stride
-            rows = view_int64(table.row_ids, table.num_rows * stride, rows.device)[rows * stride]
-        noise = random16_by_torch(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
-        return narrow_stochastic_by_torch(row, weight.dtype, noise)
 
-    apply_sums_(weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow)
+def _narrow(row: Tensor, dtype: torch.dtype, table: TableRow, rows: Tensor, step: int | None) -> Tensor:
+    """Convert rows to a table's dtype; those of 16 bits stochastically at a step, to nearest for None."""
+    if dtype.itemsize != 2:
+        return row.to(dtype)
+    if step is None:
+        return narrow_by_torch(row, dtype)
+    row = row.to(torch.float32)
+    if table.row_ids:
+        stride = table.row_ids_stride
+        rows = view_int64(table.row_ids, table.num_rows * stride, rows.device)[rows * stride]
+    noise = random16_by_torch(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
+    return narrow_stochastic_by_torch(row, dtype, noise)
 
 
 def row_gradients_(
-    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
-    max_gradient: float = torch.inf,
-) -> None:  # fmt: skip
+    sums: Sequence[Tensor], batch: BatchGradient, compact: bool = False, max_gradient: float = torch.inf
+) -> None:
     """See `kernels/row_update.py`. In float64 if a table is, else float32.
 
     `sums` are zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (a single table may
-    have more). Elements of `grad` are clamped to ±`max_gradient` first. Other arguments as in `row_update_`.
+    have more). Elements of `grad` are clamped to ±`max_gradient` first.
     """
-    table_rows, gradients = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    table_rows, gradients = sum_gradients(sums, batch, max_gradient)
     for out, rows, row_gradients in zip(sums, table_rows, gradients, strict=True):
         values = narrow_by_torch(row_gradients, out.dtype) if out.dtype.itemsize == 2 else row_gradients.to(out.dtype)
         out[torch.arange(rows.numel(), device=out.device) if compact else rows] = values
 
 
 def sum_gradients(
-    tables: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, max_gradient: float,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    tables: Sequence[Tensor], batch: BatchGradient, max_gradient: float
+) -> tuple[list[Tensor], list[Tensor]]:
     """Return for each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
-    linear, starts, order, num_groups = groups
+    grad, offsets, sample_weights, (linear, starts, order, num_groups), layout = batch
     linear, starts = linear[: int(num_groups)], starts[: int(num_groups) + 1].to(torch.int64)
     # Cut each row's group into pieces of PIECE gradients; number the pieces, and those of each entry of `order`.
     sizes = torch.diff(starts)

@@ -14,15 +14,13 @@ import functools
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.cross import cross as cross_reference  # noqa: F401
-from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import cdiv, computed, jit, launch, next_power_of_2, readable, row_sum, tl
 
 _ROWS, _SIZE, _MAX_RUNS = 8, 256, 256  # a tile of 16 elements per thread; sums of the runs fit in one tile
 
 
 @jit(varying=["num_rows"])
-def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.constexpr, SIZE: tl.constexpr):
+def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS, SIZE):
     """Compute ROWS rows and SIZE columns of the layer."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
@@ -36,10 +34,7 @@ def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.cons
 
 
 @jit(varying=["num_rows"])
-def _backward(
-    grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run_rows,
-    ROWS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
+def _backward(grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run_rows, ROWS, SIZE):
     """Compute the gradients of a run of rows, SIZE columns; the partial gradient of the bias goes to `sums`."""
     first_row = tl.program_id(0).to(tl.int64) * run_rows
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
@@ -60,17 +55,17 @@ def _backward(
     # Sum the run's rows pairwise.
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
     sums += tl.program_id(0).to(tl.int64) * width
-    tl.store(sums + column, row_sum(tl.trans(total), SIZE, ROWS), mask=column < width)
+    tl.store(sums + column, row_sum(tl.trans(total)), mask=column < width)
 
 
 @jit
-def _sum_runs(sums, grad_bias, num_runs, width, RUNS: tl.constexpr, SIZE: tl.constexpr):
+def _sum_runs(sums, grad_bias, num_runs, width, RUNS, SIZE):
     """Sum SIZE columns of the bias's gradient over the runs, pairwise."""
     run = tl.arange(0, RUNS)[None, :]
     column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     index = run.to(tl.int64) * width + column[:, None]
     run_sums = tl.load(sums + index, mask=(run < num_runs) & (column < width)[:, None], other=0.0)
-    tl.store(grad_bias + column, row_sum(run_sums, SIZE, RUNS).to(grad_bias.dtype.element_ty), mask=column < width)
+    tl.store(grad_bias + column, row_sum(run_sums).to(grad_bias.dtype.element_ty), mask=column < width)
 
 
 def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
@@ -81,10 +76,8 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (inputs, product, bias, crossed)))
     num_rows, width = inputs.shape
     out, size = torch.empty(num_rows, width, dtype=computed(dtype), device=inputs.device), _columns(width)
-    launch(
-        _forward, (cdiv(num_rows, _ROWS), cdiv(width, size)),
-        *map(readable, (inputs, product, bias, crossed)), out, num_rows, width, ROWS=_ROWS, SIZE=size,
-    )  # fmt: skip
+    args = *map(readable, (inputs, product, bias, crossed)), out, num_rows, width
+    launch(_forward, (cdiv(num_rows, _ROWS), cdiv(width, size)), *args, ROWS=_ROWS, SIZE=size)
     return out.to(dtype)
 
 
@@ -95,10 +88,8 @@ def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) 
     num_runs, size = cdiv(num_rows, run), _columns(width)
     grads = [torch.empty(x.shape, dtype=computed(x.dtype), device=x.device) for x in (inputs, product, bias)]
     sums = torch.empty(num_runs, width, dtype=torch.float32, device=inputs.device)
-    launch(
-        _backward, (num_runs, cdiv(width, size)),
-        *map(readable, (grad, inputs, product, bias)), *grads[:2], sums, num_rows, width, run, ROWS=_ROWS, SIZE=size,
-    )  # fmt: skip
+    args = *map(readable, (grad, inputs, product, bias)), *grads[:2], sums, num_rows, width, run
+    launch(_backward, (num_runs, cdiv(width, size)), *args, ROWS=_ROWS, SIZE=size)
     runs = next_power_of_2(max(1, num_runs))
     launch(_sum_runs, (cdiv(width, 16),), sums, grads[2], num_runs, width, RUNS=runs, SIZE=16)
     return grads[0].to(inputs.dtype), grads[1].to(product.dtype), grads[2].to(bias.dtype)
@@ -106,3 +97,17 @@ def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) 
 
 def _columns(width: int) -> int:
     return min(_SIZE, next_power_of_2(width))
+
+
+def cross_reference(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    """Compute the forward by PyTorch's elementwise loops, which are bound by memory; also the CPU kernel."""
+    out = inputs * (product + bias)
+    return out.add_(crossed) if torch.promote_types(out.dtype, crossed.dtype) == out.dtype else out + crossed
+
+
+def cross_gradient_reference(
+    grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    product_grad = grad * inputs
+    grad_inputs = (grad * (product + bias)).to(inputs.dtype)
+    return grad_inputs, product_grad.to(product.dtype), product_grad.sum(0).to(bias.dtype)

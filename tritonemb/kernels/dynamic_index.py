@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.dynamic_slots import FIELDS, IndexRows, Pointers, find_victim, index_at, insert, look_up, remove
-from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, pointers_to, tl
+from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, tl
 from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, nonzero, partitions_of
 
 FIND_IDS = tl.constexpr(32)  # per program of one warp: two loads of 16 bytes of digests in flight per lane
@@ -33,15 +33,13 @@ _STEP, _MAX_STEP, _HALF_LIFE, _RULES = (tl.constexpr(n) for n in range(4))
 
 
 @jit
-def _rule(rules, table, step, RULE: tl.constexpr):
+def _rule(rules, table, step, RULE):
     # Steps are stored relative to `step`.
     return (tl.load(rules + table * _RULES + RULE) + (0 if RULE == _HALF_LIFE else step)).to(tl.int32)
 
 
 @jit(varying=["num_keys", "step", "num_ids"])
-def _find_kernel(
-    indexes, bounds, tables, num_keys, ids, rules, step, rows, previous_steps, keys, num_ids, USE: tl.constexpr
-):
+def _find_kernel(indexes, bounds, tables, num_keys, ids, rules, step, rows, previous_steps, keys, num_ids, USE):
     """Look up FIND_IDS ids; with USE update the last step and the count of their rows."""
     # Table of each id, and its index.
     position = tl.program_id(0).to(tl.int64) * FIND_IDS + tl.arange(0, FIND_IDS)
@@ -72,7 +70,7 @@ def _load_sorted(keys, by_id, by_key, values, entry, valid):
 
 
 @jit(varying=["num_ids"])
-def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITIONS: tl.constexpr):
+def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITIONS):
     """Write positions and ids in the order of two sorts, and 1 for the first entry of each id."""
     entry = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     valid, has_previous = entry < num_ids, (entry < num_ids) & (entry > 0)
@@ -85,9 +83,7 @@ def _head_kernel(keys, by_id, by_key, values, order, ids, heads, num_ids, POSITI
 
 
 @jit(varying=["num_ids"])
-def _distinct_kernel(
-    indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, admitted, num_ids, POSITIONS: tl.constexpr
-):
+def _distinct_kernel(indexes, num_tables, keys, numbers, sorted_ids, ids, begins, tables, admitted, num_ids, POSITIONS):
     """Write each distinct id, its first entry and its table, at its number; and the end of the last one."""
     entry = tl.program_id(0) * POSITIONS + tl.arange(0, POSITIONS)
     valid, has_previous = entry < num_ids, (entry <= num_ids) & (entry > 0)
@@ -184,7 +180,6 @@ def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, st
 
 @jit
 def _remove_kernel(index, starts, order, ids, rows):
-    """Remove the ids of a partition."""
     partition, zero = tl.program_id(0), tl.arange(0, 1)
     for i in range(tl.load(starts + partition), tl.load(starts + partition + 1)):
         number = tl.load(order + i) + zero
@@ -200,7 +195,7 @@ def _index_fields(indexes: Sequence[DynamicIndex]) -> Tensor:
     for index in indexes:
         partitions = index.num_sets.numel()
         sizes = partitions, len(index.ids) // partitions, index.overflowed.numel(), first_partition
-        fields += (*pointers_to(index), *sizes)
+        fields += (*map(Tensor.data_ptr, index), *sizes)
         first_partition += partitions
     return on_device(fields, indexes[0].ids.device)
 
@@ -221,12 +216,10 @@ def dynamic_find_(
     rows = torch.empty_like(values)
     previous_steps, keys = values.new_empty(2, num_ids if steps else 0, dtype=torch.int32)
     rules, step = _upload_rules(device, [(step, step, 0) for step in steps or [0]])
-    launch(
-        _find_kernel, (cdiv(num_ids, FIND_IDS.value),), _index_fields(indexes), bounds, on_device(tables, device),
-        len(tables), values.contiguous(), rules, step, rows, previous_steps, keys, num_ids, USE=bool(steps),
-        num_warps=1,
-    )  # fmt: skip
-    return rows, previous_steps, keys
+    args = _index_fields(indexes), bounds, on_device(tables, device), len(tables), values.contiguous(), rules, step
+    out, grid = (rows, previous_steps, keys), (cdiv(num_ids, FIND_IDS.value),)
+    launch(_find_kernel, grid, *args, *out, num_ids, USE=bool(steps), num_warps=1)
+    return out
 
 
 def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
@@ -240,10 +233,8 @@ def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: 
     admitted = torch.empty_like(keys, dtype=torch.bool)
     launch(_head_kernel, grid, keys, by_id, by_key, values, order, sorted_ids, heads, num_ids, POSITIONS=POSITIONS)
     numbers = heads.cumsum(0, dtype=torch.int32)
-    launch(
-        _distinct_kernel, grid, _index_fields(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables,
-        admitted, num_ids, POSITIONS=POSITIONS,
-    )  # fmt: skip
+    args = _index_fields(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables, admitted
+    launch(_distinct_kernel, grid, *args, num_ids, POSITIONS=POSITIONS)
     return PendingInsert(order, keys, numbers, ids, begins, tables, admitted)
 
 
@@ -254,10 +245,8 @@ def dynamic_room(
     num_programs = sum(index.num_sets.numel() for index in indexes)
     by_table, step = _upload_rules(counts.device, rules)
     starts = torch.empty(num_programs, 2, dtype=torch.int32, device=counts.device)
-    launch(
-        _room_kernel, (num_programs,), _index_fields(indexes), len(indexes), pending.keys, pending.numbers,
-        pending.admitted, by_table, step, counts, starts, pending.keys.numel(), num_warps=1,
-    )  # fmt: skip
+    args = _index_fields(indexes), len(indexes), pending.keys, pending.numbers, pending.admitted, by_table, step
+    launch(_room_kernel, (num_programs,), *args, counts, starts, pending.keys.numel(), num_warps=1)
     return starts
 
 
@@ -267,10 +256,8 @@ def dynamic_commit_insert_(
     """Insert in one launch. Arguments and result as in the reference."""
     rows, evicted = torch.empty_like(pending.ids), pending.ids.new_empty(pending.ids.numel(), 2)
     by_table, step = _upload_rules(rows.device, rules)
-    launch(
-        _insert_kernel, starts.shape[:1], _index_fields(indexes), len(indexes), starts, pending.ids, pending.begins,
-        pending.admitted, by_table, step, rows, evicted, pending.order, batch_rows, num_warps=1,
-    )  # fmt: skip
+    args = _index_fields(indexes), len(indexes), starts, pending.ids, pending.begins, pending.admitted, by_table, step
+    launch(_insert_kernel, starts.shape[:1], *args, rows, evicted, pending.order, batch_rows, num_warps=1)
     return rows, evicted
 
 

@@ -297,7 +297,6 @@ class IndexRows:
         return partition
 
     def home_bucket(self, id: int) -> int:
-        """Return the home bucket of an id's set."""
         sets = self.num_sets[self.partition_of(id)]
         power = 1 << (sets.bit_length() - 1)
         number = _hash(id) % (2 * power)

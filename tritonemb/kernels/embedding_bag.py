@@ -53,16 +53,16 @@ NO_POSITION = tl.constexpr(2**62)
 
 @jit(varying=["batch_size", "num_values"])
 def _pool_kernel(
-    addresses, tables, lookups, key_starts, values, offsets, sample_weights, out, lock, record, names, batch_size,
-    num_keys, num_values, multiplicity, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr,
-    STEP: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
-    CHECK: tl.constexpr,
+    addresses, layout, batch, out, errors, batch_size, num_keys, num_values, CODE, OUT_CODE, ALIGN, STEP, ROWS, BLOCK,
+    UNROLL, CHECK,
 ):  # fmt: skip
-    """Sum BAGS bags of one lookup, BLOCK columns: each bag id by id, with UNROLL rows in flight."""
+    """Sum ROWS bags of one lookup, BLOCK columns: each bag id by id, with UNROLL rows in flight."""
+    tables, lookups, key_starts, multiplicity, width = layout
+    values, offsets, sample_weights = batch
     if tl.program_id(0) == 0:
-        _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
+        _check_ends(offsets, num_keys * batch_size, num_values, errors)
     # The program's lookup: a key has up to `multiplicity` lookups; tables of other dtypes have address 0.
-    num_blocks = tl.cdiv(batch_size, BAGS)
+    num_blocks = tl.cdiv(batch_size, ROWS)
     lookup_slot = tl.program_id(0) // num_blocks
     key = lookup_slot // multiplicity
     lookup = tl.load(key_starts + key) + lookup_slot % multiplicity
@@ -79,19 +79,19 @@ def _pool_kernel(
         rows = pointer_to(address, CODE, ALIGN)
 
         # Bounds and scales of the bags.
-        sample = (tl.program_id(0) % num_blocks) * BAGS + tl.arange(0, BAGS)
+        sample = (tl.program_id(0) % num_blocks) * ROWS + tl.arange(0, ROWS)
         bag = key.to(tl.int64) * batch_size + sample
         begin, end, is_invalid = _bounds(offsets, bag, sample < batch_size, num_values)
         if tl.max(is_invalid.to(tl.int32)) != 0:
-            _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key)
-        scale = tl.full((BAGS,), 1.0, tl.float32)
+            _report_bags(offsets, sample, batch_size, num_values, errors, table, key)
+        scale = tl.full((ROWS,), 1.0, tl.float32)
         if is_mean:
             scale = tl.div_rn(scale, tl.maximum(end - begin, 1).to(tl.float32))
 
         # Sum rows; ids out of range read as zero and are counted.
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        total = tl.zeros((BAGS, BLOCK), tl.float32)
-        num_bad_ids = tl.zeros((BAGS,), tl.int32)
+        total = tl.zeros((ROWS, BLOCK), tl.float32)
+        num_bad_ids = tl.zeros((ROWS,), tl.int32)
         for first in range(0, tl.max(end - begin), UNROLL):
             for i in tl.static_range(UNROLL):
                 position = begin + first + i
@@ -105,7 +105,7 @@ def _pool_kernel(
                     other=0,
                 )
                 factor = scale
-                if WEIGHTED:
+                if sample_weights is not None:
                     factor *= tl.load(sample_weights + position, mask=valid, other=0.0)
                 total += widen(bits, CODE) * factor[:, None]
         # Loaded after the loop, so that it takes no registers in it; so are the arguments of `_report_id`.
@@ -121,7 +121,7 @@ def _pool_kernel(
         if CHECK:
             if tl.max(num_bad_ids) != 0:
                 table = tl.load(lookups + lookup * 4)
-                _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, record, names, table, key)
+                _report_id(batch, sample, batch_size, num_values, num_rows, errors, table, key)
 
 
 @jit
@@ -134,8 +134,9 @@ def _bounds(offsets, bag, mask, num_values):
 
 
 @jit
-def _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, record, names, table, key):
+def _report_id(batch, sample, batch_size, num_values, num_rows, errors, table, key):
     """Search these bags for the first id out of range, of which there is one, and report it."""
+    values, offsets, _ = batch
     sample = tl.minimum(sample, batch_size - 1)
     bag = key.to(tl.int64) * batch_size + sample
     begin, end, _ = _bounds(offsets, bag, sample < batch_size, num_values)
@@ -147,38 +148,40 @@ def _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, 
         bad_positions = tl.where(is_bad, tl.minimum(bad_positions, position), bad_positions)
     bad_position = tl.min(bad_positions)
     bad_sample = tl.max(tl.where(bad_positions == bad_position, sample, -1))
-    report(lock, record, BAD_ID, names, bad_position, tl.load(values + bad_position), table, key, bad_sample, num_rows)
+    report(errors, BAD_ID, (bad_position, tl.load(values + bad_position), table, key, bad_sample, num_rows))
 
 
 @jit
-def _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key):
+def _report_bags(offsets, sample, batch_size, num_values, errors, table, key):
     """Report the first bag whose offsets descend, or else the first whose offsets are out of range."""
-    begin = tl.load(offsets + bag, mask=sample < batch_size, other=0).to(tl.int64)
-    end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
+    offsets += key.to(tl.int64) * batch_size
+    begin = tl.load(offsets + sample, mask=sample < batch_size, other=0).to(tl.int64)
+    end = tl.load(offsets + sample + 1, mask=sample < batch_size, other=0).to(tl.int64)
     out_of_range = (begin < 0) | (end > num_values)
     bad_sample = tl.min(tl.where(begin > end, sample, tl.where(out_of_range, sample + batch_size, 2 * batch_size)))
     bad_sample = bad_sample % batch_size
-    bounds = offsets + key.to(tl.int64) * batch_size + bad_sample
-    report(lock, record, BAD_OFFSETS, names, tl.load(bounds), tl.load(bounds + 1), table, key, bad_sample, num_values)
+    first, last = tl.load(offsets + bad_sample), tl.load(offsets + bad_sample + 1)
+    report(errors, BAD_OFFSETS, (first, last, table, key, bad_sample, num_values))
 
 
 @jit
-def _check_ends(offsets, num_bags, num_values, lock, record, names):
+def _check_ends(offsets, num_bags, num_values, errors):
     """Report offsets that do not begin with 0, or do not end with the number of values."""
     first, last = tl.load(offsets).to(tl.int64), tl.load(offsets + num_bags).to(tl.int64)
     if first != 0:
-        report(lock, record, BAD_FIRST_OFFSET, names, first, last, 0, 0, 0, num_values)
+        report(errors, BAD_FIRST_OFFSET, (first, last, 0, 0, 0, num_values))
     if last != num_values:
-        report(lock, record, BAD_LAST_OFFSET, names, first, last, 0, 0, 0, num_values)
+        report(errors, BAD_LAST_OFFSET, (first, last, 0, 0, 0, num_values))
 
 
 @jit(varying=["batch_size", "num_values"])
 def _gather_kernel(
-    addresses, tables, lookups, key_starts, values, offsets, sample_weights, out, lock, record, names, batch_size,
-    num_keys, num_values, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, CHECK: tl.constexpr,
+    addresses, layout, batch, out, errors, batch_size, num_keys, num_values, CODE, OUT_CODE, ALIGN, STEP, ROWS, BLOCK,
+    CHECK,
 ):  # fmt: skip
     """Copy the row of each of ROWS positions, whose tables may differ; zeros to the right of narrow ones."""
+    tables, lookups, key_starts, _, width = layout
+    values, offsets, sample_weights = batch
     # Bag, lookup and table of each position.
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = position < num_values
@@ -202,7 +205,7 @@ def _gather_kernel(
         other=0,
     )
     result = widen(bits, CODE)
-    if WEIGHTED:
+    if sample_weights is not None:
         result *= tl.load(sample_weights + position, mask=valid, other=0.0)[:, None]
     tl.store(
         out + position[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP) + columns[None, :],
@@ -212,26 +215,25 @@ def _gather_kernel(
     )
     # Report invalid offsets, and the first id out of range.
     if tl.program_id(0) == 0:
-        _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
+        _check_ends(offsets, num_keys * batch_size, num_values, errors)
     if CHECK:
         is_bad = has_lookup & (in_range == 0)
         first_bad = tl.min(tl.where(is_bad, position, NO_POSITION))
         if first_bad != NO_POSITION:
             at_first = is_bad & (position == first_bad)
-            report(
-                lock, record, BAD_ID, names, first_bad, tl.load(values + first_bad),
-                tl.max(tl.where(at_first, table, -1)), tl.max(tl.where(at_first, key, -1)),
-                tl.max(tl.where(at_first, bag % batch_size, -1)), tl.max(tl.where(at_first, num_rows, -1)),
-            )  # fmt: skip
+            bad_table, bad_key = tl.max(tl.where(at_first, table, -1)), tl.max(tl.where(at_first, key, -1))
+            bad_sample = tl.max(tl.where(at_first, bag % batch_size, -1))
+            bound = tl.max(tl.where(at_first, num_rows, -1))
+            report(errors, BAD_ID, (first_bad, tl.load(values + first_bad), bad_table, bad_key, bad_sample, bound))
 
 
 @jit(varying=["batch_size", "num_values"])
 def _sample_weight_gradient_kernel(
-    addresses, tables, lookups, key_starts, values, offsets, grad, out, batch_size, num_keys, num_values, multiplicity,
-    width, max_dim, CODE: tl.constexpr, GRAD_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
-    POOLED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    addresses, layout, values, offsets, grad, out, batch_size, num_keys, num_values, max_dim, CODE, GRAD_CODE, ALIGN,
+    STEP, POOLED, ROWS, BLOCK,
 ):  # fmt: skip
     """Add to `out` the dot products of ROWS positions' rows with the gradients of their bags."""
+    tables, lookups, key_starts, multiplicity, width = layout
     # Bag and row of each position.
     position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid = position < num_values
@@ -260,7 +262,7 @@ def _sample_weight_gradient_kernel(
             rows = pointer_to(address, CODE, ALIGN)[:, None] + (row * dim)[:, None] + columns[None, :]
             weight = widen(tl.load(rows, mask=mask, other=0), CODE)
             gradient = widen(tl.load(grad + start[:, None] + columns[None, :], mask=mask, other=0), GRAD_CODE)
-            product += row_sum(weight * gradient, ROWS, BLOCK)
+            product += row_sum(weight * gradient)
         scale = tl.where(is_mean, tl.div_rn(1.0, tl.maximum(length, 1.0)), 1.0)
         total += tl.where(has_row, product * scale, 0.0)
     tl.store(out + position, total, mask=valid)
@@ -273,6 +275,11 @@ class Tile(NamedTuple):
     block: int
     unroll: int
     num_warps: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constants of kernels, without `unroll`."""
+        return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": self.num_warps}
 
 
 def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
@@ -302,12 +309,11 @@ def embedding_bag(
 
     An id out of range reads as zero; on a GPU the next lookup or update, or `check_errors`, raises its error.
     """
-    device = values.device
+    device, num_values = values.device, values.numel()
     poll(device)
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
-    num_values, num_lookup_slots = values.numel(), num_keys * layout.multiplicity
-    values, offsets = values.contiguous(), offsets.contiguous()
-    sample_scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
+    scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
+    batch = values.contiguous(), offsets.contiguous(), scales
     assert layout.pooled or layout.multiplicity <= 1
     # Allocate; only positions without a lookup need zeros.
     out = torch.empty(batch_size if layout.pooled else num_values, layout.width, dtype=output_dtype, device=device)
@@ -317,29 +323,17 @@ def embedding_bag(
         return out.zero_()
     # Launch by dtype.
     for tables in cached_fact(weights, by_dtype):
-        dtype, align = tables.dtype, tables.alignment
-        args = (
-            on_device(tables.addresses, device), layout.tables, layout.lookups, layout.key_starts, values, offsets,
-            sample_scales, bits_of(out), *error_args(layout, device), batch_size,
-        )  # fmt: skip
-        options = {
-            "CODE": CODES[dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align,
-            "STEP": align // dtype.itemsize, "WEIGHTED": sample_scales is not None, "CHECK": check_bounds,
-        }  # fmt: skip
         if layout.pooled:
-            tile = choose_tile(tables.max_dim, dtype.itemsize, num_values / max(1, batch_size * num_keys))
-            grid = cdiv(batch_size, tile.rows) * num_lookup_slots, cdiv(tables.max_dim, tile.block)
-            launch(
-                _pool_kernel, grid, *args, num_keys, num_values, layout.multiplicity, layout.width, BAGS=tile.rows,
-                BLOCK=tile.block, UNROLL=tile.unroll, num_warps=tile.num_warps, **options,
-            )  # fmt: skip
+            mean_length = num_values / (batch_size * num_keys)
+            kernel, tile = _pool_kernel, choose_tile(tables.max_dim, tables.dtype.itemsize, mean_length)
+            num_programs = cdiv(batch_size, tile.rows) * num_keys * layout.multiplicity
+            grid, unroll = (num_programs, cdiv(tables.max_dim, tile.block)), {"UNROLL": tile.unroll}
         else:
-            tile = choose_tile(layout.width, dtype.itemsize, 1.0)
-            grid = cdiv(num_values, tile.rows), cdiv(layout.width, tile.block)
-            launch(
-                _gather_kernel, grid, *args, num_keys, num_values, layout.width, ROWS=tile.rows, BLOCK=tile.block,
-                num_warps=tile.num_warps, **options,
-            )  # fmt: skip
+            kernel, tile = _gather_kernel, choose_tile(layout.width, tables.dtype.itemsize, 1.0)
+            grid, unroll = (cdiv(num_values, tile.rows), cdiv(layout.width, tile.block)), {}
+        args = on_device(tables.addresses, device), layout.kernel_args, batch, bits_of(out), error_args(layout, device)
+        options = {"OUT_CODE": CODES[output_dtype], "CHECK": check_bounds, **tile.constants, **tables.constants}
+        launch(kernel, grid, *args, batch_size, num_keys, num_values, **unroll, **options)
     if device.type != "cuda":
         poll(device)
     return out
@@ -355,13 +349,9 @@ def sample_weight_gradient(
     if batch_size * num_keys == 0:
         return out
     for tables in cached_fact(weights, by_dtype):
-        dtype, align, addresses = tables.dtype, tables.alignment, on_device(tables.addresses, values.device)
-        tile = choose_tile(tables.max_dim, dtype.itemsize, 1.0)
-        launch(
-            _sample_weight_gradient_kernel, (cdiv(values.numel(), tile.rows),), addresses, layout.tables,
-            layout.lookups, layout.key_starts, values, offsets, bits_of(grad), out, batch_size, num_keys,
-            values.numel(), layout.multiplicity, layout.width, tables.max_dim, CODE=CODES[dtype],
-            GRAD_CODE=CODES[grad.dtype], ALIGN=align, STEP=align // dtype.itemsize, POOLED=layout.pooled,
-            ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
-        )  # fmt: skip
+        tile = choose_tile(tables.max_dim, tables.dtype.itemsize, 1.0)
+        args = on_device(tables.addresses, values.device), layout.kernel_args, values, offsets, bits_of(grad), out
+        sizes = batch_size, num_keys, values.numel(), tables.max_dim
+        options = {"GRAD_CODE": CODES[grad.dtype], "POOLED": layout.pooled, **tile.constants, **tables.constants}
+        launch(_sample_weight_gradient_kernel, (cdiv(values.numel(), tile.rows),), *args, *sizes, **options)
     return out

@@ -10,6 +10,8 @@ sum the spans of such hot rows in parallel; shorter rows are summed by the kerne
 Bytes: `4 · dim` of gradient read per position; 28 bytes per position of offsets and scales, written and read.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import PIECE, SPAN, Layout
+from tritonemb.layout import PIECE, SPAN, BatchGradient
 
 ENTRIES = 256  # per program of the kernels that locate gradients
 SPAN_COLUMNS = 128  # per program that sums a span
@@ -51,9 +53,8 @@ def _power(base, exponent):
 
 @jit(varying=["num_bags", "num_values"])
 def _find_bags_kernel(
-    offsets, bags, status, steps, betas, corrections, num_bags, num_values, num_steps, ADVANCE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+    offsets, bags, status, steps, betas, corrections, num_bags, num_values, num_steps, ADVANCE, BLOCK
+):
     """Find the bag of each position by binary search, in the order of positions, so that neighbours share loads.
 
     The first program also resets `status` (number of spans, lowest bad row) and computes the bias corrections of the
@@ -79,15 +80,16 @@ def _find_bags_kernel(
 
 @jit(varying=["batch_size", "num_entries"])
 def _locate_kernel(
-    tables, lookups, key_starts, offsets, bags, sample_weights, rows, starts, order, num_groups, sources, scales,
-    status, group_of_span, span_of_group, batch_size, num_tables, num_entries, multiplicity, width,
-    POOLED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    layout, offsets, bags, sample_weights, groups, sources, scales, status, group_of_span, span_of_group, batch_size,
+    num_tables, num_entries, POOLED, BLOCK,
 ):  # fmt: skip
     """Compute for each entry of `order` the offset of its gradient in the output's gradient, and its scale.
 
     Append the spans of long rows to the list of spans, a row's spans contiguously. The order of rows in the list varies
     between runs; no sum depends on it.
     """
+    tables, lookups, key_starts, multiplicity, width = layout
+    rows, starts, order, num_groups = groups
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(order + entry, mask=entry < num_entries, other=-1).to(tl.int64)
     valid = position >= 0
@@ -108,7 +110,7 @@ def _locate_kernel(
     mean = tl.load(lookups + lookup * 4 + 3, mask=valid, other=0) == 1
     length = (tl.load(offsets + bag + 1) - tl.load(offsets + bag)).to(tl.float32)
     scale = tl.where(mean, tl.div_rn(1.0, tl.maximum(length, 1.0)), 1.0)
-    if WEIGHTED:
+    if sample_weights is not None:
         scale *= tl.load(sample_weights + position, mask=valid, other=0.0)
     source = (bag % batch_size).to(tl.int64) * width + column if POOLED else position * width
     tl.store(sources + entry, source, mask=valid)
@@ -125,11 +127,9 @@ def _locate_kernel(
 
 
 @jit
-def add_gradients(
-    total, first, stop, sources, scales, grad, dim, columns, max_gradient, CODE: tl.constexpr, STEP: tl.constexpr,
-    CLAMPED: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
+def add_gradients(total, first, stop, gradients, dim, columns, CODE, STEP, UNROLL):
     """Add to `total` `[ROWS, BLOCK]` the scaled gradients of entries [first, stop) `[ROWS]`, entry by entry."""
+    sources, scales, grad, max_gradient = gradients
     dim = tl.multiple_of(dim, STEP)
     for start in range(0, tl.max(stop - first), UNROLL):
         entry = first + start
@@ -142,7 +142,7 @@ def add_gradients(
             valid = (entry + i < stop)[:, None]
             pointers = grad + tl.multiple_of(offsets[i], STEP)[:, None] + columns[None, :]
             g = widen(tl.load(pointers, mask=valid & (columns[None, :] < dim[:, None]), other=0), CODE)
-            if CLAMPED:  # in this order NaN stays NaN
+            if max_gradient is not None:  # in this order NaN stays NaN
                 g = tl.where(g > max_gradient, max_gradient, tl.where(g < -max_gradient, -max_gradient, g))
             # Masked entries add exactly 0; a product with the masked scale would not: 0 · inf is NaN.
             total += tl.where(valid, g * entry_scales[i][:, None], 0.0)
@@ -150,18 +150,18 @@ def add_gradients(
 
 
 @jit
-def _add_in_pairs(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+def _add_in_pairs(x):
     """Sum rows `[ROWS, SIZE]` to `[SIZE]`, pairwise: neighbours, then neighbouring sums."""
-    if ROWS == 1:
-        return tl.reshape(x, (SIZE,))
+    if x.shape[0] == 1:
+        return tl.reshape(x, (x.shape[1],))
     else:
-        return _add_in_pairs(tl.sum(tl.reshape(x, (ROWS // 2, 2, SIZE)), 1), ROWS // 2, SIZE)
+        return _add_in_pairs(tl.sum(tl.reshape(x, (x.shape[0] // 2, 2, x.shape[1])), 1))
 
 
 @jit
 def _sum_spans_kernel(
-    tables, rows, starts, sources, scales, grad, status, group_of_span, span_of_group, sums, num_tables, max_gradient,
-    width, CODE: tl.constexpr, STEP: tl.constexpr, CLAMPED: tl.constexpr, PIECES: tl.constexpr, BLOCK: tl.constexpr,
+    tables, rows, starts, gradients, status, group_of_span, span_of_group, sums, num_tables, width, CODE, STEP, PIECES,
+    BLOCK,
 ):  # fmt: skip
     """Sum the listed spans of long rows, all pieces of a span in parallel."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -173,17 +173,16 @@ def _sum_spans_kernel(
         stop = tl.minimum(first + PIECE_SIZE, tl.load(starts + group + 1))
         table = table_of(tables, num_tables, tl.load(rows + group))
         dim = tl.zeros((PIECES,), tl.int32) + tl.load(field_at(tables, table, ROW_DIM)).to(tl.int32)
-        total = add_gradients(
-            tl.zeros((PIECES, BLOCK), tl.float32), first, stop, sources, scales, grad, dim, columns, max_gradient, CODE,
-            STEP, CLAMPED, 1,
-        )  # fmt: skip
+        total = tl.zeros((PIECES, BLOCK), tl.float32)
+        total = add_gradients(total, first, stop, gradients, dim, columns, CODE, STEP, 1)
         span_sum = sums + (tl.zeros((), tl.int64) + span) * width
-        tl.store(span_sum + columns, _add_in_pairs(total, PIECES, BLOCK))
+        tl.store(span_sum + columns, _add_in_pairs(total))
 
 
 @jit
-def add_spans(total, group, size, span_of_group, sums, columns, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+def add_spans(total, spans, group, size, columns, BLOCK, UNROLL):
     """Add to `total` `[ROWS, BLOCK]` the sums of spans of the groups `[ROWS]` with more than PIECE entries."""
+    span_of_group, sums = spans
     is_long = size > PIECE_SIZE
     num_spans = tl.where(is_long, tl.cdiv(size, SPAN_SIZE), 0)
     span = tl.load(span_of_group + group, mask=is_long, other=0).to(tl.int64)
@@ -195,19 +194,19 @@ def add_spans(total, group, size, span_of_group, sums, columns, BLOCK: tl.conste
 
 
 def locate_gradients(
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout, max_gradient: float, block: int, gradient_step: int, steps: Tensor, betas: Tensor | None,
+    batch: BatchGradient, max_gradient: float, block: int, gradient_step: int, steps: Tensor, betas: Tensor | None,
     advance: bool,
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor | None]:  # fmt: skip
+) -> tuple[tuple[Any, ...], tuple[Tensor, Tensor], Tensor, Tensor | None]:  # fmt: skip
     """Locate each entry's gradient, and sum long rows; `block` columns per row, dims divisible by `gradient_step`.
 
-    Returns (1) the arguments of `add_gradients` and `add_spans`: for each entry of `order` the offset (int64) and scale
-    of its gradient; the output's gradient in `bits_of` form; the first span of each long row's group; float32 sums of
-    spans; (2) int64 `[2]`, the number of spans and NO_BAD_ROW_VALUE; (3) with Adam's `betas`, float64 `[2]`, the next
-    step's bias corrections, float32 `[2]` for each of `steps`. With `advance` `steps` are incremented.
+    Returns `gradients` of `add_gradients`: for each entry of `order` the offset (int64) and scale of its gradient, the
+    output's gradient in `bits_of` form, and the clamp or None; two arguments of `add_spans`: the first span of each
+    long row's group, and float32 sums of spans; int64 `[2]`, the number of spans and NO_BAD_ROW_VALUE; with Adam's
+    `betas`, float64 `[2]`, the next step's bias corrections, float32 `[2]` for each of `steps`. With `advance` `steps`
+    are incremented.
     """
-    rows, starts, order, num_groups = groups
-    device, num_entries, num_tables = grad.device, rows.numel(), layout.tables.shape[0]
+    grad, offsets, sample_weights, groups, layout = batch
+    device, num_entries, num_tables = grad.device, groups[0].numel(), layout.tables.shape[0]
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
     weights = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
 
@@ -217,31 +216,24 @@ def locate_gradients(
     # Size the buffers without looking at data.
     num_values, max_spans = num_entries // layout.multiplicity, num_entries // (PIECE + 1)
     sources, scales = empty(num_entries, torch.int64), empty(num_entries, torch.float32)
-    group_of_span, span_of_group = empty(max_spans, torch.int32), empty(num_entries, torch.int32)
+    spans = empty(max_spans, torch.int32), empty(num_entries, torch.int32)
     bags, status = empty(num_values, torch.int32), empty(2, torch.int64)
     corrections = None if betas is None else empty(2 * steps.numel(), torch.float32)
     # Bags and corrections, then offsets, scales and the list of spans.
-    launch(
-        _find_bags_kernel, (cdiv(num_values, ENTRIES),), offsets, bags, status, steps, betas, corrections,
-        num_keys * batch_size, num_values, steps.numel(), ADVANCE=advance, BLOCK=ENTRIES,
-    )  # fmt: skip
-    launch(
-        _locate_kernel, (cdiv(num_entries, ENTRIES),), layout.tables, layout.lookups, layout.key_starts, offsets, bags,
-        weights, rows, starts, order, num_groups, sources, scales, status, group_of_span, span_of_group, batch_size,
-        num_tables, num_entries, layout.multiplicity, layout.width, POOLED=layout.pooled, WEIGHTED=weights is not None,
-        BLOCK=ENTRIES,
-    )  # fmt: skip
+    outputs, sizes = (bags, status, steps, betas, corrections), (num_keys * batch_size, num_values, steps.numel())
+    launch(_find_bags_kernel, (cdiv(num_values, ENTRIES),), offsets, *outputs, *sizes, ADVANCE=advance, BLOCK=ENTRIES)
+    args = layout.kernel_args, offsets, bags, weights, tuple(groups), sources, scales, status, *spans
+    options = {"POOLED": layout.pooled, "BLOCK": ENTRIES}
+    launch(_locate_kernel, (cdiv(num_entries, ENTRIES),), *args, batch_size, num_tables, num_entries, **options)
     # Sums of spans, by persistent programs.
-    gradients, sums = (sources, scales, bits_of(grad)), empty(max_spans * block, torch.float32)
-    columns = min(block, SPAN_COLUMNS)
+    gradients = sources, scales, bits_of(grad), max_gradient if max_gradient < torch.inf else None
+    sums, columns = empty(max_spans * block, torch.float32), min(block, SPAN_COLUMNS)
     num_warps = max(1, 2 * columns // lanes())  # 16 sums per lane, and as many gradients in flight
-    grid = (min(max_spans, num_programs(device, num_warps)), cdiv(block, columns))
-    launch(
-        _sum_spans_kernel, grid, layout.tables, rows, starts, *gradients, status, group_of_span, span_of_group, sums,
-        num_tables, max_gradient, block, CODE=CODES[grad.dtype], STEP=gradient_step, CLAMPED=max_gradient < torch.inf,
-        PIECES=SPAN // PIECE, BLOCK=columns, num_warps=num_warps,
-    )  # fmt: skip
-    return (*gradients, span_of_group, sums), status, corrections
+    grid = min(max_spans, num_programs(device, num_warps)), cdiv(block, columns)
+    inputs = layout.tables, *groups[:2], gradients, status, *spans
+    options = {"CODE": CODES[grad.dtype], "STEP": gradient_step, "PIECES": SPAN // PIECE, "BLOCK": columns}
+    launch(_sum_spans_kernel, grid, *inputs, sums, num_tables, block, num_warps=num_warps, **options)
+    return gradients, (spans[1], sums), status, corrections
 
 
 def warps_for(block: int) -> int:

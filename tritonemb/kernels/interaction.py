@@ -25,7 +25,7 @@ from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, r
 
 
 @jit
-def _rows(sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+def _rows(sparse, sample, first, block, F, D, ROWS, SIZE):
     """Load `[ROWS, SIZE]` of a sample's vectors from `x_first`, element `block` on; zeros for x_0 and x_F+1 on."""
     vector = first + tl.arange(0, ROWS)[:, None]
     column = block + tl.arange(0, SIZE)[None, :]
@@ -34,9 +34,7 @@ def _rows(sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: 
 
 
 @jit
-def _vectors(
-    dense, sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
-):
+def _vectors(dense, sparse, sample, first, block, F, D, ROWS, SIZE):
     """Load `[ROWS, SIZE]` as `_rows`, with x_0 in its row."""
     column = block + tl.arange(0, SIZE)[None, :]
     head = tl.load(dense + sample * D + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
@@ -45,11 +43,7 @@ def _vectors(
 
 
 @jit
-def _forward(
-    dense, sparse, out,
-    F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, DENSE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
+def _forward(dense, sparse, out, F, D, ROWS, SIZE, DENSE, PRECISION):
     """Multiply ROWS vectors of a sample with all its preceding vectors."""
     sample = tl.program_id(0).to(tl.int64)
     first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is only one tile
@@ -73,11 +67,7 @@ def _forward(
 
 
 @jit
-def _backward(
-    grad, dense, sparse, grad_dense, grad_sparse,
-    F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, PARTNERS: tl.constexpr, SIZE: tl.constexpr,
-    SEPARATE_DENSE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def _backward(grad, dense, sparse, grad_dense, grad_sparse, F, D, ROWS, PARTNERS, SIZE, SEPARATE_DENSE, PRECISION):
     """Compute the gradients of ROWS vectors of a sample, summed over PARTNERS vectors at a time.
 
     SEPARATE_DENSE: x_0 is not a row of the dots; its term is added separately.
@@ -128,10 +118,8 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
     if tiles["ROWS"] <= F:
         tiles["num_warps"] *= 2  # the dots have two distinct tiles, not one with itself
-    launch(
-        _forward, (dense.shape[0], cdiv(F + 1, tiles["ROWS"])), dense, sparse, out,
-        F=F, D=D, DENSE=next_power_of_2(D), **tiles,
-    )  # fmt: skip
+    grid = dense.shape[0], cdiv(F + 1, tiles["ROWS"])
+    launch(_forward, grid, dense, sparse, out, F=F, D=D, DENSE=next_power_of_2(D), **tiles)
     return out.to(dtype)
 
 
@@ -144,11 +132,9 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     rows = tiles["ROWS"]
     is_float32 = dense.dtype == torch.float32  # exact dots keep operands in registers: fewer rows, and x_0 separately
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
-    launch(
-        _backward, (dense.shape[0], cdiv(F + 1, rows)), grad, dense, sparse, grad_dense, grad_sparse,
-        F=F, D=D, PARTNERS=16 if is_float32 and rows == 64 else min(rows, 32),
-        SEPARATE_DENSE=is_float32 and rows > 16, **tiles,
-    )  # fmt: skip
+    args, grid = (grad, dense, sparse, grad_dense, grad_sparse), (dense.shape[0], cdiv(F + 1, rows))
+    tiles |= {"PARTNERS": 16 if is_float32 and rows == 64 else min(rows, 32)}
+    launch(_backward, grid, *args, F=F, D=D, SEPARATE_DENSE=is_float32 and rows > 16, **tiles)
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 
 

@@ -20,9 +20,7 @@ Bytes: `8 · N` of ids read and written.
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jagged import block_bucketize as block_bucketize_reference  # noqa: F401
-from tritonemb.kernels.cpu.jagged import drop_padding as drop_padding_reference  # noqa: F401
-from tritonemb.kernels.cpu.jagged import jagged_permute as jagged_permute_reference  # noqa: F401
+from tritonemb import errors
 from tritonemb.kernels.triton_utils import (
     BAD_ID,
     INTEGERS,
@@ -43,11 +41,10 @@ _TILE_VALUES = 64 if interpreting() else 1024  # per program; the interpreter so
 
 
 @jit(varying=["batch_size", "num_bags", "num_values", "num_out"])
-def _permute_kernel(
-    values, weights, offsets, order, starts, out_values, out_weights, out_offsets, batch_size, num_keys, num_bags,
-    num_values, num_out, TILE: tl.constexpr,
-):  # fmt: skip
+def _permute_kernel(batch, order, starts, out, batch_size, num_keys, num_bags, num_values, num_out, TILE):
     """Permute values, weights and offsets. `starts` int64 `[K' + 1]`: index of each key's first value in the result."""
+    values, weights, offsets = batch
+    out_values, out_weights, out_offsets = out
     # Index of a value: copy it from its source.
     index = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     total = tl.load(starts + num_keys)
@@ -73,11 +70,11 @@ def _permute_kernel(
 
 @jit(varying=["num_values", "num_bags", "batch_size", "num_tiles"])
 def _count_kernel(
-    values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys, batch_size,
-    num_owners, num_tiles, TILE: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
+    values, offsets, block_sizes, out, num_values, num_bags, num_keys, batch_size, num_owners, num_tiles, TILE, BINS
+):
     """Write for each value `owner * num_keys + key`; for each tile and owner the number of values, and the cumulative
     number over owners. Values in no bag go to an extra last owner. Also count the lengths of the result's bags."""
+    owner_keys, counts, sums, lengths = out
     # Bag, key and id of each value.
     tile = tl.program_id(0)
     position = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -102,11 +99,10 @@ def _count_kernel(
 
 
 @jit(varying=["num_values", "num_tiles"])
-def _scatter_kernel(
-    values, weights, block_sizes, owner_keys, ends, sums, out_values, out_weights, destinations, num_values, num_keys,
-    num_owners, num_tiles, TILE: tl.constexpr,
-):  # fmt: skip
+def _scatter_kernel(batch, block_sizes, owner_keys, ends, sums, out, num_values, num_keys, num_owners, num_tiles, TILE):
     """Move values and weights to their owners' buckets. `ends` int32: end of each owner's and tile's values."""
+    values, weights = batch
+    out_values, out_weights, destinations = out
     # Sort the tile by owner, stably: the offset is part of the key.
     tile = tl.program_id(0)
     offset = tl.arange(0, TILE)
@@ -133,7 +129,6 @@ def _scatter_kernel(
 def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.jagged.jagged_permute`; weights `[0]` if none."""
     values, offsets, order = values.contiguous(), offsets.contiguous(), order.contiguous()
     batch_size = _batch_size(offsets, num_keys)
     key_offsets = offsets[::batch_size] if batch_size else offsets.new_zeros(num_keys + 1)
@@ -141,18 +136,16 @@ def jagged_permute(
     num_bags = order.numel() * batch_size
     out_values, out_offsets = values.new_empty(num_values), offsets.new_empty(num_bags + 1)
     out_weights = values.new_empty(0) if weights is None else weights.new_empty(num_values)
-    launch(
-        _permute_kernel, (cdiv(max(num_values, num_bags + 1), _TILE_VALUES),),
-        values, _as_integers(weights), offsets, order, starts, out_values, _as_integers(out_weights), out_offsets,
-        max(1, batch_size), order.numel(), num_bags, values.numel(), num_values, TILE=_TILE_VALUES,
-    )  # fmt: skip
+    batch, out = (values, _as_integers(weights), offsets), (out_values, _as_integers(out_weights), out_offsets)
+    sizes = max(1, batch_size), order.numel(), num_bags, values.numel(), num_values
+    grid = (cdiv(max(num_values, num_bags + 1), _TILE_VALUES),)
+    launch(_permute_kernel, grid, batch, order, starts, out, *sizes, TILE=_TILE_VALUES)
     return out_values, out_offsets, out_weights
 
 
 def block_bucketize(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `ops.jagged.block_bucketize`; weights `[0]` if none."""
     values, offsets, block_sizes = values.contiguous(), offsets.contiguous(), block_sizes.contiguous()
     num_values, num_bags, num_keys = values.numel(), offsets.numel() - 1, max(1, block_sizes.numel())
     num_tiles = cdiv(num_values, _TILE_VALUES)
@@ -163,18 +156,13 @@ def block_bucketize(
     lengths = offsets.new_zeros(num_owners * num_bags)
     out_values = torch.empty_like(values)
     out_weights = values.new_empty(0) if weights is None else torch.empty_like(weights.contiguous())
-    launch(
-        _count_kernel, (num_tiles,),
-        values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys,
-        max(1, _batch_size(offsets, num_keys)), num_owners, num_tiles,
-        TILE=_TILE_VALUES, BINS=next_power_of_2(num_owners + 1),
-    )  # fmt: skip
+    inputs, out = (values, offsets, block_sizes), (owner_keys, counts, sums, lengths)
+    sizes = num_values, num_bags, num_keys, max(1, _batch_size(offsets, num_keys)), num_owners, num_tiles
+    launch(_count_kernel, (num_tiles,), *inputs, out, *sizes, TILE=_TILE_VALUES, BINS=next_power_of_2(num_owners + 1))
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    launch(
-        _scatter_kernel, (num_tiles,),
-        values, _as_integers(weights), block_sizes, owner_keys, ends, sums, out_values, _as_integers(out_weights),
-        destinations, num_values, num_keys, num_owners, num_tiles, TILE=_TILE_VALUES,
-    )  # fmt: skip
+    batch, moved = (values, _as_integers(weights)), (out_values, _as_integers(out_weights), destinations)
+    args = batch, block_sizes, owner_keys, ends, sums, moved, num_values, num_keys, num_owners
+    launch(_scatter_kernel, (num_tiles,), *args, num_tiles, TILE=_TILE_VALUES)
     return out_values, lengths, destinations, out_weights
 
 
@@ -191,9 +179,7 @@ NO_POSITION = tl.constexpr(2**62)
 
 
 @jit(varying=["padding", "num_rows", "num_values", "num_bags"])
-def _drop_padding_kernel(
-    values, offsets, out, lock, record, names, padding, num_rows, num_values, num_bags, BLOCK: tl.constexpr
-):
+def _drop_padding_kernel(values, offsets, out, errors, padding, num_rows, num_values, num_bags, BLOCK):
     position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = position < num_values
     value = tl.load(values + position, mask=valid, other=0)
@@ -201,7 +187,7 @@ def _drop_padding_kernel(
     bad_position = tl.min(tl.where(valid & ((value < 0) | (value >= num_rows)), position, NO_POSITION))
     if bad_position != NO_POSITION:
         bag = last_at_most(offsets, num_bags, bad_position)
-        report(lock, record, BAD_ID, names, bad_position, tl.load(values + bad_position), 0, 0, bag, num_rows)
+        report(errors, BAD_ID, (bad_position, tl.load(values + bad_position), 0, 0, bag, num_rows))
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
@@ -210,10 +196,56 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layo
     poll(device)
     values, offsets = values.contiguous(), offsets.contiguous()
     out = torch.empty_like(values)
-    launch(
-        _drop_padding_kernel, (cdiv(values.numel(), BLOCK),), values, offsets, out, *error_args(layout, device),
-        padding_idx, layout.num_rows, values.numel(), offsets.numel() - 1, BLOCK=BLOCK,
-    )  # fmt: skip
+    args = values, offsets, out, error_args(layout, device), padding_idx, layout.num_rows, values.numel()
+    launch(_drop_padding_kernel, (cdiv(values.numel(), BLOCK),), *args, offsets.numel() - 1, BLOCK=BLOCK)
     if device.type != "cuda":
         poll(device)
     return out
+
+
+def jagged_permute_reference(
+    values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `ops.jagged.jagged_permute`; weights `[0]` if none."""
+    batch_size = (offsets.numel() - 1) // max(1, num_keys)
+    ranges = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
+    lengths = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
+
+    def permute(tensor: Tensor) -> Tensor:
+        return torch.cat([*[tensor[begin:end] for begin, end in ranges], tensor.new_zeros(num_values)])[:num_values]
+
+    out_weights = values.new_empty(0) if weights is None else permute(weights)
+    return permute(values), segment_offsets(lengths).to(offsets.dtype), out_weights
+
+
+def block_bucketize_reference(
+    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `ops.jagged.block_bucketize`; weights `[0]` if none."""
+    num_bags, num_values = offsets.numel() - 1, values.numel()
+    position = torch.arange(num_values, device=values.device)
+    bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1
+    in_bag = bag < num_bags
+    bag = bag.clamp(0, max(0, num_bags - 1))
+    ids = values.to(torch.int64)
+    block_size = torch.ones_like(ids)
+    if num_bags:
+        block_size = block_sizes[bag // (num_bags // block_sizes.numel())].clamp(min=1)
+    owner = torch.div(ids, block_size, rounding_mode="floor")
+    local = torch.where(in_bag & (owner >= 0) & (owner < num_owners), ids - owner * block_size, ids).to(values.dtype)
+    owner = torch.where(in_bag, owner.clamp(0, num_owners - 1), num_owners)
+    lengths = torch.bincount((owner * num_bags + bag)[in_bag], minlength=num_owners * num_bags).to(offsets.dtype)
+    order = torch.argsort(owner, stable=True)
+    destinations = torch.empty_like(position, dtype=torch.int32)
+    destinations[order] = position.to(torch.int32)
+    return local[order], lengths, destinations, values.new_empty(0) if weights is None else weights[order]
+
+
+def drop_padding_reference(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
+    """Replace `padding_idx` by -1 in `values` `[N]` of one table. ValueError for an id out of range."""
+    if values.numel():
+        min_id, max_id = values.aminmax()
+        if min_id < 0 or max_id >= layout.num_rows:
+            is_bad = (values < 0) | (values >= layout.num_rows)
+            raise errors.invalid_id_error(int(is_bad.nonzero()[0]), values, offsets, layout)
+    return values.masked_fill(values == padding_idx, -1)

@@ -3,7 +3,7 @@
 Divisions and roots are IEEE's and sums over a row have one order, so both are bitwise identical.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from tritonemb import errors
 from tritonemb.kernels.cpu.optimizers import power
-from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_by_torch, tl
-from tritonemb.layout import DIM, FIRST_ROW, ROW_DIM, TABLE, Layout, TableRow, TensorList, unpack_names
+from tritonemb.kernels.triton_utils import jit, next_power_of_2, row_sum, tl
+from tritonemb.layout import (
+    DIM,
+    FIRST_ROW,
+    ROW_DIM,
+    TABLE,
+    BatchGradient,
+    FusedTables,
+    Layout,
+    TensorList,
+    unpack_names,
+)
 from tritonemb.memory import empty_result
 from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Custom, Hyperparameters, NonFinite, customs
 
@@ -32,9 +41,9 @@ NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = (tl.constexpr(mode) for mode 
 
 
 @jit
-def _norm(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _norm(x):
     """L2 norms `[ROWS]` of rows whose columns beyond their dim are zero."""
-    return tl.sqrt_rn(row_sum(x * x, ROWS, BLOCK))
+    return tl.sqrt_rn(row_sum(x * x))
 
 
 @jit
@@ -47,11 +56,11 @@ def _along_rows(value):
 
 
 @jit
-def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE):
     """Return Adam's next moments and its direction; with ROW_WISE `v` has one value per row."""
     m = tl.load(h + BETA1) * m + tl.load(h + ONE_MINUS_BETA1) * g
     if ROW_WISE:
-        v = tl.load(h + BETA2) * v + tl.load(h + ONE_MINUS_BETA2) * tl.div_rn(row_sum(g * g, ROWS, BLOCK), dim)
+        v = tl.load(h + BETA2) * v + tl.load(h + ONE_MINUS_BETA2) * tl.div_rn(row_sum(g * g), dim)
         root = (tl.sqrt_rn(tl.div_rn(v, tl.load(corrections + 1))) + tl.load(h + EPS))[:, None]
     else:
         v = tl.load(h + BETA2) * v + tl.load(h + ONE_MINUS_BETA2) * (g * g)
@@ -60,10 +69,7 @@ def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE: tl.constexpr, ROWS: tl.co
 
 
 @jit
-def step_rows(
-    w, state1, state2, g, dim, lr, h, corrections, KIND: tl.constexpr, DECAY: tl.constexpr, LIMITED: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def step_rows(w, state1, state2, g, dim, lr, h, corrections, KIND, DECAY, LIMITED):
     """Return rows `w` `[ROWS, BLOCK]` and their states, of that shape or `[ROWS]`, after one step.
 
     Columns beyond `dim` are zero. `h` points to `constants_of`, `corrections` to 1 - beta1^t and 1 - beta2^t, float32
@@ -80,13 +86,13 @@ def step_rows(
     elif KIND == ASSIGN or KIND == PLACE:
         w = g
     elif KIND == ROW_WISE_ADAGRAD:
-        state1 = state1 + tl.div_rn(row_sum(g * g, ROWS, BLOCK), dim)
+        state1 = state1 + tl.div_rn(row_sum(g * g), dim)
         w = w - tl.div_rn(lr, tl.sqrt_rn(state1) + tl.load(h + EPS))[:, None] * g
     elif KIND == ADAGRAD:
         state1 = state1 + g * g
         w = w - tl.div_rn(lr * g, tl.sqrt_rn(state1) + tl.load(h + EPS))
     elif KIND == LARS_SGD:
-        weight_norm, norm = _norm(w, ROWS, BLOCK), _norm(g, ROWS, BLOCK)
+        weight_norm, norm = _norm(w), _norm(g)
         divisor = norm
         if DECAY == RATIO_DECAY:
             divisor = norm + tl.load(h + WEIGHT_DECAY) * weight_norm
@@ -112,11 +118,11 @@ def step_rows(
         )
     else:
         ROW_WISE: tl.constexpr = KIND == PARTIAL_ROW_WISE_ADAM or KIND == PARTIAL_ROW_WISE_LAMB
-        state1, state2, direction = _adam_rows(state1, state2, g, dim, h, corrections, ROW_WISE, ROWS, BLOCK)
+        state1, state2, direction = _adam_rows(state1, state2, g, dim, h, corrections, ROW_WISE)
         if KIND == LAMB or KIND == PARTIAL_ROW_WISE_LAMB:
             if DECAY == RATIO_DECAY:
                 direction = direction + tl.load(h + WEIGHT_DECAY) * w
-            weight_norm, norm = _norm(w, ROWS, BLOCK), _norm(direction, ROWS, BLOCK)
+            weight_norm, norm = _norm(w), _norm(direction)
             is_positive = (weight_norm > 0) & (norm > 0)
             ratio = tl.where(is_positive, tl.div_rn(weight_norm, tl.where(is_positive, norm, 1.0)), 1.0)
             w = w - (lr * ratio)[:, None] * direction
@@ -124,7 +130,7 @@ def step_rows(
             w = w - lr * direction
     # Scale rows down to max_norm.
     if LIMITED:
-        w_norm = _norm(w, ROWS, BLOCK)
+        w_norm = _norm(w)
         scale = tl.where(
             w_norm > tl.load(h + MAX_NORM), tl.div_rn(tl.load(h + MAX_NORM), tl.where(w_norm > 0, w_norm, 1.0)), 1.0
         )
@@ -135,46 +141,6 @@ def step_rows(
 def constants_of(h: Hyperparameters) -> list[float]:
     """Return an optimizer's constants as kernels read them: its hyperparameters, 1 - beta1 and 1 - beta2."""
     return [*h, 1 - h.beta1, 1 - h.beta2]
-
-
-def apply_sums_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    optimizer: str, h: Hyperparameters, rows: Sequence[Tensor], gradients: Sequence[Tensor], layout: Layout,
-    narrow: Callable[[Tensor, Tensor, TableRow, Tensor, int], Tensor],
-) -> None:  # fmt: skip
-    """Step each table's distinct `rows` `[R]` by their summed `gradients` `[R, dim]`, in the gradients' dtype.
-
-    `narrow(new rows, weight, table, rows, step)` converts rows to the weight's dtype. Raises before any change.
-    """
-    # Check all gradients.
-    finite_masks = [gradient.isfinite().all(1) for gradient in gradients]
-    on_nonfinite = NONFINITE_MODES[int(h.on_nonfinite)]
-    tables = [TableRow(*fields) for fields in layout.tables.tolist()]
-    for table, table_rows, is_finite in zip(tables, rows, finite_masks, strict=True):
-        if on_nonfinite == "raise" and not bool(is_finite.all()):
-            raise errors.nonfinite_gradient_error(table.first_row + int(table_rows[~is_finite][0]), layout)
-    # Compute all updates.
-    steps = (step + 1).expand(len(weights)).tolist()
-    names, updates = unpack_names(layout.table_names), []
-    for index, (weight, table_rows, gradient) in enumerate(zip(weights, rows, gradients, strict=True)):
-        if on_nonfinite == "skip":
-            table_rows, gradient = table_rows[finite_masks[index]], gradient[finite_masks[index]]
-        table_states = states[index :: len(weights)]
-        new_states = [state.view(state.shape[0], -1)[table_rows].to(gradient.dtype) for state in table_states]
-        row, rate = weight[table_rows].to(gradient.dtype), learning_rate.to(gradient.dtype)
-        updated = step_by_torch(optimizer, row, new_states, gradient, rate, steps[index], h, table=names[index])
-        updates.append((weight, table_rows, table_states, *updated))
-    # Count, warn and write.
-    step += 1
-    if on_nonfinite == "skip":
-        skipped += torch.stack([(~is_finite).sum() for is_finite in finite_masks])
-        for name, is_finite in zip(names, finite_masks, strict=True):
-            if not bool(is_finite.all()):
-                errors.warn_of_skipped_rows(name)
-    for index, (weight, table_rows, table_states, row, new_states) in enumerate(updates):
-        weight[table_rows] = narrow(row, weight, tables[index], table_rows, steps[index])
-        for state, new_state in zip(table_states, new_states, strict=True):
-            state.view(state.shape[0], -1)[table_rows] = new_state.to(state.dtype)
 
 
 def step_by_torch(
@@ -265,17 +231,16 @@ def _step_by_user(
 
 def update_by_user_(
     row_update_: Callable[..., None], embedding_bag: Callable[..., Tensor], elements_per_call: int | None,
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+    fused: FusedTables, batch: BatchGradient,
 ) -> None:  # fmt: skip
     """Apply a `Custom` optimizer: sum gradients, look up rows, call its function, and write once all calls are done.
 
     `elements_per_call`: rows times dim of a call of the function on the CPU; None on a GPU, whose host does not know
     the number of rows: one call per dim, for all `N` entries of `rows`.
     """
-    h, (rows, _, _, num_groups), num_tables = Hyperparameters(*hyperparameters), groups, len(weights)
-    rows = rows if elements_per_call is None else rows[: int(num_groups)]
+    weights, states, step, skipped, learning_rate, optimizer, hyperparameters = fused
+    (grad, _, _, (rows, _, _, num_groups), layout), num_tables = batch, len(weights)
+    h, rows = Hyperparameters(*hyperparameters), rows if elements_per_call is None else rows[: int(num_groups)]
     if not (size := rows.numel()):
         step += 1
         return
@@ -297,15 +262,16 @@ def update_by_user_(
     for dim_sums in sums.values() if elements_per_call is None else ():
         dim_sums.fill_(torch.inf)
     next_step, next_skipped = step.clone(), skipped.clone()
-    row_update_(
-        [sums[dim] for dim in dims], [], next_step, next_skipped, learning_rate, grad, offsets, sample_weights, "place",
-        Hyperparameters(max_gradient=h.max_gradient, on_nonfinite=h.on_nonfinite), groups, layout,
-    )  # fmt: skip
+    place = Hyperparameters(max_gradient=h.max_gradient, on_nonfinite=h.on_nonfinite)
+    targets = [sums[dim] for dim in dims]
+    row_update_(FusedTables(targets, [], next_step, next_skipped, learning_rate, "place", place), batch)
 
     def look_up(begin: int, end: int, dim: int) -> list[Tensor]:
-        batch = ids[begin:end], table_offsets.clamp(begin, end) - begin, None
+        ids_and_offsets = ids[begin:end], table_offsets.clamp(begin, end) - begin, None
         row_layouts = [row_layout._replace(width=min(dim, row_layout.width)) for row_layout in layouts]
-        return [embedding_bag(family, *batch, at, False) for family, at in zip(families, row_layouts, strict=True)]
+        return [
+            embedding_bag(family, *ids_and_offsets, at, False) for family, at in zip(families, row_layouts, strict=True)
+        ]
 
     # Calls (begin, end, first table): one per dim, or blocks of rows of tables with one dim and step.
     if elements_per_call is None:
@@ -334,12 +300,14 @@ def update_by_user_(
             target.copy_(values if update_mask is None else values.where(update_mask, old_values))
 
     # Write all rows, or none if the sums were refused (the step did not advance).
-    num_written, rounding = torch.where((next_step > step).any(), num_groups, 0), h.stochastic_rounding
+    groups = rows, indices, indices[:-1], torch.where((next_step > step).any(), num_groups, 0)
+    assign = Hyperparameters(stochastic_rounding=h.stochastic_rounding)
     for family, values, row_layout in zip(families, results, layouts, strict=True):
+        counters = step.clone(), skipped.clone()
         row_update_(
-            family, [], step.clone(), skipped.clone(), learning_rate, values, table_offsets, None, "assign",
-            Hyperparameters(stochastic_rounding=rounding), (rows, indices, indices[:-1], num_written), row_layout,
-        )  # fmt: skip
+            FusedTables(family, [], *counters, learning_rate, "assign", assign),
+            BatchGradient(values, table_offsets, None, groups, row_layout),
+        )
     step.copy_(next_step)
     skipped.copy_(next_skipped)
 
@@ -356,6 +324,14 @@ def _layout_of_rows(layout: Layout, width: int) -> Layout:
 def _sqrt(x: Tensor) -> Tensor:
     """Return the correctly rounded root: torch's float32 root may be off by a unit in the last place."""
     return x.double().sqrt().to(x.dtype)
+
+
+def row_sum_by_torch(x: Tensor) -> Tensor:
+    """Sum over the last dimension in the order of `row_sum`: `[..., D]` to `[..., 1]`."""
+    x = torch.nn.functional.pad(x, (0, next_power_of_2(x.shape[-1]) - x.shape[-1]))
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
 
 
 def _norm_by_torch(x: Tensor) -> Tensor:

@@ -86,12 +86,11 @@ def make_packing(parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: 
             pieces.append([*lengths, start // code_bytes, first_code, row_bytes // code_bytes, parameters])
             first_code += num_columns
         part_bytes.append(row_bytes)
-    return Packing(
-        torch.tensor(pieces, dtype=torch.int64, device=device).reshape(-1, 7), codec, width, tuple(part_bytes),
-        max([1, *[piece[CODES] for piece in pieces]]),
-        math.gcd(16, *(number for piece in pieces for number in piece[:PARAMETERS])),
-        sorted(column for p in pieces for column in range(p[COLUMN], p[COLUMN] + p[WIDTH])) == list(range(width)),
-    )  # fmt: skip
+    fields = torch.tensor(pieces, dtype=torch.int64, device=device).reshape(-1, 7)
+    widest = max([1, *[piece[CODES] for piece in pieces]])
+    vector = math.gcd(16, *(number for piece in pieces for number in piece[:PARAMETERS]))
+    columns = sorted(column for p in pieces for column in range(p[COLUMN], p[COLUMN] + p[WIDTH]))
+    return Packing(fields, codec, width, tuple(part_bytes), widest, vector, complete=columns == [*range(width)])
 
 
 def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -16,6 +16,7 @@ Bytes: `4 · R · D` written, `8 · R` read with ids. CPUs are bound by the gene
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from tritonemb.kernels.triton_utils import (
     next_power_of_2,
     on_device,
     pointer_to,
-    pointers_to,
     tl,
 )
 from tritonemb.layout import ELEMENTS_PER_COUNTER, nonzero
@@ -50,7 +50,7 @@ def _words(seed, counter, row, step):
 
 
 @jit
-def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def random16(seed, row, column, step, BLOCK):
     """Return int32 `[ROWS, BLOCK]` in [0, 2^16): noise of BLOCK ≥ 8 elements of rows `row` from columns `column` on.
 
     `row` and `column` are int64 `[ROWS]`, columns multiples of 8; `step` is a scalar, or `[ROWS]`.
@@ -64,7 +64,7 @@ def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
-def narrow_stochastic(values, noise, CODE: tl.constexpr):
+def narrow_stochastic(values, noise, CODE):
     """Round float32 to bfloat16 bits (int16) or float16 stochastically, as `narrow_stochastic_by_torch`."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -144,16 +144,15 @@ _ELEMENTS = 1024  # per program: addresses of each row take registers; with more
 
 @jit(varying=["num_rows", "first_row", "first_column"])
 def _initialize_kernel(
-    weights, states, dims, seeds, scales, num_tables, ids, rows, tables, num_rows, first_row, first_column,
-    STATES: tl.constexpr, PER_ELEMENT: tl.constexpr, CODE: tl.constexpr, ALIGN: tl.constexpr, HAS_IDS: tl.constexpr,
-    HAS_ROWS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    weights, states, dims, seeds, scales, num_tables, ids, rows, tables, num_rows, first_row, first_column, CODE, ALIGN,
+    ROWS, BLOCK, STATES, PER_ELEMENT,
 ):  # fmt: skip
-    """Initialize ROWS rows, BLOCK columns: with values of `ids` (HAS_IDS), at `rows` of `tables` (HAS_ROWS)."""
+    """Initialize ROWS rows, BLOCK columns: with values of `ids`, at `rows` of `tables`."""
     index = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     valid, row, table, id = index < num_rows, index, (index * 0).to(tl.int32), first_row + index
-    if HAS_IDS:
+    if ids is not None:
         id = tl.load(ids + index, mask=valid, other=0)
-    if HAS_ROWS:
+    if rows is not None:
         row = tl.load(rows + index, mask=valid, other=-1)
         valid = row >= 0
         table = tl.load(tables + index, mask=valid, other=0)
@@ -182,41 +181,25 @@ def initialize_rows_(
     origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """Launch once per dtype. Arguments as in the reference."""
-    device, per_element = weights[0].device, sum((s.dim() > 1) << n for n, s in enumerate(states[:: len(weights)]))
-    dims_and_seeds = [weight.shape[1] for weight in weights], [seed for seed, _ in initial]
+    device, num_states = weights[0].device, len(states) // len(weights)
+    per_element = sum((state.dim() > 1) << n for n, state in enumerate(states[:: len(weights)]))
+    numbers = (
+        [*map(Tensor.data_ptr, states)] or [0],
+        [weight.shape[1] for weight in weights],
+        [seed for seed, _ in initial],
+    )
     scales = on_device([bound * UNIT for _, bound in initial], device, torch.float32)
     num_rows = next((values.numel() for values in (rows, ids) if values is not None), weights[0].shape[0])
-    index_tensors = [weights[0] if values is None else values.contiguous() for values in (ids, rows, tables)]
+    index_tensors = [None if values is None else values.contiguous() for values in (ids, rows, tables)]
     for group in by_dtype(weights):
         num_columns = group.max_dim + origin[1] % UNIFORMS_PER_COUNTER
         block = min(next_power_of_2(max(num_columns, 16)), 1024)
         tile = max(1, _ELEMENTS // block)
-        launch(
-            _initialize_kernel, (cdiv(num_rows, tile), cdiv(num_columns, block)), on_device(group.addresses, device),
-            on_device(pointers_to(states) or (0,), device), *(on_device(values, device) for values in dims_and_seeds),
-            scales, len(weights), *index_tensors, num_rows, *origin, STATES=len(states) // len(weights),
-            PER_ELEMENT=per_element, CODE=CODES[group.dtype], ALIGN=group.row_alignment, HAS_IDS=ids is not None,
-            HAS_ROWS=rows is not None, ROWS=tile, BLOCK=block,
-        )  # fmt: skip
-
-
-def initialize_rows_reference_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]],
-    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
-    origin: tuple[int, int] = (0, 0),
-) -> None:  # fmt: skip
-    """Initialize rows of several tables with random values, and their states with zeros.
-
-    Args:
-        weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
-        states: the first state of each table, then the second; float32.
-        initial: seed, of 63 bits, and bound of each table.
-        ids: int64 `[U]`, ids that determine the values; by default consecutive rows from the origin's row on.
-        rows, tables: int64 and int32 `[U]`, rows to initialize; negative rows are skipped. By default all rows of one
-            float32 table.
-        origin: first row and column of this shard in the unsharded table.
-    """
-    initialize_by(_draw_by_torch, weights, states, initial, ids, rows, tables, origin)
+        grid = cdiv(num_rows, tile), cdiv(num_columns, block)
+        args = *(on_device(values, device) for values in (group.addresses, *numbers)), scales, len(weights)
+        options = {"CODE": CODES[group.dtype], "ALIGN": group.row_alignment, "ROWS": tile, "BLOCK": block}
+        options |= {"STATES": num_states, "PER_ELEMENT": per_element}
+        launch(_initialize_kernel, grid, *args, *index_tensors, num_rows, *origin, **options)
 
 
 def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
@@ -234,7 +217,18 @@ def initialize_by(
     initial: Sequence[tuple[int, float]], ids: Tensor | None = None, rows: Tensor | None = None,
     tables: Tensor | None = None, origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
-    """Initialize rows as `initialize_rows_`; `draw` fills in float32 values of one table."""
+    """Initialize rows of several tables with random values, and their states with zeros.
+
+    Args:
+        draw: function that fills in float32 values of one table.
+        weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
+        states: the first state of each table, then the second; float32.
+        initial: seed, of 63 bits, and bound of each table.
+        ids: int64 `[U]`, ids that determine the values; by default consecutive rows from the origin's row on.
+        rows, tables: int64 and int32 `[U]`, rows to initialize; negative rows are skipped. By default all rows of one
+            float32 table.
+        origin: first row and column of this shard in the unsharded table.
+    """
     if ids is None or rows is None or tables is None:
         draw(weights[0], *initial[0], origin, ids)
         return
@@ -245,3 +239,7 @@ def initialize_by(
         weight.index_copy_(0, table_rows, values.to(weight.dtype))
         for state in states[index :: len(weights)]:
             state.index_fill_(0, table_rows, 0.0)
+
+
+def initialize_rows_reference_(*args: Any, **options: Any) -> None:
+    initialize_by(_draw_by_torch, *args, **options)

@@ -48,7 +48,7 @@ from tritonemb.kernels.triton_utils import (
     table_of,
     tl,
 )
-from tritonemb.layout import NO_ROW, mix64
+from tritonemb.layout import NO_ROW, CacheDirectory, mix64
 
 WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
 TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
@@ -69,7 +69,7 @@ def _set_of(row, num_sets):
 
 
 @jit
-def _directory_pointers(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.constexpr):
+def _directory_pointers(directory, num_tables, table, mask, PART, ALIGN):
     """Return pointers to the tags, uses or pins of each table."""
     address = tl.load(directory + PART * num_tables + table, mask=mask, other=0)
     pointer = address.to(tl.pointer_type(tl.int32 if PART == PINS else tl.int64))
@@ -77,10 +77,7 @@ def _directory_pointers(directory, num_tables, table, mask, PART: tl.constexpr, 
 
 
 @jit(varying=["num_rows"])
-def _look_up_kernel(
-    directory, tables, num_sets, rows, now, slots, num_tables, num_rows, LFU: tl.constexpr, ALIGN: tl.constexpr,
-    ROWS: tl.constexpr,
-):  # fmt: skip
+def _look_up_kernel(directory, tables, num_sets, rows, now, slots, num_tables, num_rows, LFU, ALIGN, ROWS):
     """Look up ROWS rows: write their slots, -1 for misses; pin the slots of hits, and update their use."""
     # Table and set of each row.
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -112,9 +109,7 @@ def _look_up_kernel(
 
 
 @jit(varying=["num_rows"])
-def _miss_kernel(
-    tables, num_sets, set_ends, rows, slots, keys, evicted, num_tables, no_set, num_rows, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _miss_kernel(tables, num_sets, set_ends, rows, slots, keys, evicted, num_tables, no_set, num_rows, BLOCK):
     """Write sort keys: a miss's set, numbered over all tables; `no_set` for rows that need no slot."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = group < num_rows
@@ -130,9 +125,8 @@ def _miss_kernel(
 
 @jit(varying=["num_rows"])
 def _allocate_kernel(
-    directory, tables, num_sets, rows, keys, misses, now, slots, evicted, num_tables, no_set, num_rows,
-    LFU: tl.constexpr, ALIGN: tl.constexpr, SETS: tl.constexpr,
-):  # fmt: skip
+    directory, tables, num_sets, rows, keys, misses, now, slots, evicted, num_tables, no_set, num_rows, LFU, ALIGN, SETS
+):
     """Assign slots to misses sorted by set: `keys` are their sets, `misses` their indices into `rows`."""
     start = tl.program_id(0).to(tl.int64) * SETS
     if tl.load(keys + start) < no_set:  # misses are sorted before all other rows
@@ -187,7 +181,7 @@ def _allocate_kernel(
 
 
 @jit(varying=["num_entries"])
-def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLOCK: tl.constexpr):
+def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLOCK):
     """Write the slot of each entry's group to the entry's position."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     groups = tl.load(num_groups).to(tl.int32)
@@ -198,7 +192,7 @@ def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLO
 
 
 @jit
-def _rows(address, pitch, row, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+def _rows(address, pitch, row, UNIT, ALIGN):
     """Return pointers to the first unit of rows `[ROWS]`."""
     pointers = address + row * pitch
     narrow: tl.constexpr = tl.int16 if UNIT == 2 else tl.int8
@@ -207,7 +201,7 @@ def _rows(address, pitch, row, UNIT: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @jit
-def _copy(pair, to_row, from_row, is_moved, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+def _copy(pair, to_row, from_row, is_moved, UNIT, ALIGN, BLOCK):
     target = _rows(tl.load(pair + TO), tl.load(pair + TO_PITCH), to_row, UNIT, ALIGN)
     source = _rows(tl.load(pair + FROM), tl.load(pair + FROM_PITCH), from_row, UNIT, ALIGN)
     # The units per row are a multiple of those that a lane loads at once.
@@ -219,10 +213,7 @@ def _copy(pair, to_row, from_row, is_moved, UNIT: tl.constexpr, ALIGN: tl.conste
 
 
 @jit(varying=["num_moves", "num_tiles"])
-def _move_kernel(
-    pairs, to_rows, from_rows, num_moves, num_tiles, UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    WIDE_BLOCK: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+def _move_kernel(pairs, to_rows, from_rows, num_moves, num_tiles, UNIT, BLOCK, WIDE_BLOCK, ALIGN, ROWS):
     """Copy tile `program_id % num_tiles` of pair `program_id // num_tiles`. UNIT or WIDE_BLOCK 0: no such pair."""
     program = tl.program_id(0)
     pair = pairs + program // num_tiles * PAIR_SIZE
@@ -243,46 +234,36 @@ def _move_kernel(
             _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
 
 
-def _directory(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], device: torch.device
-) -> tuple[Tensor, int]:
-    """Return the addresses int64 `[3 · T]` of the directory's tensors, and their common alignment, up to 16."""
-    pointers = [tensor.data_ptr() for tensor in (*tags, *used, *pins)]
-    return on_device(pointers, device), math.gcd(16, *pointers)
+def _directory_args(directory: CacheDirectory) -> tuple[Tensor, int]:
+    """Return the addresses int64 `[3 · T]` of tags, uses and pins, and their common alignment, up to 16."""
+    pointers = [tensor.data_ptr() for tensor in (*directory.tags, *directory.used, *directory.pins)]
+    return on_device(pointers, directory.tables.device), math.gcd(16, *pointers)
 
 
-def row_cache_look_up_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
-    num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
+def row_cache_look_up_(directory: CacheDirectory, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up in one launch. Arguments and result as in the reference."""
     slots, num_rows = torch.empty_like(rows), rows.numel()
-    directory, align = _directory(tags, used, pins, rows.device)
-    launch(
-        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), directory, tables, num_sets, rows, now, slots, len(tags),
-        num_rows, LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
-    )  # fmt: skip
+    addresses, align = _directory_args(directory)
+    args = addresses, directory.tables, directory.num_sets, rows, now, slots, len(directory.tags), num_rows
+    options = {"LFU": policy == "lfu", "ALIGN": align, "ROWS": LOOK_UP_ROWS}
+    launch(_look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), *args, num_warps=2, **options)
     return slots
 
 
-def row_cache_allocate_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
+def row_cache_allocate_(directory: CacheDirectory, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
     """Allocate by two launches and a sort; no host synchronization. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
-    no_set = sum(tensor.numel() // layout.WAYS for tensor in tags)  # at least as many as there are sets
+    tables, num_sets = directory.tables, directory.num_sets
+    no_set = sum(tensor.numel() // layout.WAYS for tensor in directory.tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
-    launch(
-        _miss_kernel, (cdiv(num_rows, BLOCK),), tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, keys,
-        evicted, len(tags), no_set, num_rows, BLOCK=BLOCK,
-    )  # fmt: skip
+    sizes = len(directory.tags), no_set, num_rows
+    args = tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, keys, evicted
+    launch(_miss_kernel, (cdiv(num_rows, BLOCK),), *args, *sizes, BLOCK=BLOCK)
     keys, misses = torch.sort(keys, stable=True)
-    directory, align = _directory(tags, used, pins, device)
-    launch(
-        _allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),), directory, tables, num_sets, rows, keys, misses, now, slots,
-        evicted, len(tags), no_set, num_rows, LFU=policy == "lfu", ALIGN=align, SETS=ALLOCATE_SETS, num_warps=1,
-    )  # fmt: skip
+    addresses, align = _directory_args(directory)
+    sorted_misses = addresses, tables, num_sets, rows, keys, misses, now
+    options = {"LFU": policy == "lfu", "ALIGN": align, "SETS": ALLOCATE_SETS, "num_warps": 1}
+    launch(_allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),), *sorted_misses, slots, evicted, *sizes, **options)
     return evicted
 
 
@@ -322,11 +303,9 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     num_tiles = cdiv(num_moves, rows)
     fields = [number for pair, unit in pair_units for number in (*pair, int(unit == WIDE_BYTES))]
-    launch(
-        _move_kernel, (num_tiles * len(pairs),), on_device(fields, to_rows.device), to_rows, from_rows, num_moves,
-        num_tiles,
-        UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide_bytes else 8, ROWS=rows,
-    )  # fmt: skip
+    args = on_device(fields, to_rows.device), to_rows, from_rows, num_moves, num_tiles
+    options = {"UNIT": unit, "BLOCK": blocks[0], "WIDE_BLOCK": blocks[1], "ALIGN": WIDE_BYTES if wide_bytes else 8}
+    launch(_move_kernel, (num_tiles * len(pairs),), *args, ROWS=rows, **options)
 
 
 def set_of(rows: Tensor, num_sets: int) -> Tensor:
@@ -342,12 +321,9 @@ def _groups_of_table(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, 
     return groups, rows[groups] - first
 
 
-def row_cache_look_up_reference_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
-    num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
+def row_cache_look_up_reference_(directory: CacheDirectory, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
-    slots = torch.full_like(rows, -1)
+    slots, (tags, used, pins, tables, num_sets) = torch.full_like(rows, -1), directory
     for table, sets in enumerate(num_sets.tolist()):
         groups, table_rows = _groups_of_table(rows, tables, table)
         if sets == 0:
@@ -364,14 +340,13 @@ def row_cache_look_up_reference_(
 
 
 def row_cache_allocate_reference_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
+    directory: CacheDirectory, rows: Tensor, slots: Tensor, now: Tensor, policy: str
+) -> Tensor:
     """Allocate row by row, in ascending order. Arguments and result as of `ops.row_cache.row_cache_allocate_`.
 
     The use of a newly cached row is `now` ("lru") or 1 ("lfu").
     """
-    evicted = torch.full_like(rows, -1)
+    evicted, (tags, used, pins, tables, num_sets) = torch.full_like(rows, -1), directory
     for table, sets in enumerate(num_sets.tolist()):
         if sets == 0:
             continue

@@ -26,11 +26,9 @@ SCANNED_BLOCKS = 2048  # from here on scan the counts: with as many, programs th
 
 
 @jit(varying=["batch_size", "num_entries"])
-def _linear_rows_kernel(
-    tables, lookups, key_starts, values, offsets, keys, total_rows, batch_size, num_keys, num_entries, multiplicity,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def _linear_rows_kernel(layout, values, offsets, keys, total_rows, batch_size, num_keys, num_entries, BLOCK):
     """Write the linear row of each entry `position · multiplicity + lookup_slot`, or the number of rows without one."""
+    tables, lookups, key_starts, multiplicity, _ = layout
     # Key and lookup of each entry.
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = entry < num_entries
@@ -49,7 +47,7 @@ def _linear_rows_kernel(
 
 
 @jit(varying=["num_entries"])
-def _count_kernel(keys, counts, total_rows, num_entries, BLOCK: tl.constexpr):
+def _count_kernel(keys, counts, total_rows, num_entries, BLOCK):
     """Count for each block the rows that begin in it, times 2^32, plus its entries with a row."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + entry, mask=entry < num_entries, other=total_rows)
@@ -61,13 +59,13 @@ def _count_kernel(keys, counts, total_rows, num_entries, BLOCK: tl.constexpr):
 
 @jit(varying=["num_entries", "num_blocks"])
 def _segment_kernel(
-    keys, sorted_entries, counts, rows, starts, order, num_groups, total_rows, num_entries, num_blocks, multiplicity,
-    SCANNED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    keys, sorted_entries, counts, groups, total_rows, num_entries, num_blocks, multiplicity, SCANNED, BLOCK
+):
     """Write each distinct row, its start, and the positions of its segment; pad all three.
 
     Unless `counts` are cumulative (SCANNED), each program sums those of all blocks, so that no program waits.
     """
+    rows, starts, order, num_groups = groups
     # A lane has every 128th entry: with contiguous ones, lanes exchange what they store by group, at 25 more registers.
     program, offset = tl.program_id(0), tl.max_contiguous(tl.arange(0, BLOCK), 1)
     begin = program.to(tl.int64) * BLOCK
@@ -118,20 +116,17 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     # Linear rows, in 32 bits if they fit; sort; segments.
     keys = torch.empty(num_entries, dtype=torch.int32 if total_rows < 2**31 else torch.int64, device=device)
     grid = (cdiv(num_entries, BLOCK),)
-    launch(
-        _linear_rows_kernel, grid, layout.tables, layout.lookups, layout.key_starts, values, offsets, keys, total_rows,
-        batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
-    )  # fmt: skip
+    args = layout.kernel_args, values, offsets, keys, total_rows, batch_size, num_keys, num_entries
+    launch(_linear_rows_kernel, grid, *args, BLOCK=BLOCK)
     keys, entries = torch.sort(keys, stable=True)
     counts = torch.empty(grid, dtype=torch.int64, device=device)
     launch(_count_kernel, grid, keys, counts, total_rows, num_entries, BLOCK=BLOCK)
     is_scanned = grid[0] >= SCANNED_BLOCKS
     counts = counts.cumsum(0) if is_scanned else counts
-    launch(
-        _segment_kernel, grid, keys, entries, counts, rows, starts, order, num_groups, total_rows, num_entries, *grid,
-        layout.multiplicity, SCANNED=is_scanned, BLOCK=BLOCK,
-    )  # fmt: skip
-    return rows, starts, order, num_groups
+    groups = rows, starts, order, num_groups
+    sizes = total_rows, num_entries, *grid, layout.multiplicity
+    launch(_segment_kernel, grid, keys, entries, counts, groups, *sizes, SCANNED=is_scanned, BLOCK=BLOCK)
+    return groups
 
 
 def row_groups_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -55,7 +55,6 @@ from tritonemb.kernels.triton_utils import (
     num_programs,
     on_device,
     pointer_to,
-    pointers_to,
     poll,
     report,
     row_id,
@@ -63,7 +62,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import TABLE_SIZE, Layout, TableRow, cached_fact
+from tritonemb.layout import TABLE_SIZE, BatchGradient, FusedTables, TableRow, cached_fact
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, Optimizer
 
 RAISE = NONFINITE_MODES.index("raise")
@@ -71,7 +70,7 @@ NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
 
 
 @jit
-def _load_state(address, row, offset, mask, dim, KIND: tl.constexpr, ALIGN: tl.constexpr):
+def _load_state(address, row, offset, mask, dim, KIND, ALIGN):
     """Load rows of a state, `[ROWS, BLOCK]`, or `[ROWS]` for one value per row; zeros without a state."""
     if KIND == ELEMENT_STATE:
         return tl.load(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, mask=mask, other=0.0)
@@ -82,7 +81,7 @@ def _load_state(address, row, offset, mask, dim, KIND: tl.constexpr, ALIGN: tl.c
 
 
 @jit
-def _store_state(address, row, offset, mask, dim, state, KIND: tl.constexpr, ALIGN: tl.constexpr):
+def _store_state(address, row, offset, mask, dim, state, KIND, ALIGN):
     if KIND == ELEMENT_STATE:
         tl.store(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, state, mask=mask, cache_modifier=".cs")
     elif KIND == ROW_STATE:
@@ -91,13 +90,9 @@ def _store_state(address, row, offset, mask, dim, state, KIND: tl.constexpr, ALI
 
 @jit
 def _update_kernel(
-    addresses, addresses1, addresses2, tables, rows, starts, num_groups, sources, scales, grad, span_of_group, sums,
-    learning_rate, step, corrections, constants, skipped, status, lock, record, names, num_tables, max_gradient,
-    CODE: tl.constexpr, GRAD_CODE: tl.constexpr, KIND: tl.constexpr, STATE1: tl.constexpr, STATE2: tl.constexpr,
-    DECAY: tl.constexpr, CLAMPED: tl.constexpr, LIMITED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    NONFINITE: tl.constexpr, CHECK_ONLY: tl.constexpr, TABLE_STEPS: tl.constexpr, ALIGN: tl.constexpr,
-    STATE_ALIGN: tl.constexpr, STEP: tl.constexpr, GRAD_STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-    UNROLL: tl.constexpr,
+    addresses, tables, groups, gradients, spans, optimizer, skipped, status, errors, num_tables, CODE, GRAD_CODE, KIND,
+    STATE1, STATE2, DECAY, LIMITED, STOCHASTIC, NONFINITE, CHECK_ONLY, TABLE_STEPS, ALIGN, STATE_ALIGN, STEP, GRAD_STEP,
+    ROWS, BLOCK, UNROLL,
 ):  # fmt: skip
     """Update tiles of ROWS groups, one tile per program and round: sum gradients, step, store.
 
@@ -105,6 +100,9 @@ def _update_kernel(
     `status[1]`; the second pass reports it and changes nothing. NONFINITE 2 ("skip"): such rows are counted in
     `skipped`, and noted. TABLE_STEPS: `step` and `corrections` have an entry per table.
     """
+    rows, starts, num_groups = groups
+    learning_rate, step, corrections, constants = optimizer
+    addresses, addresses1, addresses2 = addresses
     # Report the bad row of the first pass, and stop.
     count = tl.load(num_groups).to(tl.int32)
     if NONFINITE == 1 and not CHECK_ONLY:
@@ -114,7 +112,7 @@ def _update_kernel(
             if tl.program_id(0) == 0:
                 table = table_of(tables, num_tables, bad_row)
                 id = row_id(tables, table, bad_row - tl.load(field_at(tables, table, FIRST_ROW)), bad_row != NO_BAD_ROW)
-                report(lock, record, BAD_GRADIENT, names, id, id, table, id, id, id)
+                report(errors, BAD_GRADIENT, (id, id, table, id, id, id))
     lr = tl.load(learning_rate)
     step_now = tl.load(step)
     columns = tl.arange(0, BLOCK)
@@ -143,11 +141,9 @@ def _update_kernel(
             state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
             state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
         # Sum the gradients of short rows; add the spans of long ones.
-        g = add_gradients(
-            tl.zeros((ROWS, BLOCK), tl.float32), first, tl.where(stop - first > PIECE_SIZE, first, stop), sources,
-            scales, grad, dim, columns, max_gradient, GRAD_CODE, GRAD_STEP, CLAMPED, UNROLL,
-        )  # fmt: skip
-        g = add_spans(g, group, stop - first, span_of_group, sums, columns, BLOCK, UNROLL)
+        g, short_stop = tl.zeros((ROWS, BLOCK), tl.float32), tl.where(stop - first > PIECE_SIZE, first, stop)
+        g = add_gradients(g, first, short_stop, gradients, dim, columns, GRAD_CODE, GRAD_STEP, UNROLL)
+        g = add_spans(g, spans, group, stop - first, columns, BLOCK, UNROLL)
 
         if NONFINITE != 0:
             # Find, count or skip rows that are not finite: times zero they are NaN, and only NaN differs from zero.
@@ -158,7 +154,7 @@ def _update_kernel(
                     tl.atomic_min(status + 1, lowest_bad)
             elif NONFINITE == 2:
                 tl.atomic_add(skipped + table, tl.full((ROWS,), 1, tl.int64), mask=valid & is_nonfinite)
-                note_skipped(record, names, table, valid & is_nonfinite)
+                note_skipped(errors, table, valid & is_nonfinite)
                 valid = valid & (is_nonfinite == 0)
                 mask = mask & valid[:, None]
                 dim = tl.where(valid, dim, 0)
@@ -167,19 +163,17 @@ def _update_kernel(
             table_corrections = corrections
             if TABLE_STEPS and corrections is not None:
                 table_corrections = corrections + table * 2
+            w, divisor = widen(row_bits, CODE), tl.maximum(dim, 1).to(tl.float32)
             w, state1, state2 = step_rows(
-                widen(row_bits, CODE), state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants,
-                table_corrections, KIND, DECAY, LIMITED, ROWS, BLOCK,
-            )  # fmt: skip
+                w, state1, state2, g, divisor, lr, constants, table_corrections, KIND, DECAY, LIMITED
+            )
             if STOCHASTIC:
                 row_step = step_now
                 if TABLE_STEPS:
                     row_step = tl.load(step + table)
                 global_row = row_id(tables, table, row, valid) + tl.load(field_at(tables, table, ROW_ORIGIN))
-                noise = random16(
-                    tl.load(field_at(tables, table, SEED)), global_row,
-                    tl.load(field_at(tables, table, COLUMN_ORIGIN)), row_step, ROWS, BLOCK,
-                )  # fmt: skip
+                seed, column = tl.load(field_at(tables, table, SEED)), tl.load(field_at(tables, table, COLUMN_ORIGIN))
+                noise = random16(seed, global_row, column, row_step, BLOCK)
                 bits = narrow_stochastic(w, noise, CODE)
             else:
                 bits = narrow(w, CODE)
@@ -191,43 +185,34 @@ def _update_kernel(
             _store_state(address2, row, offset, mask, dim, state2, STATE2, STATE_ALIGN)
 
 
-def row_update_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
-) -> None:  # fmt: skip
+def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
     """Locate the gradients, sum the spans of long rows, update. Arguments as in the reference.
 
     On a GPU the next lookup or update, or `check_errors`, raises for a gradient that is not finite; no table changes.
     """
+    weights, states, caller_step, skipped, learning_rate, optimizer, hyperparameters = fused
+    grad, offsets, layout = batch.grad.contiguous(), batch.offsets.contiguous(), batch.layout
     device, h, spec = grad.device, Hyperparameters(*hyperparameters), OPTIMIZERS.get(optimizer, Optimizer)
-    assert step.dim() == 0 or step.shape == (len(weights),)
+    assert caller_step.dim() == 0 or caller_step.shape == (len(weights),)
     poll(device)
-    rows, starts, _, num_groups = groups
-    num_entries, num_tables = rows.numel(), len(weights)
-    if num_entries == 0 or batch_size_of(offsets, layout.key_starts) == 0:
-        step += 1
+    rows, starts, _, num_groups = batch.groups
+    if rows.numel() == 0 or batch_size_of(offsets, layout.key_starts) == 0:
+        caller_step += 1
         return
     # Locate gradients, sum long rows, increment steps.
-    grad = grad.contiguous()
     dims = cached_fact(weights, dims_of)
     block = max(8, next_power_of_2(max(dims)))  # eight elements share a random counter
     grad_step = alignment_of([grad], dims) // grad.element_size()
-    on_nonfinite, betas = int(h.on_nonfinite), None
-    if spec.corrects_bias:
-        betas = on_device([h.beta1, h.beta2], device, torch.float64)
-    caller_step, step = step, step.contiguous()
-    gradient_args, status, corrections = locate_gradients(
-        grad, offsets.contiguous(), sample_weights, groups, layout, h.max_gradient, block, grad_step, step, betas,
-        on_nonfinite != RAISE,
-    )  # fmt: skip
+    on_nonfinite, step = int(h.on_nonfinite), caller_step.contiguous()
+    betas = on_device([h.beta1, h.beta2], device, torch.float64) if spec.corrects_bias else None
+    gradients, spans, status, corrections = locate_gradients(
+        batch._replace(grad=grad, offsets=offsets), h.max_gradient, block, grad_step, step, betas, on_nonfinite != RAISE
+    )
     # One launch per dtype, or two with on_nonfinite="raise", whose first only looks.
-    args = (
-        layout.tables, rows, starts, num_groups, *gradient_args, learning_rate, step, corrections,
-        on_device(constants_of(h), device, torch.float32), skipped, status, *error_args(layout, device), num_tables,
-        h.max_gradient,
-    )  # fmt: skip
-    *pointers, state_align = cached_fact(states, _pointers_to_states, num_tables)
+    constants = on_device(constants_of(h), device, torch.float32)
+    step_args = learning_rate, step, corrections, constants
+    args = (rows, starts, num_groups), gradients, spans, step_args, skipped, status, error_args(layout, device)
+    *pointers, state_align = cached_fact(states, _pointers_to_states, len(weights))
     kinds = [int(state.per_element) + 1 for state in spec.states] + [0, 0]
     for check_only in (True, False) if on_nonfinite == RAISE else (False,):
         if on_nonfinite == RAISE and not check_only:
@@ -235,15 +220,16 @@ def row_update_(
         for dtype, addresses, align, *_ in cached_fact(weights, by_dtype):
             row_step = align // dtype.itemsize
             tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
-            grid = (min(cdiv(num_entries, tile_rows), num_programs(device, num_warps)),)
+            grid = (min(cdiv(rows.numel(), tile_rows), num_programs(device, num_warps)),)
             launch(
-                _update_kernel, grid, *(on_device(numbers, device) for numbers in (addresses, *pointers)), *args,
-                CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype], KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1],
-                DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, CLAMPED=h.max_gradient < torch.inf,
-                LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
-                NONFINITE=on_nonfinite, CHECK_ONLY=check_only, TABLE_STEPS=step.dim() == 1, ALIGN=align,
-                STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
-                BLOCK=block, UNROLL=min(8, 32 * num_warps * lanes() // (tile_rows * block)), num_warps=num_warps,
+                _update_kernel, grid, tuple(on_device(numbers, device) for numbers in (addresses, *pointers)),
+                layout.tables, *args, len(weights), CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype],
+                KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1], LIMITED=h.max_norm < torch.inf,
+                DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, NONFINITE=on_nonfinite, CHECK_ONLY=check_only,
+                STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32, TABLE_STEPS=step.dim() == 1,
+                ALIGN=align, STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step,
+                ROWS=tile_rows, BLOCK=block, UNROLL=min(8, 32 * num_warps * lanes() // (tile_rows * block)),
+                num_warps=num_warps,
             )  # fmt: skip
     if step is not caller_step:
         caller_step.copy_(step)
@@ -253,7 +239,7 @@ def row_update_(
 
 def _pointers_to_states(states: Sequence[Tensor], num_tables: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the addresses of the tables' first and second states, 0 without one, and the alignment of all."""
-    pointers = (*pointers_to(states), *(0,) * (2 * num_tables - len(states)))
+    pointers = (*map(Tensor.data_ptr, states), *(0,) * (2 * num_tables - len(states)))
     return pointers[:num_tables], pointers[num_tables:], math.gcd(16, *pointers)
 
 
@@ -268,12 +254,10 @@ _PLAIN_SGD = SGD(stochastic_rounding=False, on_nonfinite="ignore")
 
 
 def row_gradients_(
-    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
-    max_gradient: float = math.inf,
-) -> None:  # fmt: skip
+    sums: Sequence[Tensor], batch: BatchGradient, compact: bool = False, max_gradient: float = math.inf
+) -> None:
     """Sum each row's gradients by SGD from zero with learning rate -1. Arguments as in the reference."""
-    device = grad.device
+    device = batch.grad.device
     if all(out.numel() == 0 for out in sums):
         return
     if compact:
@@ -281,12 +265,10 @@ def row_gradients_(
         tables = [TableRow(first, *out.shape) for first, out in zip(ends, sums, strict=False)]
         recurs = len(tables) == 1  # always the same numbers, which are uploaded once
         fields = on_device(tables[0], device) if recurs else torch.tensor(tables, dtype=torch.int64, device=device)
-        groups = (torch.arange(groups[0].numel(), device=device), *groups[1:])
-        layout = layout._replace(tables=fields.view(-1, TABLE_SIZE), num_rows=ends[-1])
-    step = torch.zeros((), dtype=torch.int64, device=device)
-    skipped = torch.zeros(len(sums), dtype=torch.int64, device=device)
+        groups = torch.arange(batch.groups[0].numel(), device=device), *batch.groups[1:]
+        layout = batch.layout._replace(tables=fields.view(-1, TABLE_SIZE), num_rows=ends[-1])
+        batch = batch._replace(groups=groups, layout=layout)
+    step, skipped = torch.zeros(1 + len(sums), dtype=torch.int64, device=device).split([1, len(sums)])
     constants = _PLAIN_SGD.hyperparameters._replace(max_gradient=max_gradient)
-    row_update_(
-        list(sums), [], step, skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
-        _PLAIN_SGD.name, constants, groups, layout,
-    )  # fmt: skip
+    rate = torch.full((), -1.0, device=device)
+    row_update_(FusedTables([*sums], [], step[0], skipped, rate, _PLAIN_SGD.name, constants), batch)

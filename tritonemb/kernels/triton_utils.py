@@ -12,6 +12,7 @@
 
 import functools
 import importlib
+import inspect
 import math
 import os
 import threading
@@ -40,16 +41,23 @@ tl: Any = _import("triton.language") or SimpleNamespace(constexpr=int)  # all th
 
 
 def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
-    """Compile a kernel or a device function with Triton.
+    """Compile a kernel or a device function with Triton; parameters in capitals are constants of the compilation.
 
     Integers named in `varying` change from batch to batch. They are not specialised on, so that a new batch size
-    triggers no compilation. Nor is the divisibility by 16 of the number of tables or keys.
+    triggers no compilation. Nor is the divisibility by 16 of the number of tables or keys. Integers in a tuple all are.
     """
+    if function is None:
+        return functools.partial(jit, varying=varying)
     if triton is None:
-        return function or (lambda kernel: kernel)
-    return triton.jit(
+        return function
+    constants = dict.fromkeys(filter(str.isupper, inspect.signature(function).parameters), tl.constexpr)
+    function.__annotations__.update(constants)
+    kernel = triton.jit(
         function, do_not_specialize=list(varying) or None, do_not_specialize_on_alignment=["num_tables", "num_keys"]
     )
+    if interpreting():  # the interpreter has a function of its own, from the source
+        kernel.rewrite().__annotations__.update(constants)
+    return kernel
 
 
 MAX_REGISTERS = 128  # per thread; without a limit ptxas keeps to few, and sinks loads down to their first use
@@ -65,16 +73,17 @@ def interpreting() -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run `kernel` over `grid` on its tensors' device."""
+    """Run `kernel` over `grid` on its tensors' device; arguments may be tuples of tensors and numbers."""
     if launch_recorder is not None:
         launch_recorder(kernel, args, constants, num_warps)
         return
     if 0 in grid:
         return
     # The key has all that Triton specialises on: dtypes, alignment by 16, ones, and integers beyond 32 bits.
-    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    values = [value for arg in args for value in (arg if isinstance(arg, tuple) else (arg,))]
+    device = next(value.device for value in values if isinstance(value, Tensor))
     key: list[Any] = [kernel, num_warps, device.index, *constants.values()]
-    for arg in (*args[0], *args[1:]) if isinstance(args[0], tuple) else args:  # the first may be a NamedTuple
+    for arg in values:
         if isinstance(arg, Tensor):
             key += arg.dtype, arg.data_ptr() % 16 == 0
         elif isinstance(arg, int):
@@ -177,9 +186,13 @@ class TablesOfDtype(NamedTuple):
     alignment: int  # the same, if the columns of an output of all tables are aligned to it as well
     max_dim: int
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """Constants of kernels: code of the dtype, alignment in bytes, and in elements."""
+        return {"CODE": CODES[self.dtype], "ALIGN": self.alignment, "STEP": self.alignment // self.dtype.itemsize}
+
 
 def by_dtype(weights: Sequence[Tensor]) -> list[TablesOfDtype]:
-    """Partition tables by dtype."""
     assert all(weight.is_contiguous() for weight in weights)
     dims, groups = [weight.shape[1] for weight in weights], []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
@@ -191,13 +204,7 @@ def by_dtype(weights: Sequence[Tensor]) -> list[TablesOfDtype]:
 
 
 def dims_of(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the distinct dims of tables."""
     return tuple({weight.shape[1] for weight in weights})
-
-
-def pointers_to(tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the address of each tensor."""
-    return tuple(map(Tensor.data_ptr, tensors))
 
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = (tl.constexpr(code) for code in range(5))
@@ -206,7 +213,7 @@ CODES = {dtype: code for code, dtype in enumerate(_FLOATS)}
 
 
 @jit
-def pointer_to(address, CODE: tl.constexpr, ALIGN: tl.constexpr):
+def pointer_to(address, CODE, ALIGN):
     """Cast an integer address to a pointer to floats of kind CODE, or to the integers that hold their bits."""
     if CODE == FLOAT32:
         pointer = address.to(tl.pointer_type(tl.float32))
@@ -220,7 +227,7 @@ def pointer_to(address, CODE: tl.constexpr, ALIGN: tl.constexpr):
 
 
 @jit
-def widen(bits, CODE: tl.constexpr):
+def widen(bits, CODE):
     """Convert elements loaded by `pointer_to` to float32, exactly."""
     if CODE == FLOAT32:
         return bits
@@ -239,7 +246,7 @@ def widen(bits, CODE: tl.constexpr):
 
 
 @jit
-def narrow(values, CODE: tl.constexpr):
+def narrow(values, CODE):
     """Convert float32 to elements that `pointer_to` stores: to nearest, ties to even; finite values stay finite."""
     if CODE == FLOAT32:
         return values
@@ -261,7 +268,7 @@ def narrow(values, CODE: tl.constexpr):
 
 
 @jit
-def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, INFINITE: tl.constexpr):
+def _narrow8(values, MANTISSA, BIAS, LARGEST, INFINITE):
     """Convert float32 to 8-bit floats of MANTISSA bits and exponent bias BIAS, in integers; NaN is 0x7F."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -278,15 +285,15 @@ def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 
 
 @jit
-def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+def row_sum(x):
     """Sum each row of `x` `[ROWS, SIZE]` pairwise: neighbours, then neighbouring sums, so that the order is fixed.
 
     `tl.sum` over two elements has only one order, and lanes exchange them; `tl.split` would send all to every lane.
     """
-    if SIZE == 1:
-        return tl.reshape(x, (ROWS,))
+    if x.shape[1] == 1:
+        return tl.reshape(x, (x.shape[0],))
     else:
-        return row_sum(tl.sum(tl.reshape(x, (ROWS, SIZE // 2, 2)), 2), ROWS, SIZE // 2)
+        return row_sum(tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2))
 
 
 @jit
@@ -302,14 +309,6 @@ def last_at_most(ascending, count, targets, stride=1):
         low, high = tl.where(go_right, middle + 1, low), tl.where(go_right, high, middle)
         size = size // 2
     return tl.maximum(low - 1, 0)
-
-
-def row_sum_by_torch(x: Tensor) -> Tensor:
-    """Sum over the last dimension in the order of `row_sum`: `[..., D]` to `[..., 1]`."""
-    x = torch.nn.functional.pad(x, (0, next_power_of_2(x.shape[-1]) - x.shape[-1]))
-    while x.shape[-1] > 1:
-        x = x[..., 0::2] + x[..., 1::2]
-    return x
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size, to copy bits
@@ -345,7 +344,7 @@ def table_of(tables, num_tables, linear):
 
 
 @jit
-def field_at(tables, table, FIELD: tl.constexpr):
+def field_at(tables, table, FIELD):
     """Return pointers to one field of the `TableRow` of each table."""
     return tables + table.to(tl.int32) * _SIZE + FIELD  # a 64-bit product would cost registers
 
@@ -369,33 +368,28 @@ def mix(ids):
 
 
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.constexpr(kind) for kind in range(1, 6))
-_ID, _OFFSETS, _GRADIENT, _FIRST_OFFSET, _LAST_OFFSET = range(1, 6)
 _FIELDS = 9  # kind, names, position or row, value, table or last offset, key, sample, valid rows; note of skipped rows
-_NOTE = 8  # field of the note: names << 32 | table + 1 if rows were skipped, else 0
-SKIPPED_ROWS = tl.constexpr(_NOTE)
+NOTE = tl.constexpr(8)  # field of the note: names << 32 | table + 1 if rows were skipped, else 0
 _names: list[tuple[str, str]] = []
 _polling = threading.Lock()
 
 
 @jit
-def report(lock, record, kind, names, position, value, table, key, sample, rows):
-    """Write an error record, if it is the first. `names` points to the number of the layout's names."""
+def report(errors, kind, fields):
+    """Write an error record, if it is the first. `fields`: position, value, table, key, sample and number of rows."""
+    lock, record, names = errors
     if tl.atomic_cas(lock, 0, 1) == 0:
         tl.store(record + 1, tl.load(names))
-        tl.store(record + 2, position)
-        tl.store(record + 3, value)
-        tl.store(record + 4, table)
-        tl.store(record + 5, key)
-        tl.store(record + 6, sample)
-        tl.store(record + 7, rows)
+        for field in tl.static_range(6):
+            tl.store(record + 2 + field, fields[field])
         tl.store(record, kind)
 
 
 @jit
-def note_skipped(record, names, table, mask):
+def note_skipped(errors, table, mask):
     """Note a table with skipped rows, of which the host warns when it polls; the last writer wins."""
-    note = (tl.load(names) << 32) + table + 1
-    tl.store(record + SKIPPED_ROWS + tl.zeros_like(table), note, mask=mask)
+    _, record, names = errors
+    tl.store(record + NOTE + tl.zeros_like(table), (tl.load(names) << 32) + table + 1, mask=mask)
 
 
 @functools.cache
@@ -417,7 +411,7 @@ def error_word(device: torch.device) -> tuple[Tensor, Tensor, Any]:
 
 
 def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the first arguments of `report`: lock, record, and int64 `[1]`, the number of the layout's names."""
+    """Return `errors` of `report`: lock, record, and int64 `[1]`, the number of the layout's names."""
     return *error_word(device)[:2], on_device([_number(layout.table_names, layout.feature_names)], device)
 
 
@@ -425,8 +419,8 @@ def poll(device: torch.device) -> None:
     """Raise the first error that kernels have reported, and warn of skipped rows, without waiting for running ones."""
     lock, record, fields = error_word(device)
     if not fields[0]:
-        if note := int(fields[_NOTE]):
-            fields[_NOTE] = 0
+        if note := int(fields[NOTE]):
+            fields[NOTE] = 0
             errors.warn_of_skipped_rows(unpack_names(_names[note >> 32][0])[(note & 0xFFFFFFFF) - 1])
         return
     with _polling:
@@ -439,12 +433,12 @@ def poll(device: torch.device) -> None:
         lock.zero_()
 
     table_names, feature_names = map(unpack_names, _names[names])
-    if kind == _ID:
+    if kind == BAD_ID:
         raise errors.id_out_of_range(table_names[table], feature_names[key], sample, position, value, rows)
-    if kind == _FIRST_OFFSET:
+    if kind == BAD_FIRST_OFFSET:
         raise errors.offsets_do_not_start_at_zero(position)
-    if kind == _LAST_OFFSET:
+    if kind == BAD_LAST_OFFSET:
         raise errors.offsets_do_not_end_with_values(value, rows)
-    if kind == _OFFSETS:
+    if kind == BAD_OFFSETS:
         raise errors.offsets_do_not_ascend(feature_names[key], sample, position, value, rows)
     raise errors.gradient_not_finite(table_names[table], position)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.layout import Layout, cached_fact, devices_of, dtypes_of, unpack_names
+from tritonemb.layout import FusedTables, Layout, cached_fact, devices_of, dtypes_of, unpack_names
 from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, row_groups, ungrouped
-from tritonemb.ops.row_update import NOT_ACCUMULATING, FusedTables, accumulate_, row_update_, shared_update
+from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_, row_update_, shared_update
 
 
 def embedding_bag(

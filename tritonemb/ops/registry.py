@@ -3,8 +3,9 @@
 Kernel NAME is in `kernels/FILE.py` (Triton) and in `kernels/cpu/FILE.py` (CPU), both called NAME. Triton kernels run on
 GPUs, and on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Dtypes that neither supports fall back to
 `kernels/by_torch.py`: float64, and float8 tables on the CPU. The slow reference in `kernels/FILE.py`, called NAME with
-`_reference` before a trailing underscore, is the oracle of tests; `use_kernels` selects it. Kernels are imported at
-their first use, so that importing tritonemb does not load a compiler.
+`_reference` before a trailing underscore, is the oracle of tests, and the CPU kernel where PyTorch's operators are as
+fast; `use_kernels` selects it. Kernels are imported at their first use, so that importing tritonemb does not load a
+compiler.
 """
 
 import functools
@@ -127,7 +128,8 @@ def _force(name: str | None) -> None:
 @functools.cache
 def load(op: str, name: str) -> Callable[..., Any]:
     function = op
-    if name == REFERENCE:
+    if name == REFERENCE or (name == CPU and _FILES[op] in _CPU_BY_TORCH):
+        name = REFERENCE
         function = f"{op[:-1]}_reference_" if op.endswith("_") else f"{op}_reference"
     file = {CPU: f"cpu.{_FILES[op]}", TORCH: "by_torch"}.get(name, _FILES[op])
     return getattr(importlib.import_module(f"tritonemb.kernels.{file}"), function)

@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of
+from tritonemb.layout import BatchGradient, FusedTables, Layout, TensorList, cached_fact, dtypes_of
 from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, TRITON, choose_cached, define, kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups, ungrouped, wait_for_groups
@@ -30,31 +30,6 @@ _accumulated_rates: set[int] = set()  # addresses of learning rates of tables th
 # By the address of a learning rate: number of backward passes that updated its tables, and the id of the last one.
 passes: dict[int, tuple[int, int]] = {}
 update_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the same address; a lock records updates
-
-
-class FusedTables(NamedTuple):
-    """`T` tables with the state of their fused optimizer.
-
-    Attributes:
-        weights: `[T]` of `[rows, dim]`.
-        states: the first optimizer state of all tables, then the second; float32 `[rows]` or `[rows, dim]`.
-        steps: number of updates, one int64 `[]` for all tables, or one per table.
-        skipped: number of rows skipped for a gradient that is not finite, one int64 `[T]`, or a `[1]` per table.
-        learning_rate: float32 `[]`.
-        optimizer: name of the optimizer.
-        hyperparameters: values of `Hyperparameters`.
-    """
-
-    weights: list[Tensor]
-    states: list[Tensor]
-    steps: list[Tensor]
-    skipped: list[Tensor]
-    learning_rate: Tensor
-    optimizer: str
-    hyperparameters: list[float]
-
-    def states_of(self, table: int) -> list[Tensor]:
-        return self.states[table :: len(self.weights)]
 
 
 def join_tables(tables: Sequence[FusedTables]) -> FusedTables:
@@ -126,9 +101,9 @@ def update_rows(
         max_elements = ELEMENTS_AT_ONCE if name == CPU else None
         update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), max_elements)
     update(
-        weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, batch,
-        layout,
-    )  # fmt: skip
+        FusedTables(weights, states, step, count, learning_rate, optimizer, hyperparameters),
+        BatchGradient(grad, offsets, sample_weights, batch, layout),
+    )
     if stacks_counters:
         torch._foreach_copy_(steps, list(step.unbind()))
     skips = stacks_counters and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
@@ -173,7 +148,8 @@ def row_gradients_(
     """
     choice = "row_gradients_", offsets.device, dtypes_of(sums)
     grad = grad if choose_cached(*choice) == CPU else _concat_gradients(grad, layout)
-    kernel(*choice)(sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+    batch = BatchGradient(grad, offsets, sample_weights, groups, layout)
+    kernel(*choice)(sums, batch, compact, max_gradient)
 
 
 def _dense_gradients(

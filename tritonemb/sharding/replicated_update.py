@@ -22,8 +22,7 @@ from tritonemb import ops
 from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, all_gather_rows, exchange_columns
 from tritonemb.comm.group import RankGroup
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
-from tritonemb.kernels.optimizers import step_by_torch
-from tritonemb.kernels.triton_utils import row_sum_by_torch
+from tritonemb.kernels.optimizers import row_sum_by_torch, step_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, Layout, make_layout, pack_names, set_row_ids
 from tritonemb.ops.row_update import record_update
 from tritonemb.optimizers import SGD, Optimizer

@@ -60,7 +60,6 @@ def _mask(sets):
 
 @inlined
 def _home_bucket(index, hash64):
-    """Return the home bucket of an id's set."""
     partition = _partition_of(index, hash64)
     sets = np.int64(index.num_sets[partition])
     mask = _mask(sets)
@@ -384,14 +383,11 @@ def dynamic_find_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
     steps: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See `kernels/dynamic_index.py`. One pass."""
     num_tasks, size = tasks_for(values.numel()), values.numel() if steps else 0
     rows, previous_steps, keys = np.empty(values.numel(), np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
-    _find(
-        num_tasks, num_tasks, num_tasks, _index_addresses(indexes),
-        np.ascontiguousarray(bounds.numpy()).astype(np.int64), np.array(tables), values.contiguous().numpy(),
-        np.array(steps or [0] * len(indexes)), rows, previous_steps, keys,
-    )  # fmt: skip
+    starts, all_steps = np.ascontiguousarray(bounds.numpy()).astype(np.int64), np.array(steps or [0] * len(indexes))
+    args = _index_addresses(indexes), starts, np.array(tables), values.contiguous().numpy(), all_steps
+    _find(num_tasks, num_tasks, num_tasks, *args, rows, previous_steps, keys)
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
@@ -410,7 +406,6 @@ _NO_NEW_IDS = begin_insert_by_torch(torch.empty(0, dtype=torch.int64), torch.emp
 def dynamic_room(
     indexes: Sequence[DynamicIndex], pending: PendingInsert, rules: Sequence[Rule], counts: Tensor
 ) -> Tensor:
-    """See `kernels/dynamic_index.py`."""
     _count_room(_index_addresses(indexes), *_of_ids(pending), np.array(rules), counts.numpy())
     return pending.begins
 
@@ -418,13 +413,10 @@ def dynamic_room(
 def dynamic_commit_insert_(
     indexes: Sequence[DynamicIndex], pending: PendingInsert, starts: Tensor, rules: Sequence[Rule], batch_rows: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels/dynamic_index.py`."""
     num_tasks, rows = tasks_for(pending.ids.numel()), torch.full_like(pending.ids, -1)
     evicted = pending.ids.new_full((pending.ids.numel(), 2), -1)
-    _insert_partitions(
-        num_tasks, num_tasks, num_tasks, _index_addresses(indexes), *_of_ids(pending), np.array(rules), rows.numpy(),
-        evicted.numpy(),
-    )  # fmt: skip
+    args = _index_addresses(indexes), *_of_ids(pending), np.array(rules), rows.numpy(), evicted.numpy()
+    _insert_partitions(num_tasks, num_tasks, num_tasks, *args)
     batch_rows.index_copy_(0, pending.order, rows.index_select(0, pending.numbers - 1))
     return rows, evicted
 
@@ -434,7 +426,6 @@ def _of_ids(pending: PendingInsert) -> list[np.ndarray]:
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
-    """See `kernels/dynamic_index.py`."""
     rows = torch.empty_like(ids)
     _remove(_index_addresses([index])[0], ids.numpy(), rows.numpy())
     return rows

@@ -42,8 +42,9 @@ def _first_bad_position(begin, end, num_rows, values):
 
 
 @inlined
-def _fill_scales(begin, end, first_bag, last_bag, is_mean, offsets, sample_weights, scales):
-    """Fill in the scale of each position [begin, end), the values of bags [first_bag, last_bag)."""
+def _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales):
+    """Fill in the scale of each position of bags [first_bag, last_bag)."""
+    begin = offsets[first_bag]
     for bag in range(first_bag, last_bag):
         size = offsets[bag + 1] - offsets[bag]
         scale = np.float32(1) / np.float32(size) if is_mean and size > 0 else np.float32(1)
@@ -53,10 +54,10 @@ def _fill_scales(begin, end, first_bag, last_bag, is_mean, offsets, sample_weigh
 
 @parallel
 def _pool_samples(
-    task, num_rows, first_bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets,
-    sample_weights, zero_row, out, width, streamed,
-):  # fmt: skip
-    """Pool the task's samples of the output [B, width] at address `out`."""
+    task, num_rows, first_bad, batch_size, weights, layout, values, offsets, sample_weights, zero_row, output, streamed
+):
+    """Pool the task's samples of the output [B, width] at address `output[0]`."""
+    (addresses, dtypes), (tables, lookups, key_starts), (out, width) = weights, layout, output
     # Buffer for scales of the task's largest feature.
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     max_positions = np.int64(0)
@@ -75,7 +76,7 @@ def _pool_samples(
                 num_table_rows, row_bytes = tables[table, NUM_ROWS], dim * element_size(dtypes[table])
                 has_scales = is_mean or sample_weights.size > 0
                 if has_scales:
-                    _fill_scales(begin, end, first_bag, last_bag, is_mean, offsets, sample_weights, scales)
+                    _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales)
                 for position in range(begin, min(begin + PREFETCH_DISTANCE, end)):
                     prefetch(addresses[table] + values[position] * row_bytes, row_bytes)
                 sum_bags(
@@ -88,10 +89,10 @@ def _pool_samples(
 
 @parallel
 def _gather_values(
-    task, num_rows, first_bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets,
-    sample_weights, zero_row, out, width, streamed,
-):  # fmt: skip
-    """Gather the task's rows, one per value, of the output [N, width] at address `out`."""
+    task, num_rows, first_bad, batch_size, weights, layout, values, offsets, sample_weights, zero_row, output, streamed
+):
+    """Gather the task's rows, one per value, of the output [N, width] at address `output[0]`."""
+    (addresses, dtypes), (tables, lookups, key_starts), (out, width) = weights, layout, output
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     # Each position is a bag of one id; columns beyond its table's dim are zeroed.
     single_id_offsets = np.arange(2)
@@ -129,12 +130,10 @@ def embedding_bag(
         out.zero_()
     first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     look_up = _pool_samples if layout.pooled else _gather_values
-    look_up(
-        torch.get_num_threads(), first_bad.size, num_rows, first_bad, batch_size, cached_fact(weights, addresses_of),
-        cached_fact(weights, dtypes_of), *arrays_of(layout), ids, bag_offsets,
-        as_float32(sample_weights), _zero_row(layout.width).data_ptr(), out.data_ptr(), layout.width,
-        num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
-    )  # fmt: skip
+    tables = cached_fact(weights, addresses_of), cached_fact(weights, dtypes_of)
+    batch = arrays_of(layout), ids, bag_offsets, as_float32(sample_weights), _zero_row(layout.width).data_ptr()
+    target, streamed = (out.data_ptr(), layout.width), out.numel() * out.element_size() >= STREAMED_BYTES
+    look_up(torch.get_num_threads(), first_bad.size, num_rows, first_bad, batch_size, tables, *batch, target, streamed)
     if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
         raise errors.invalid_id_error(position, values, offsets, layout)
     return out if output_dtype == torch.float32 else out.to(output_dtype)
@@ -152,10 +151,8 @@ def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:
 
 
 @parallel
-def _sample_weight_gradients(
-    task, num_tasks, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width,
-    out,
-):  # fmt: skip
+def _sample_weight_gradients(task, num_tasks, batch_size, weights, layout, values, offsets, pooled, grad, width, out):
+    (addresses, dtypes), (tables, lookups, key_starts) = weights, layout
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]
@@ -174,13 +171,10 @@ def _sample_weight_gradients(
 def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
-    """See `kernels/embedding_bag.py`. Float32 `[N]`."""
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     num_tasks = _num_tasks(batch_size, values, layout)
-    _sample_weight_gradients(
-        torch.get_num_threads(), num_tasks, num_tasks, batch_size, addresses_of(weights), dtypes_of(weights),
-        *arrays_of(layout), as_int64(values), as_int64(offsets),
-        layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
-    )  # fmt: skip
+    args = (addresses_of(weights), dtypes_of(weights)), arrays_of(layout), as_int64(values), as_int64(offsets)
+    target = layout.pooled, gradient.ctypes.data, layout.width, out.numpy()
+    _sample_weight_gradients(torch.get_num_threads(), num_tasks, num_tasks, batch_size, *args, *target)
     return out

@@ -12,7 +12,6 @@ TASKS_PER_THREAD = 4
 
 @inlined
 def _fill_addresses(vectors, dense, sparse, sample, num_features, dim):
-    """Fill in the addresses of a sample's vectors."""
     vectors[0] = dense + sample * dim * 4
     for feature in range(num_features):
         vectors[feature + 1] = sparse + (sample * num_features + feature) * dim * 4
@@ -77,15 +76,12 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
 
 
 def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels/interaction.py`."""
     dtype, dim = dense.dtype, dense.shape[1]
     grad, dense, sparse = _float32(grad), _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
-    _backward(
-        *_tasks(grad, num_features), num_features, dim, grad.data_ptr(), grad.shape[1], dense.data_ptr(),
-        sparse.data_ptr(), grad_dense.data_ptr(), grad_sparse.data_ptr(),
-    )  # fmt: skip
+    addresses = map(Tensor.data_ptr, (dense, sparse, grad_dense, grad_sparse))
+    _backward(*_tasks(grad, num_features), num_features, dim, grad.data_ptr(), grad.shape[1], *addresses)
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 
 

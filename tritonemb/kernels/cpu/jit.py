@@ -141,10 +141,8 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
 
     `name` is the qualified name of the kernel's function.
     """
-    _log.info(
-        "compiling the CPU kernel %s (first use on this machine; %d done in %.0f s, cached in %s)",
-        kernel, len(_compile_seconds), sum(_compile_seconds), cache_dir(),
-    )  # fmt: skip
+    done = f"{len(_compile_seconds)} done in {sum(_compile_seconds):.0f} s, cached in {cache_dir()}"
+    _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
     # After a delay, announce on stderr.
     start, gc_enabled, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
     timer = threading.Timer(_NOTICE_SECONDS - sum(_compile_seconds), _print_notice)

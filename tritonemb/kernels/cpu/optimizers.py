@@ -73,7 +73,8 @@ def _lamb(w, direction, lr, decay):
 
 
 @inlined
-def _lars(w, buffer, g, lr, momentum, eta, decay):
+def _lars(w, buffer, g, lr, h, decay):
+    momentum, eta = np.float32(h[MOMENTUM]), np.float32(h[ETA])
     weight_norm, norm = np.sqrt(_sum_of_squares(w)), np.sqrt(_sum_of_squares(g))
     divisor = norm + decay * weight_norm
     rate = lr * eta * weight_norm / divisor if divisor > ZERO else ZERO
@@ -83,7 +84,8 @@ def _lars(w, buffer, g, lr, momentum, eta, decay):
 
 
 @inlined
-def _ftrl(w, linear, total, g, lr, beta, l1, l2):
+def _ftrl(w, linear, total, g, lr, h):
+    beta, l1, l2 = np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2])
     for j in range(w.size):
         next_total = total[j] + g[j] * g[j]
         root = np.sqrt(next_total)
@@ -120,10 +122,10 @@ def apply(kind, w, first, second, g, lr, step, h):
             first[j] += g[j] * g[j]
             w[j] -= lr * g[j] / (np.sqrt(first[j]) + eps)
     elif kind == LARS_SGD:
-        _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == RATIO_DECAY else ZERO)
+        _lars(w, first, g, lr, h, decay if mode == RATIO_DECAY else ZERO)
     elif kind == FTRL:
         if lr != ZERO:  # the formula divides by lr
-            _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
+            _ftrl(w, first, second, g, lr, h)
     else:
         row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
         _adam_direction(first, second, row_wise, g, h, step)

@@ -146,10 +146,8 @@ def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, firs
 def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
     row_ids = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
-    _fill_rows(
-        torch.get_num_threads(), num_tasks, num_tasks, out.data_ptr(), *out.shape, seed, np.float32(bound * UNIT),
-        *origin, row_ids,
-    )  # fmt: skip
+    args = out.data_ptr(), *out.shape, seed, np.float32(bound * UNIT), *origin, row_ids
+    _fill_rows(torch.get_num_threads(), num_tasks, num_tasks, *args)
 
 
 initialize_rows_ = partial(initialize_by, _draw)

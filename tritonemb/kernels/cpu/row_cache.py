@@ -13,7 +13,7 @@ from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, p
 from tritonemb.kernels.cpu.row_groups import addresses_of
 from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
 from tritonemb.kernels.row_cache import pair_fields
-from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
+from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, CacheDirectory
 
 CHUNK = 32  # rows whose sets are prefetched together
 FEW_ROWS = 4_096  # fewer take less time on one thread
@@ -141,13 +141,10 @@ def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, now
     for table in range(num_sets.size):
         first_sets[table + 1] = first_sets[table] + num_sets[table]
     sets, task_of = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
-    run_tasks(
-        num_threads, num_tasks, _find_misses, (num_tasks, tables, num_sets, first_sets, rows, slots, sets, task_of)
-    )
-    run_tasks(
-        num_threads, num_tasks, _allocate,
-        (directory, tables, first_sets, rows, sets, task_of, now, lfu, slots, evicted),
-    )  # fmt: skip
+    misses = num_tasks, tables, num_sets, first_sets, rows, slots, sets, task_of
+    run_tasks(num_threads, num_tasks, _find_misses, misses)
+    args = directory, tables, first_sets, rows, sets, task_of, now, lfu, slots, evicted
+    run_tasks(num_threads, num_tasks, _allocate, args)
 
 
 @parallel
@@ -162,43 +159,30 @@ def _translate(task, num_tasks, slots, starts, order, num_groups, values):
         values[order[entry]] = slots[group]
 
 
-def _directory(tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor]) -> np.ndarray:
-    return addresses_of([*tags, *used, *pins]).reshape(3, -1)
+def _directory_args(directory: CacheDirectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    tags, used, pins, tables, num_sets = directory
+    return addresses_of([*tags, *used, *pins]).reshape(3, -1), tables.numpy(), num_sets.numpy()
 
 
 def tasks_for(num_rows: int) -> int:
-    """Return the number of tasks for a batch of rows."""
     return 1 if num_rows < FEW_ROWS else torch.get_num_threads()
 
 
-def row_cache_look_up_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
-    num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
-    """See `kernels/row_cache.py`."""
+def row_cache_look_up_(directory: CacheDirectory, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     slots, num_tasks = torch.empty_like(rows), tasks_for(rows.numel())
-    _look_up(
-        num_tasks, num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
-        rows.numpy(), int(now), policy == "lfu", slots.numpy(),
-    )  # fmt: skip
+    args = *_directory_args(directory), rows.numpy(), int(now), policy == "lfu"
+    _look_up(num_tasks, num_tasks, num_tasks, *args, slots.numpy())
     return slots
 
 
-def row_cache_allocate_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
-    """See `kernels/row_cache.py`."""
+def row_cache_allocate_(directory: CacheDirectory, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
     evicted, num_tasks = torch.full_like(rows, -1), tasks_for(rows.numel())
-    _allocate_all(
-        num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
-        rows.numpy(), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
-    )  # fmt: skip
+    args = *_directory_args(directory), rows.numpy(), int(now), policy == "lfu"
+    _allocate_all(num_tasks, num_tasks, *args, slots.numpy(), evicted.numpy())
     return evicted
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    """See `kernels/row_cache.py`."""
     values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), tasks_for(order.numel())
     _translate(
         num_tasks, num_tasks, num_tasks, slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()

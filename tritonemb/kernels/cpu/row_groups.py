@@ -80,7 +80,6 @@ def _find_bad_bag(offsets, num_values):
 
 @compiled
 def first_bad_bag(offsets, num_values):
-    """Check offsets as `_find_bad_bag`, from Python."""
     return _find_bad_bag(offsets, num_values)
 
 
@@ -104,6 +103,12 @@ def lookups_by_table(lookups, key_starts, num_tables):
 
 
 @inlined
+def _keys_of(by_table, table):
+    """Return the keys that look up a table; `by_table` is the result of `lookups_by_table`."""
+    return by_table[2][by_table[0][table] : by_table[0][table + 1]]
+
+
+@inlined
 def _bit_length(value):
     bits = 0
     while value > 0:
@@ -120,8 +125,8 @@ def _add_unit(units, num_units, table, first_id, end_id, max_values):
 
 
 @inlined
-def _split_table(table, num_rows, num_splits, count, keys, batch_size, values, offsets, units, num_units):
-    """Append units of `table` with about equal numbers of values, by a histogram of the upper bits of its ids."""
+def _split_table(table, num_rows, split_size, keys, batch_size, values, offsets, units, num_units):
+    """Append units of `table` with about `split_size` values each, by a histogram of the upper bits of its ids."""
     shift = max(0, _bit_length(num_rows - 1) - HISTOGRAM_BITS)
     histogram = np.zeros(1 << HISTOGRAM_BITS, dtype=np.int64)
     for key in keys:
@@ -129,11 +134,11 @@ def _split_table(table, num_rows, num_splits, count, keys, batch_size, values, o
             row = values[position]
             if 0 <= row < num_rows:
                 histogram[row >> shift] += 1
-    begin, num_values, target = np.int64(0), 0, count // num_splits + 1  # Numba types a literal separately
+    begin, num_values = np.int64(0), 0  # Numba types a literal separately
     for bucket in range(histogram.size):
         num_values += histogram[bucket]
         end = (bucket + 1) << shift
-        if num_values >= target or bucket == histogram.size - 1:
+        if num_values >= split_size or bucket == histogram.size - 1:
             num_units = _add_unit(units, num_units, table, begin, min(end, num_rows), num_values)
             begin, num_values = end, 0
             if begin >= num_rows:
@@ -142,11 +147,11 @@ def _split_table(table, num_rows, num_splits, count, keys, batch_size, values, o
 
 
 @inlined
-def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets):
+def _make_units(num_threads, batch_size, tables, by_table, values, offsets):
     """Split tables into units: one per table, or more of tables with more values than a thread's share."""
     counts, total = np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
     for table in range(tables.shape[0]):
-        for key in keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]:
+        for key in _keys_of(by_table, table):
             counts[table] += offsets[(key + 1) * batch_size] - offsets[key * batch_size]
         total += counts[table]
     target = max(MIN_SPLIT_VALUES, total // num_threads + 1)
@@ -157,8 +162,8 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
         num_rows, count = tables[table, NUM_ROWS], counts[table]
         cuts = 1 if num_threads == 1 else min(2 * num_threads, (count + target - 1) // target)
         if cuts > 1:
-            keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
-            num_units = _split_table(table, num_rows, cuts, count, keys, batch_size, values, offsets, units, num_units)
+            keys, split_size = _keys_of(by_table, table), count // cuts + 1
+            num_units = _split_table(table, num_rows, split_size, keys, batch_size, values, offsets, units, num_units)
         elif count > 0:
             num_units = _add_unit(units, num_units, table, first, num_rows, count)
     return units[:num_units]
@@ -182,8 +187,8 @@ def _pair_format(unit):
 
 
 @inlined
-def _read_pair(pairs, i, first_id, first_source, source_bits, fits, wide, values):
-    """Decode pair `i`: row and source."""
+def _read_pair(pairs, i, pair_format, values):
+    first_id, first_source, source_bits, fits, wide = pair_format
     pair = np.int64(pairs[2 * i]) | np.int64(pairs[2 * i + 1]) << 32 if wide else np.int64(pairs[i])
     source = first_source + (pair & ((1 << source_bits) - 1))
     return first_id + (pair >> source_bits) if fits else values[source], source
@@ -275,17 +280,17 @@ def _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
             _radix_sort(pairs, spare, source_bits, min(unit[ID_BITS] - bit, digit_bits))
     # Count distinct ids.
     for i in range(count):
-        row, _ = _read_pair(pairs, i, first_id, first_source, source_bits, fits, False, values)
+        row, _ = _read_pair(pairs, i, (first_id, first_source, source_bits, fits, False), values)
         groups += 1 if row != previous else 0
         previous = row
     return count, groups
 
 
 @called
-def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs):
+def _sort_unit(number, units, batch_size, by_table, values, offsets, sources, all_pairs):
     """Sort the pairs of a unit; set its numbers of values and of distinct ids."""
     unit, pairs = units[number], all_pairs[units[number, BEGIN] :]
-    keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
+    keys = _keys_of(by_table, unit[TABLE])
     if _pair_format(unit)[-1]:
         wide_pairs = int64_row(pairs.ctypes.data, unit[MAX_VALUES] + 1)
         counts = _sort_pairs(unit, keys, batch_size, values, offsets, sources, wide_pairs)
@@ -295,14 +300,14 @@ def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, va
 
 
 @inlined
-def _write_groups(unit, begin, end, values, first_row, pairs, first_value, rows, starts, order):
+def _write_groups(unit, begin, end, values, first_row, pairs, first_value, groups):
     """Write rows, ends of segments and sources of a unit's sorted values [begin, end). Returns the number of rows.
 
     Branchless: each value writes its group's row, and the group's end so far.
     """
-    split, group, previous = _pair_format(unit), -1, -1
+    split, group, previous, (rows, starts, order) = _pair_format(unit), -1, -1, groups
     for i in range(begin, end):
-        row, order[i - begin] = _read_pair(pairs, i, *split, values)
+        row, order[i - begin] = _read_pair(pairs, i, split, values)
         group += 1 if row != previous else 0
         previous = row
         rows[group], starts[group + 1] = first_row + row, first_value + i - begin + 1
@@ -317,13 +322,13 @@ def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
     bounds = np.array([begin * unit[NUM_VALUES] // total, end * unit[NUM_VALUES] // total])
     for i in range(2):
         while 0 < bounds[i] < unit[NUM_VALUES] and (
-            _read_pair(pairs, bounds[i], *split, values)[0] == _read_pair(pairs, bounds[i] - 1, *split, values)[0]
+            _read_pair(pairs, bounds[i], split, values)[0] == _read_pair(pairs, bounds[i] - 1, split, values)[0]
         ):
             bounds[i] += 1
     count = bounds[1] - bounds[0]
     rows, starts = np.empty(count, dtype=np.int64), np.zeros(count + 1, dtype=np.int32)
     order = np.empty(count, dtype=np.int32)
-    num_groups = _write_groups(unit, bounds[0], bounds[1], values, first_row, pairs, 0, rows, starts, order)
+    num_groups = _write_groups(unit, bounds[0], bounds[1], values, first_row, pairs, 0, (rows, starts, order))
     return rows, starts, order, num_groups
 
 
@@ -333,10 +338,9 @@ def _write(task, num_tails, unit_starts, units, tables, values, all_pairs, rows,
     num_units = units.shape[0]
     if task < num_units:
         unit, first_value, group = units[task], unit_starts[task, 0], unit_starts[task, 1]
-        _write_groups(
-            unit, 0, unit[NUM_VALUES], values, tables[unit[TABLE], FIRST_ROW], all_pairs[unit[BEGIN] :], first_value,
-            rows[group:], starts[group:], order[first_value:],
-        )  # fmt: skip
+        pairs, groups = all_pairs[unit[BEGIN] :], (rows[group:], starts[group:], order[first_value:])
+        first_row = tables[unit[TABLE], FIRST_ROW]
+        _write_groups(unit, 0, unit[NUM_VALUES], values, first_row, pairs, first_value, groups)
         return
     num_values, num_groups = unit_starts[num_units]
     tail, size = task - num_units, rows.size - num_groups
@@ -356,23 +360,20 @@ def _sort(num_threads, batch_size, tables, lookups, key_starts, values, offsets,
     """Sort: return the first bad bag, if any; sources by bag (`offsets` or bag numbers); units; and sorted pairs."""
     # Check offsets; use bags as sources if all pairs with them fit.
     num_threads, bad_bag = 1 if values.size < MIN_SPLIT_VALUES else num_threads, _find_bad_bag(offsets, values.size)
-    key_starts_of_table, _, keys_of_table, _ = lookups_by_table(lookups, key_starts, tables.shape[0])
+    by_table = lookups_by_table(lookups, key_starts, tables.shape[0])
     for table in range(tables.shape[0]):
         by_bag = by_bag and _bit_length(tables[table, NUM_ROWS]) + _bit_length(offsets.size) <= PAIR_BITS
     sources = np.arange(offsets.size) if by_bag else offsets
     # Split tables, and allocate pairs.
     units, size = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.int64(0)
     if bad_bag == GOOD_OFFSETS:
-        units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
+        units = _make_units(num_threads, batch_size, tables, by_table, values, offsets)
     for number in range(units.shape[0]):
-        table = units[number, TABLE]
-        keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
+        keys = _keys_of(by_table, units[number, TABLE])
         size = _set_pair_format(units[number], size, keys, batch_size, sources)
     all_pairs = np.empty(size, dtype=np.uint32)
-    run_tasks(
-        num_threads, units.shape[0], _sort_unit,
-        (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, sources, all_pairs),
-    )  # fmt: skip
+    args = units, batch_size, by_table, values, offsets, sources, all_pairs
+    run_tasks(num_threads, units.shape[0], _sort_unit, args)
     return bad_bag, sources, units, all_pairs
 
 
@@ -385,15 +386,12 @@ def _group(num_threads, tables, values, units, all_pairs, rows, starts, order):
         unit_starts[unit + 1, 0] = unit_starts[unit, 0] + units[unit, NUM_VALUES]
         unit_starts[unit + 1, 1] = unit_starts[unit, 1] + units[unit, NUM_GROUPS]
     starts[0] = 0
-    run_tasks(
-        num_threads, num_units + num_threads, _write,
-        (num_threads, unit_starts, units, tables, values, all_pairs, rows, starts, order),
-    )  # fmt: skip
+    args = num_threads, unit_starts, units, tables, values, all_pairs, rows, starts, order
+    run_tasks(num_threads, num_units + num_threads, _write, args)
     return unit_starts[num_units, 1]
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels/row_groups.py`."""
     capacity = values.numel() * layout.multiplicity
     ids = as_int64(values)
     _, units, pairs = sort_pairs(ids, as_int64(offsets), layout, by_bag=False)

@@ -1,6 +1,7 @@
 """CPU twin of `kernels/row_update.py`: one thread per row sums its gradients in order and applies the optimizer."""
 
 import functools
+from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +50,8 @@ from tritonemb.layout import (
     SEED,
     SPAN,
     TABLE,
-    Layout,
+    BatchGradient,
+    FusedTables,
     unpack_names,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
@@ -66,6 +68,11 @@ NO_ROW = np.iinfo(np.int64).max
 _NO_IDS, _NO_PAIRS = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.uint32)
 _NO_UNITS = np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
 _NO_GROUPS: Any = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32), 0  # starts, order, their number
+# Batch in kernels. `sources`: positions or bags that `order` refers to, the first of each bag; `bags`: that of each
+# source, empty if they are equal; `grads` `[L or 1, 2]`: address and pitch of the gradient per lookup or of the output.
+_Batch: Any = namedtuple(
+    "_Batch", "lookups lookup_starts table_lookups key_of batch_size offsets sources bags pooled grads sample_weights"
+)
 _SGD_CONSTANTS = np.array(SGD(on_nonfinite="ignore").hyperparameters, dtype=np.float64)
 
 
@@ -80,7 +87,6 @@ def _is_one_value_per_bag(offsets):
 
 @called
 def _fill_bags(task, num_tasks, offsets, bags):
-    """Write the bag of each position."""
     num_bags = offsets.size - 1
     for bag in range(num_bags * task // num_tasks, num_bags * (task + 1) // num_tasks):
         for position in range(offsets[bag], offsets[bag + 1]):
@@ -88,44 +94,45 @@ def _fill_bags(task, num_tasks, offsets, bags):
 
 
 @inlined
-def _find_lookup(source, indices, key_of, batch_size, sources):
+def _find_lookup(source, table, batch):
     """Return the lookup of a source among the table's, its key, and the range of the key's sources."""
-    number = 0
-    while sources[(key_of[indices[number]] + 1) * batch_size] <= source:
+    number = batch.lookup_starts[table]
+    while batch.sources[(batch.key_of[batch.table_lookups[number]] + 1) * batch.batch_size] <= source:
         number += 1
-    key = key_of[indices[number]]
-    return indices[number], key, sources[key * batch_size], sources[(key + 1) * batch_size]
+    lookup = batch.table_lookups[number]
+    first_bag = batch.key_of[lookup] * batch.batch_size
+    return lookup, first_bag, batch.sources[first_bag], batch.sources[first_bag + batch.batch_size]
 
 
 @inlined
-def _fill_addresses(order, indices, lookups, key_of, batch_size, sources, bags, pooled, grads, per_lookup, addresses):
-    """Write the address of the gradient of each source in `order`, of a table with lookups `indices`."""
+def _fill_addresses(order, table, batch, per_lookup, addresses):
+    """Write the address of the gradient of each source in `order`, of a table."""
     begin = end = base = pitch = np.int64(0)
     for i in range(order.size):
         source = np.int64(order[i])
         if not begin <= source < end:
-            lookup, key, begin, end = _find_lookup(source, indices, key_of, batch_size, sources)
-            base, pitch = grads[lookup if per_lookup else 0]
-            first_row = key * batch_size if pooled else begin if per_lookup else 0
-            base += (0 if per_lookup else lookups[lookup, COLUMN] * 4) - first_row * pitch
-        addresses[i] = base + (np.int64(bags[source]) if bags.size else source) * pitch
+            lookup, first_bag, begin, end = _find_lookup(source, table, batch)
+            base, pitch = batch.grads[lookup if per_lookup else 0]
+            first_row = first_bag if batch.pooled else begin if per_lookup else 0
+            base += (0 if per_lookup else batch.lookups[lookup, COLUMN] * 4) - first_row * pitch
+        addresses[i] = base + (np.int64(batch.bags[source]) if batch.bags.size else source) * pitch
 
 
 @inlined
-def _fill_scales(order, indices, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales):
+def _fill_scales(order, table, batch, scales):
     """Write the scale of each source in `order`: its sample weight, over the bag's length for means."""
     begin = end = np.int64(0)
     is_mean = False
     for i in range(order.size):
         source = np.int64(order[i])
         if not begin <= source < end:
-            lookup, _, begin, end = _find_lookup(source, indices, key_of, batch_size, sources)
-            is_mean = pooled and lookups[lookup, POOLING] == MEAN
+            lookup, _, begin, end = _find_lookup(source, table, batch)
+            is_mean = batch.pooled and batch.lookups[lookup, POOLING] == MEAN
         scale = np.float32(1)
         if is_mean:
-            bag = np.int64(bags[source]) if bags.size else source
-            scale /= np.float32(offsets[bag + 1] - offsets[bag])
-        scales[i] = scale * sample_weights[source] if sample_weights.size else scale
+            bag = np.int64(batch.bags[source]) if batch.bags.size else source
+            scale /= np.float32(batch.offsets[bag + 1] - batch.offsets[bag])
+        scales[i] = scale * batch.sample_weights[source] if batch.sample_weights.size else scale
 
 
 @inlined
@@ -183,17 +190,16 @@ def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
 
 
 @called
-def _update_rows(
-    task, check_only, bounds, costs, table_groups, bad_rows, skipped, kind, addresses, dtypes, states, per_element,
-    tables, lookups, lookup_starts, table_lookups, key_of, batch_size, offsets, sources, bags, pooled, scaled,
-    prefetch_gradients, values, units, pairs, rows, starts, order, grads, per_lookup, sample_weights, learning_rate,
-    steps, hyperparameters,
-):  # fmt: skip
+def _update_rows(task, check_only, tasks, output, optimizer, pointers, per_element, tables, reads, sorted_ids, groups):
     """Update the task's groups: those at costs [bounds[task], bounds[task + 1]) of all items.
 
     An item is the groups of a table, or the pairs of a unit, from `costs[item]` to `costs[item + 1]`. With "raise"
     the task's first row with a gradient that is not finite goes into `bad_rows`.
     """
+    (bounds, costs, table_groups), (bad_rows, skipped), (values, _, units, pairs) = tasks, output, sorted_ids
+    (kind, learning_rate, steps, hyperparameters), (rows, starts, order, _) = optimizer, groups
+    batch, per_lookup, scaled, prefetch_gradients = reads
+    addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
     # Buffers for one row.
     max_dim = np.int64(0)
     for table in range(tables.shape[0]):
@@ -236,14 +242,9 @@ def _update_rows(
         gradients = np.empty(num_entries, dtype=np.int64)
         scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
         entries = order[first_entry : first_entry + num_entries]
-        indices = table_lookups[lookup_starts[table] : lookup_starts[table + 1]]
-        _fill_addresses(
-            entries, indices, lookups, key_of, batch_size, sources, bags, pooled, grads, per_lookup, gradients
-        )
+        _fill_addresses(entries, table, batch, per_lookup, gradients)
         if scaled:
-            _fill_scales(
-                entries, indices, lookups, key_of, batch_size, offsets, sources, bags, pooled, sample_weights, scales
-            )
+            _fill_scales(entries, table, batch, scales)
         # Update row by row.
         for group in range(first, last):
             row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
@@ -300,14 +301,14 @@ def _groups_by_table(tables, rows, num_groups):
 
 @compiled
 def _update(
-    num_threads, kind, pointers, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, values, sources,
-    units, pairs, rows, starts, order, num_groups, grads, per_lookup, width, sample_weights, learning_rate,
-    hyperparameters,
+    num_threads, kind, pointers, per_element, layout, batch_size, width, offsets, pooled, sorted_ids, groups, grads,
+    per_lookup, sample_weights, learning_rate, hyperparameters,
 ):  # fmt: skip
     """Update all rows and the counters. Returns -1, or -2 - t if rows of table t were skipped.
 
     With "raise" and a gradient that is not finite: change nothing, and return the first such row.
     """
+    (tables, lookups, key_starts), (_, sources, units, _), (rows, starts, _, num_groups) = layout, sorted_ids, groups
     # Cumulative cost of the items, to balance tasks.
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
     costs = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
@@ -334,21 +335,20 @@ def _update(
     bags = np.empty(sources[-1] if has_bags else 0, dtype=np.int32)  # of each position
     if has_bags:
         run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, sources, bags))
+    batch = _Batch(
+        lookups, lookup_starts, table_lookups, key_of, batch_size, offsets, sources, bags, pooled, grads, sample_weights
+    )
     # Check all gradients first for "raise"; update.
     bounds, bad_rows = costs[-1] * np.arange(num_tasks + 1) // num_tasks, np.full(num_tasks, NO_ROW)
     prefetch_gradients = num_values < READS_PER_GRADIENT * offsets.size
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
-        run_tasks(
-            num_threads, num_tasks, _update_rows,
-            (
-                check_only, bounds, costs, table_groups, bad_rows, skipped, kind, pointers[WEIGHT], pointers[DTYPE],
-                pointers[STATES:], per_element, tables, lookups, lookup_starts, table_lookups, key_of, batch_size,
-                offsets, sources, bags, pooled, scaled, prefetch_gradients, values, units, pairs, rows, starts, order,
-                grads, per_lookup, sample_weights, learning_rate, steps, hyperparameters,
-            ),
-        )  # fmt: skip
+        tasks, output = (bounds, costs, table_groups), (bad_rows, skipped)
+        optimizer = kind, learning_rate, steps, hyperparameters
+        reads = batch, per_lookup, scaled, prefetch_gradients
+        args = check_only, tasks, output, optimizer, pointers, per_element, tables, reads, sorted_ids, groups
+        run_tasks(num_threads, num_tasks, _update_rows, args)
         if bad_rows.min() != NO_ROW:
             return bad_rows.min()
     outcome = np.int64(-1)
@@ -361,24 +361,18 @@ def _update(
     return outcome
 
 
-def row_update_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor | Sequence[Tensor],
-    skipped: Tensor | Sequence[Tensor], learning_rate: Tensor, grad: Tensor | Sequence[Tensor], offsets: Tensor,
-    sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
-) -> None:  # fmt: skip
+def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
     """See `kernels/row_update.py`. `groups` may be the ids, `grad` a tensor per lookup, counters a tensor per table."""
+    weights, states, step, skipped, learning_rate, optimizer, hyperparameters = fused
     assert all(map(Tensor.is_contiguous, states))
     pointers = [pointer for counters in (step, skipped) for pointer in _counter_addresses(counters, len(weights))]
     pointers += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
-    outcome = _run(
-        KINDS[optimizer], weights, pointers, _per_element(optimizer), learning_rate.item(),
-        np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, groups, layout,
-    )  # fmt: skip
+    constants = np.array(hyperparameters, dtype=np.float64)
+    outcome = _run(KINDS[optimizer], weights, pointers, _per_element(optimizer), learning_rate.item(), constants, batch)
     if outcome >= 0:
-        raise errors.nonfinite_gradient_error(outcome, layout)
+        raise errors.nonfinite_gradient_error(outcome, batch.layout)
     if outcome <= -2:
-        errors.warn_of_skipped_rows(unpack_names(layout.table_names)[-2 - outcome])
+        errors.warn_of_skipped_rows(unpack_names(batch.layout.table_names)[-2 - outcome])
 
 
 def _counter_addresses(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
@@ -388,16 +382,11 @@ def _counter_addresses(counters: Tensor | Sequence[Tensor], num_tables: int) -> 
 
 
 def row_gradients_(
-    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False, max_gradient: float = np.inf,
-) -> None:  # fmt: skip
-    """See `kernels/row_update.py`."""
-    constants = _SGD_CONSTANTS.copy()
+    sums: Sequence[Tensor], batch: BatchGradient, compact: bool = False, max_gradient: float = np.inf
+) -> None:
+    constants, kind = _SGD_CONSTANTS.copy(), COMPACT_SUMS if compact else SUMS
     constants[MAX_GRADIENT] = max_gradient
-    _run(
-        COMPACT_SUMS if compact else SUMS, sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), 0.0, constants,
-        grad, offsets, sample_weights, groups, layout,
-    )  # fmt: skip
+    _run(kind, sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), 0.0, constants, batch)
 
 
 @functools.cache
@@ -409,28 +398,29 @@ def _per_element(optimizer: str) -> np.ndarray:
 
 def _run(
     kind: int, weights: Sequence[Tensor], pointers: list[int], per_element: np.ndarray, learning_rate: float,
-    constants: np.ndarray, grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
+    constants: np.ndarray, batch: BatchGradient,
 ) -> int:  # fmt: skip
     """Run `_update` and return its result; `pointers` are the rows from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
+    grad, offsets, sample_weights, groups, layout = batch
     limit, per_lookup, bag_offsets = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
     # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
-    grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]  # type: ignore[list-item]
+    grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]
     grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors] if limit < np.inf else grad_tensors
     grad_tensors = [g if g.stride(1) == 1 else g.contiguous() for g in grad_tensors]
     grad_tensors = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in grad_tensors]
     grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in grad_tensors], dtype=np.int64)
     # Groups, or ids, which are sorted first.
+    sorted_ids, group_arrays = (_NO_IDS, bag_offsets, _NO_UNITS, _NO_PAIRS), (_NO_IDS, *_NO_GROUPS)
     if isinstance(groups, Tensor):
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # smaller pairs
         ids = as_int64(groups)
-        group_args = ids, *sort_pairs(ids, bag_offsets, layout, by_bag), _NO_IDS, *_NO_GROUPS
+        sorted_ids = ids, *sort_pairs(ids, bag_offsets, layout, by_bag)
     else:
-        group_args = _NO_IDS, bag_offsets, _NO_UNITS, _NO_PAIRS, *map(Tensor.numpy, groups[:3]), int(groups[3])
+        group_arrays = *map(Tensor.numpy, groups[:3]), int(groups[3])
     pointers = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *pointers]
     return _update(
         torch.get_num_threads(), kind, np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element,
-        *arrays_of(layout), batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled, *group_args,
-        grads, per_lookup, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
+        arrays_of(layout), batch_size_of(offsets, layout.key_starts), layout.width, bag_offsets, layout.pooled,
+        sorted_ids, group_arrays, grads, per_lookup, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip

@@ -5,7 +5,8 @@ autovectorizer. Every operation is IEEE, lane by lane, in a fixed order and with
 neither on the machine's vector width nor on alignment.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numba
@@ -22,29 +23,31 @@ STREAMED_ALIGNMENT = 64  # bytes: alignment and size of a streamed (non-temporal
 _SUMS = (4, 16), (2, 16), (1, 16), (1, 8), (1, 4), (1, 1)  # tiles of columns (vectors, lanes of each), wide to narrow
 SUMS = {FLOAT32: ((8, 16), *_SUMS), FLOAT16: _SUMS, BFLOAT16: _SUMS}
 PREFETCH_DISTANCE = 12  # ids between the prefetch of a row and its use
-_FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
-_LONG = ir.IntType(64)
+_FLOAT, _HALF, (_BIT, _BYTE, _SHORT, _INT, _LONG) = ir.FloatType(), ir.HalfType(), map(ir.IntType, (1, 8, 16, 32, 64))
 CACHE_LINE = 64  # bytes
 SQUARES = 256  # columns per block whose squares are added in registers
 
 
-def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
-    """Define an intrinsic of one argument whose code is `build(builder, value)`."""
+def _emitted(result: types.Type, *arguments: types.Type) -> Any:
+    """Decorate `build(builder, *values)`: an intrinsic whose code it emits."""
 
-    @intrinsic
-    def cast(typing_context: Any, value: types.Type) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return build(builder, args[0])
+    def decorate(build: Callable[..., Any]) -> Any:
+        @functools.wraps(build)
+        def typed(typing_context: Any, *_: types.Type) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                value = build(builder, *values)
+                return context.get_dummy_value() if result == types.void else value
 
-        return result(source), generate
+            return result(*arguments), generate
 
-    return cast
+        return intrinsic(typed)
+
+    return decorate
 
 
 def _row_of(item: types.Type, code: ir.Type) -> Any:
     """Define a function from address and size to an array without reference counts, whose slices cost nothing."""
-    kind = ir.PointerType(code)
-    pointer = _cast(types.int64, types.CPointer(item), lambda builder, address: builder.inttoptr(address, kind))
+    pointer = _emitted(types.CPointer(item), types.int64)(lambda b, address: b.inttoptr(address, ir.PointerType(code)))
 
     @inlined
     def row(address, size):
@@ -53,33 +56,25 @@ def _row_of(item: types.Type, code: ir.Type) -> Any:
     return row
 
 
-float32_row, uint16_row, uint8_row = (
-    _row_of(item, code)
-    for item, code in ((types.float32, _FLOAT), (types.uint16, _SHORT), (types.uint8, ir.IntType(8)))
+float32_row, uint16_row = _row_of(types.float32, _FLOAT), _row_of(types.uint16, _SHORT)
+uint8_row, int32_row, int64_row = _row_of(types.uint8, _BYTE), _row_of(types.int32, _INT), _row_of(types.int64, _LONG)
+float32_bits = _emitted(types.uint32, types.float32)(lambda b, a: b.bitcast(a, _INT))
+float32_from_bits = _emitted(types.float32, types.uint32)(lambda b, a: b.bitcast(a, _FLOAT))
+float16_to_float32 = _emitted(types.float32, types.uint16)(lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
+float32_to_float16 = _emitted(types.uint16, types.float32)(lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
+bfloat16_to_float32 = _emitted(types.float32, types.uint16)(  # the upper half of a float32
+    lambda b, a: b.bitcast(b.shl(b.zext(a, _INT), _INT(16)), _FLOAT)
 )
-int32_row, int64_row = _row_of(types.int32, _INT), _row_of(types.int64, _LONG)
-float32_bits = _cast(types.float32, types.uint32, lambda b, a: b.bitcast(a, ir.IntType(32)))
-float32_from_bits = _cast(types.uint32, types.float32, lambda b, a: b.bitcast(a, _FLOAT))
-float16_to_float32 = _cast(types.uint16, types.float32, lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
-float32_to_float16 = _cast(types.float32, types.uint16, lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
 
 
 def _emit_prefetch(builder: Any, address: Any) -> None:
-    """Prefetch data for reading, into all cache levels."""
-    kind = ir.PointerType(ir.IntType(8))
-    function = builder.module.declare_intrinsic(
-        "llvm.prefetch", [kind], ir.FunctionType(ir.VoidType(), [kind, _INT, _INT, _INT])
-    )
+    kind = ir.PointerType(_BYTE)
+    signature = ir.FunctionType(ir.VoidType(), [kind, _INT, _INT, _INT])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [kind], signature)
     builder.call(function, [builder.inttoptr(address, kind), _INT(0), _INT(3), _INT(1)])
 
 
-@intrinsic
-def _prefetch_line(typing_context: Any, address: types.Type) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _emit_prefetch(builder, args[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+_prefetch_line = _emitted(types.void, types.int64)(_emit_prefetch)
 
 
 @inlined
@@ -89,55 +84,30 @@ def prefetch(address, num_bytes):
         _prefetch_line(address + line)
 
 
-@intrinsic
-def atomic_increment(typing_context: Any, address: types.Type) -> Any:
+@_emitted(types.int32, types.int64)
+def atomic_increment(builder: Any, address: Any) -> Any:
     """Add 1 atomically to the int32 at an address; return the previous value."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.PointerType(_INT))
-        return builder.atomic_rmw("add", pointer, _INT(1), "monotonic")
-
-    return types.int32(address), generate
+    return builder.atomic_rmw("add", builder.inttoptr(address, ir.PointerType(_INT)), _INT(1), "monotonic")
 
 
-@intrinsic
-def copy_bytes(typing_context: Any, out: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
+@_emitted(types.void, types.int64, types.int64, types.int64)
+def copy_bytes(builder: Any, out: Any, source: Any, num_bytes: Any) -> None:
     """Copy bytes between addresses; the ranges must not overlap."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = ir.PointerType(ir.IntType(8))
-        target_pointer, source_pointer = (builder.inttoptr(address, pointer) for address in args[:2])
-        cgutils.raw_memcpy(builder, target_pointer, source_pointer, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
+    target, origin = (builder.inttoptr(address, ir.PointerType(_BYTE)) for address in (out, source))
+    cgutils.raw_memcpy(builder, target, origin, num_bytes, 1)
 
 
-@intrinsic
-def equal_ways(typing_context: Any, address: types.Type, byte: types.Type) -> Any:
+@_emitted(types.int64, types.int64, types.int64)
+def equal_ways(builder: Any, address: Any, byte: Any) -> Any:
     """Compare the `WAYS` bytes at an address with `byte`: int64 with bit `w` set if byte `w` is equal."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = ir.PointerType(ir.VectorType(ir.IntType(8), WAYS))
-        line = builder.load(builder.inttoptr(args[0], pointer), align=1)
-        expected = _splat(builder, builder.trunc(args[1], ir.IntType(8)), WAYS)
-        equal = builder.icmp_unsigned("==", line, expected)
-        return builder.zext(builder.bitcast(equal, ir.IntType(WAYS)), _LONG)
-
-    return types.int64(types.int64, types.int64), generate
+    line = builder.load(builder.inttoptr(address, ir.PointerType(ir.VectorType(_BYTE, WAYS))), align=1)
+    expected = _splat(builder, builder.trunc(byte, _BYTE), WAYS)
+    return builder.zext(builder.bitcast(builder.icmp_unsigned("==", line, expected), ir.IntType(WAYS)), _LONG)
 
 
-lowest_bit = _cast(types.int64, types.int64, lambda builder, bits: builder.cttz(bits, ir.IntType(1)(1)))
-highest_bit = _cast(  # of a number that is not 0
-    types.int64, types.int64, lambda builder, bits: builder.sub(_LONG(63), builder.ctlz(bits, ir.IntType(1)(1)))
-)
-count_bits = _cast(types.int64, types.int64, lambda builder, bits: builder.ctpop(bits))
-
-
-@inlined
-def bfloat16_to_float32(bits):
-    """Convert exactly: a bfloat16 is the upper half of a float32."""
-    return float32_from_bits(numba.uint32(bits) << numba.uint32(16))
+_of_int64 = _emitted(types.int64, types.int64)
+lowest_bit, count_bits = _of_int64(lambda b, bits: b.cttz(bits, _BIT(1))), _of_int64(lambda b, bits: b.ctpop(bits))
+highest_bit = _of_int64(lambda b, bits: b.sub(_LONG(63), b.ctlz(bits, _BIT(1))))  # of a number that is not 0
 
 
 @inlined
@@ -172,7 +142,6 @@ def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    """Broadcast a scalar to a vector."""
     undefined = ir.Constant(ir.VectorType(value.type, lanes), ir.Undefined)
     single = builder.insert_element(undefined, value, _INT(0))
     return builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
@@ -283,64 +252,50 @@ def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any,
             _sum_all_columns(builder, dtype, True, (*bags, *rows, scales, size, streamed))
 
 
-@intrinsic
-def sum_float32_rows(
-    typing_context: Any, out: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type
-) -> Any:
-    """Compute float32 `to[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
+@_emitted(types.void, *[types.int64] * 5)
+def sum_float32_rows(builder: Any, out: Any, rows: Any, scales: Any, count: Any, size: Any) -> None:
+    """Compute float32 `out[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
 
     `scales` is the address of `count` float32 factors, or 0 for none.
     """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        out, addresses, scales, count, size = args
-        bags = out, _LONG(0), _LONG(1), lambda _: (_LONG(0), count)
-        rows = (lambda index: _item_at(builder, _LONG, addresses, index)), (lambda *_: None)
-        _sum(builder, FLOAT32, bags, rows, scales, size, ir.Constant(ir.IntType(1), 0))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
+    bags = out, _LONG(0), _LONG(1), lambda _: (_LONG(0), count)
+    reads = (lambda index: _item_at(builder, _LONG, rows, index)), (lambda *_: None)
+    _sum(builder, FLOAT32, bags, reads, scales, size, _BIT(0))
 
 
 def _make_sum(dtype: int) -> Any:
-    @intrinsic
+    @_emitted(types.void, *[types.int64] * 10, types.boolean)
     def sum_bags_of_dtype(
-        typing_context: Any, out: types.Type, pitch: types.Type, offsets: types.Type, num_bags: types.Type,
-        ids: types.Type, table: types.Type, num_rows: types.Type, no_row: types.Type, scales: types.Type,
-        size: types.Type, streamed: types.Type,
-    ) -> Any:  # fmt: skip
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, streamed = args
-            # Positions are relative to the first bag's first id.
-            row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
-            begin = _item_at(builder, _LONG, offsets, _LONG(0))
-            last = builder.sub(builder.sub(_item_at(builder, _LONG, offsets, num_bags), begin), _LONG(1))
+        builder: Any, out: Any, pitch: Any, offsets: Any, num_bags: Any, ids: Any, table: Any, num_rows: Any,
+        no_row: Any, scales: Any, size: Any, streamed: Any,
+    ) -> None:  # fmt: skip
+        # Positions are relative to the first bag's first id.
+        row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
+        begin = _item_at(builder, _LONG, offsets, _LONG(0))
+        last = builder.sub(builder.sub(_item_at(builder, _LONG, offsets, num_bags), begin), _LONG(1))
 
-            def bag_at(bag: Any) -> tuple[Any, Any]:
-                first = _item_at(builder, _LONG, offsets, bag)
-                count = builder.sub(_item_at(builder, _LONG, offsets, builder.add(bag, _LONG(1))), first)
-                return builder.sub(first, begin), count
+        def bag_at(bag: Any) -> tuple[Any, Any]:
+            first = _item_at(builder, _LONG, offsets, bag)
+            count = builder.sub(_item_at(builder, _LONG, offsets, builder.add(bag, _LONG(1))), first)
+            return builder.sub(first, begin), count
 
-            def row_address(index: Any) -> tuple[Any, Any]:
-                row = _item_at(builder, _LONG, ids, index)
-                return row, builder.add(table, builder.mul(row, row_bytes))
+        def row_address(index: Any) -> tuple[Any, Any]:
+            row = _item_at(builder, _LONG, ids, index)
+            return row, builder.add(table, builder.mul(row, row_bytes))
 
-            def row_at(index: Any) -> Any:
-                row, address = row_address(index)
-                return builder.select(builder.icmp_unsigned("<", row, num_rows), address, no_row)
+        def row_at(index: Any) -> Any:
+            row, address = row_address(index)
+            return builder.select(builder.icmp_unsigned("<", row, num_rows), address, no_row)
 
-            # Beyond the last id, prefetch the last row again.
-            def prefetch_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
-                index = builder.add(index, _LONG(PREFETCH_DISTANCE))
-                index = builder.select(builder.icmp_signed("<", index, last), index, last)
-                address = builder.add(row_address(index)[1], byte_offset)
-                for line in range(0, num_bytes, CACHE_LINE):
-                    _emit_prefetch(builder, builder.add(address, _LONG(line)))
+        # Beyond the last id, prefetch the last row again.
+        def prefetch_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
+            index = builder.add(index, _LONG(PREFETCH_DISTANCE))
+            index = builder.select(builder.icmp_signed("<", index, last), index, last)
+            address = builder.add(row_address(index)[1], byte_offset)
+            for line in range(0, num_bytes, CACHE_LINE):
+                _emit_prefetch(builder, builder.add(address, _LONG(line)))
 
-            _sum(builder, dtype, (out, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10, types.boolean), generate
+        _sum(builder, dtype, (out, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
 
     return sum_bags_of_dtype
 
@@ -350,11 +305,11 @@ _sum_float32, _sum_float16, _sum_bfloat16 = (_make_sum(dtype) for dtype in (FLOA
 
 @inlined
 def sum_bags(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, dtype, streamed):
-    """Compute float32 `to[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order; `pitch` in bytes.
+    """Compute float32 `out[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order; `pitch` in bytes.
 
-    `to`, `offsets` (int64 `[num_bags + 1]`), `ids` (int64, from the first bag on), `table` (`[num_rows, size]`),
+    `out`, `offsets` (int64 `[num_bags + 1]`), `ids` (int64, from the first bag on), `table` (`[num_rows, size]`),
     `no_row` (`[size]` zeros, read for ids out of range) and `scales` (float32, or 0 for none) are addresses. Rows are
-    prefetched. `streamed` stores bypass the caches if `to` and `pitch` are aligned for them.
+    prefetched. `streamed` stores bypass the caches if `out` and `pitch` are aligned for them.
     """
     past_caches = streamed and (out | pitch) % STREAMED_ALIGNMENT == 0
     if dtype == FLOAT32:
@@ -366,45 +321,37 @@ def sum_bags(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales
 
 
 def _make_dot(dtype: int) -> Any:
-    @intrinsic
-    def dot_lanes(typing_context: Any, a: types.Type, b: types.Type, size: types.Type) -> Any:
+    @_emitted(types.float32, types.int64, types.int64, types.int64)
+    def dot_lanes(builder: Any, a: Any, b: Any, size: Any) -> Any:
         """Add full vectors lane by lane, reduce lanes by halving, then add the remaining elements one by one."""
+        item = _LONG(4 if dtype == FLOAT32 else 2)
+        num_vectors = builder.sdiv(size, _LONG(DOT_LANES))
 
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            a_address, b_address, num_elements = args
-            item = _LONG(4 if dtype == FLOAT32 else 2)
-            num_vectors = builder.sdiv(num_elements, _LONG(DOT_LANES))
+        def product(element: Any, lanes: int) -> Any:
+            a_values = _load(builder, builder.add(a, builder.mul(element, _LONG(4))), _FLOAT, lanes)
+            b_values = _load_float32(builder, builder.add(b, builder.mul(element, item)), dtype, lanes)
+            return builder.fmul(a_values, b_values)
 
-            def product(element: Any, lanes: int) -> Any:
-                a_values = _load(builder, builder.add(a_address, builder.mul(element, _LONG(4))), _FLOAT, lanes)
-                b_values = _load_float32(builder, builder.add(b_address, builder.mul(element, item)), dtype, lanes)
-                return builder.fmul(a_values, b_values)
+        def add_vector(index: Any, totals: Any) -> Any:
+            return [builder.fadd(totals[0], product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))]
 
-            def add_vector(index: Any, totals: Any) -> Any:
-                return [builder.fadd(totals[0], product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))]
+        # Full vectors.
+        zeros = ir.Constant(ir.VectorType(_FLOAT, DOT_LANES), [0.0] * DOT_LANES)
+        (total,) = _loop(builder, num_vectors, [zeros], add_vector)
+        # Reduce the lanes by halving.
+        lanes = DOT_LANES
+        while lanes > 1:
+            lanes //= 2
+            low, high = (ir.Constant(ir.VectorType(_INT, lanes), [*range(i, i + lanes)]) for i in (0, lanes))
+            total = builder.fadd(builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high))
+        # Remaining elements.
+        num_added = builder.mul(num_vectors, _LONG(DOT_LANES))
 
-            # Full vectors.
-            zeros = ir.Constant(ir.VectorType(_FLOAT, DOT_LANES), [0.0] * DOT_LANES)
-            (total,) = _loop(builder, num_vectors, [zeros], add_vector)
-            # Reduce the lanes by halving.
-            lanes = DOT_LANES
-            while lanes > 1:
-                lanes //= 2
-                low = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
-                high = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes, 2 * lanes)))
-                total = builder.fadd(
-                    builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
-                )
-            # Remaining elements.
-            num_added = builder.mul(num_vectors, _LONG(DOT_LANES))
+        def add_element(index: Any, totals: Any) -> Any:
+            return [builder.fadd(totals[0], product(builder.add(num_added, index), 1))]
 
-            def add_element(index: Any, totals: Any) -> Any:
-                return [builder.fadd(totals[0], product(builder.add(num_added, index), 1))]
-
-            (total,) = _loop(builder, builder.sub(num_elements, num_added), [total], add_element)
-            return builder.extract_element(total, _INT(0))
-
-        return types.float32(types.int64, types.int64, types.int64), generate
+        (total,) = _loop(builder, builder.sub(size, num_added), [total], add_element)
+        return builder.extract_element(total, _INT(0))
 
     return dot_lanes
 
@@ -441,40 +388,31 @@ def _squares(builder: Any, address: Any, size: int) -> Any:
     return builder.extract_element(total, _INT(0))
 
 
-@intrinsic
-def _sum_few_squares(typing_context: Any, row: types.Type, size: types.Type) -> Any:
+@_emitted(types.float32, types.int64, types.int64)
+def _sum_few_squares(builder: Any, row: Any, size: Any) -> Any:
     """Sum up to SQUARES squares: blocks by the binary digits of `size`, wide to narrow, added from the last on."""
+    total = cgutils.alloca_once_value(builder, _FLOAT(0.0))
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        row, size = args
-        total = cgutils.alloca_once_value(builder, _FLOAT(0.0))
+    def has(bits: int) -> Any:
+        return builder.if_then(builder.icmp_signed("!=", builder.and_(size, _LONG(bits)), _LONG(0)))
 
-        def has(bits: int) -> Any:
-            return builder.if_then(builder.icmp_signed("!=", builder.and_(size, _LONG(bits)), _LONG(0)))
+    def add(widths: Sequence[int]) -> None:
+        for width in widths:
+            with has(width):
+                first = builder.mul(builder.and_(size, _LONG(-2 * width)), _LONG(4))
+                squares = _squares(builder, builder.add(row, first), width)
+                builder.store(builder.fadd(builder.load(total), squares), total)
 
-        def add(widths: Sequence[int]) -> None:
-            for width in widths:
-                with has(width):
-                    first = builder.mul(builder.and_(size, _LONG(-2 * width)), _LONG(4))
-                    squares = _squares(builder, builder.add(row, first), width)
-                    builder.store(builder.fadd(builder.load(total), squares), total)
-
-        with has(DOT_LANES - 1):  # skip all narrow blocks at once
-            add((1, 2, 4, 8))
-        add((16, 32, 64, 128, SQUARES))
-        return builder.load(total)
-
-    return types.float32(types.int64, types.int64), generate
+    with has(DOT_LANES - 1):  # skip all narrow blocks at once
+        add((1, 2, 4, 8))
+    add((16, 32, 64, 128, SQUARES))
+    return builder.load(total)
 
 
-@intrinsic
-def _allocate_sums(typing_context: Any) -> Any:
+@_emitted(types.int64)
+def _allocate_sums(builder: Any) -> Any:
     """Allocate 64 float32 on the stack; return their address."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, 64)), _LONG)
-
-    return types.int64(), generate
+    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, 64)), _LONG)
 
 
 @called
