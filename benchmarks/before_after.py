@@ -25,23 +25,40 @@ PIPES = "TRITONEMB_TURNS"  # in the environment of either pytest: who begins, wh
 Case = tuple[str, str, str]  # op, shape, implementation
 
 
+_places: dict[str, int] = {}  # of benchmarks among those of either tree, by name
+
+
+def pytest_collection_finish(session: Any) -> None:
+    _places.update((item.name, place) for place, item in enumerate(session.items))
+
+
 def pytest_configure() -> None:
     """Let rounds wait for their turn: this file is also a plugin of either tree's pytest."""
     from pytest_benchmark.fixture import BenchmarkFixture
 
     begins, read, write = map(int, os.environ[PIPES].split())
-    pedantic = BenchmarkFixture.pedantic
+    pedantic, reader, coming = BenchmarkFixture.pedantic, os.fdopen(read), list[str]()
 
-    def give() -> None:
-        os.write(write, b".")
+    def give(text: str = "") -> None:
+        os.write(write, f"{text}\n".encode())
 
     def wait() -> None:
-        if not os.read(read, 1):
+        if not reader.readline():
             raise RuntimeError("the other tree's benchmarks have ended")
 
+    def meets(name: str) -> bool:
+        """Whether the other tree comes to this benchmark, too; it does not if it times its rounds itself there."""
+        give(name)
+        while line := coming.pop() if coming else reader.readline():
+            other = line.rstrip("\n")
+            if _places.get(other, -1) >= _places[name]:
+                coming.extend([line] * (other != name))
+                return other == name
+        return False
+
     def in_turns(self: Any, target: Callable[..., object], *args: Any, setup: Any = None, **options: Any) -> Any:
-        if setup is None:  # a single run, which times its rounds itself
-            return pedantic(self, target, *args, **options)
+        if setup is None or not meets(self.name):
+            return pedantic(self, target, *args, setup=setup, **options)
 
         def prepare() -> Any:
             if not begins:
@@ -54,8 +71,6 @@ def pytest_configure() -> None:
             if begins:
                 wait()
 
-        give()
-        wait()  # until both are here
         return pedantic(self, run, *args, setup=prepare, **options)
 
     BenchmarkFixture.pedantic = in_turns

@@ -32,9 +32,15 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     workload = Workload("reuse", 8192 if device.type == "cuda" else 2048, (100_000,) * 26, (1,) * 26, ids="reuse")
     workload = workload.tiny() if tiny else workload
     rows = f"B{workload.batch_size} T{workload.num_tables} L{workload.bag_sizes[0]} rows {workload.num_rows[0]:,}"
-    for op in ("look up", "allocate", "translate"):
-        yield Case(f"row cache {op}", f"{rows}, 10% in the cache", partial(make, op, workload))
-    yield from move_cases(device, tiny)
+    for op, make in (("look up", look_up), ("allocate", allocate), ("translate", translate)):
+        run = partial(make_on_directory, make, workload)
+        yield Case(f"row cache {op}", f"{rows}, 10% in the cache", run)
+    num_moves = 8 if tiny else 16384
+    for dim in (64, 128, 256):
+        shape = f"rows {num_moves:,} D{dim}"
+        yield Case("row moves", shape, partial(make_moves, num_moves, dim, False))
+        if device.type == "cuda" or tiny:
+            yield Case("row moves from host memory", shape, partial(make_moves, num_moves, dim, True))
 
 
 class Directory:
@@ -75,11 +81,10 @@ class Directory:
         return torch.cumsum(sizes, 0)[torch.searchsorted(self.first_rows, self.rows, right=True) - 1]
 
 
-def make(op: str, workload: Workload, clock: Clock) -> list[Contender]:
-    device = clock.device
-    directory = Directory(workload, device)
-    by_op = {"look up": look_up, "allocate": allocate, "translate": translate}
-    return by_op[op](directory, device)
+def make_on_directory(
+    make: Callable[[Directory, torch.device], list[Contender]], workload: Workload, clock: Clock
+) -> list[Contender]:
+    return make(Directory(workload, clock.device), clock.device)
 
 
 def look_up(directory: Directory, device: torch.device) -> list[Contender]:
@@ -138,18 +143,6 @@ def bench_row_cache(case: Case, measure_case: Callable[[Case], None]) -> None:
     measure_case(case)
 
 
-INT64 = 8
-
-
-def move_cases(device: torch.device, tiny: bool) -> Iterator[Case]:
-    num_moves = 8 if tiny else 16384
-    for dim in (64, 128, 256):
-        shape = f"rows {num_moves:,} D{dim}"
-        yield Case("row moves", shape, partial(make_moves, num_moves, dim, False))
-        if device.type == "cuda" or tiny:
-            yield Case("row moves from host memory", shape, partial(make_moves, num_moves, dim, True))
-
-
 def make_moves(num_moves: int, dim: int, from_host: bool, clock: Clock) -> list[Contender]:
     """From random rows of a home of 12 times as many to random rows of a cache of twice as many."""
     device = clock.device
@@ -176,7 +169,7 @@ def make_moves(num_moves: int, dim: int, from_host: bool, clock: Clock) -> list[
         for part in cache:
             part.zero_()
 
-    num_bytes = num_moves * (2 * 4 * (dim + 1) + 2 * INT64)
+    num_bytes = num_moves * (2 * 4 * (dim + 1) + 2 * 8)
     expected = [part.clone() for part in by_torch()]
     runs = {OURS: ours, "torch": by_torch}
     return contenders(runs, num_bytes, device, equal(*expected), erase, host if from_host else None)

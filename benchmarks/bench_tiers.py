@@ -1,6 +1,6 @@
 """Tables on disk: training on a table ten times as large as its cache, against the table in memory, and blocks of rows.
 
-Training is the case of `benchmarks/gpu/tiers.py`, in small and on the CPU: with look-ahead at least 0.7 of the speed in
+Training is a case of `benchmarks/gpu/tiers.py` on the CPU: with look-ahead at least 0.7 of the speed in
 memory; without it training stalls, which is shown beside. The table is in a file that is read and written past the
 system's page cache, in the folder for temporary files or TRITONEMB_STORAGE_FOLDER.
 
@@ -20,7 +20,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +32,6 @@ import tritonemb as te
 from benchmarks.gpu import tiers
 from benchmarks.measuring.clock import Contender
 from benchmarks.measuring.result_files import Goal
-from benchmarks.measuring.workload import same
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.storage import DiskRows
 from tritonemb.storage.io import TableIdentity
@@ -42,7 +40,7 @@ from tritonemb.storage.store import record_of
 from tritonemb.storage.threads import DEFAULT_THREADS
 
 FOLDER = tiers.FOLDER
-TIER = tiers.Tier("disk", 0.1, replace(same(2048, 1, 26, 64, 1_000_000), name="tiers"))
+TIER = tiers.CASES[-1]
 DIM, ROWS_A_BATCH = 64, 4096
 WARMUP_BATCHES = 40  # until the cache is full, and the small table has been written all over
 

@@ -78,7 +78,7 @@ class Tier:
 # second, so what is on one is smaller, and so are its batches.
 HOST = Workload("tiers", 8192, (1_000_000,) * 8, (14,) * 8, ids="reuse")
 DISK = Workload("tiers", 1024, (250_000,) * 8, (14,) * 8, ids="reuse")
-CASES = (Tier("host", 0.1, HOST), Tier("host", 0.2, HOST), Tier("disk", 0.1, DISK))
+CASES = (Tier("host", 0.1, HOST), Tier("host", 0.2, HOST), Tier("disk", 0.1, DISK))  # the last one on a CPU, too
 
 
 @functools.lru_cache(maxsize=1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.measuring.report import publish
-from benchmarks.studies.accuracy import seen_share
+from benchmarks.studies.accuracy import paired, seen_share
 from tritonemb.data import Column, Dataset, Feature, Rows, load_movielens_100k
 from tritonemb.data.batch import concat_rows
 from tritonemb.data.datasets import FILES
@@ -223,7 +222,7 @@ def compare(config: TrainConfig, raw: Dataset, seeds: Sequence[int]) -> list[dic
         "test_rows_seen_in_training": None if isinstance(raw, InOrder) else seen_share(raw),
         "ids": {name: len(found) for name, found in ids.items()}, "rows_of_a_quarter": quarters(ids, config.batch_size),
     }  # fmt: skip
-    return [paired(name, found, aucs[REFERENCE], same_bits) | shared for name, found in aucs.items()]
+    return [summary(name, found, aucs[REFERENCE], same_bits) | shared for name, found in aucs.items()]
 
 
 def same(one: Run, other: Run) -> bool:
@@ -231,17 +230,12 @@ def same(one: Run, other: Run) -> bool:
     return one.losses == other.losses and torch.equal(one.logits.view(torch.int32), other.logits.view(torch.int32))
 
 
-def paired(name: str, aucs: list[float], reference: list[float], same_bits: bool) -> dict[str, Any]:
-    differences = [one - other for one, other in zip(aucs, reference, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
-    row = {
-        "arm": name, "auc": statistics.fmean(aucs), "auc_of_each_seed": aucs,
-        "difference": statistics.fmean(differences), "standard_error": error,
-    }  # fmt: skip
+def summary(name: str, aucs: list[float], reference: list[float], same_bits: bool) -> dict[str, Any]:
+    row = {"arm": name} | paired(aucs, reference)
     if name == SAME:
         row["bitwise_equal_to_dynamic"] = same_bits
     if name == OWN:
-        row["within_two_standard_errors"] = abs(row["difference"]) <= STANDARD_ERRORS * error
+        row["within_two_standard_errors"] = abs(row["difference"]) <= STANDARD_ERRORS * row["standard_error"]
     return row
 
 

@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 import tritonemb as te
 from benchmarks.measuring import report
-from benchmarks.studies.accuracy import data_sets, seen_share
+from benchmarks.studies.accuracy import data_sets, paired, seen_share
 from tritonemb.data import Dataset, Split
 from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, RowWise, Sharding, ShardingPlan, TableWise
 from tritonemb.training.config import TrainConfig, preset
@@ -139,15 +139,13 @@ def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int], world: int
     rows = []
     for exchange, tolerance in ((EXACT, 0.0), *TOLERANCES.items()):
         runs = found[name_of(exchange)]
-        aucs = [run["auc"] for run in runs]
-        difference = statistics.fmean(aucs) - statistics.fmean(exact)
-        rows.append({
+        row = paired([run["auc"] for run in runs], exact)
+        rows.append(row | {
             "data": data.name, "optimizer": config.embedding_optimizer, "exchange": name_of(exchange),
             "world_size": world, "batch_size": config.batch_size, "steps": runs[0]["steps"], "seeds": len(seeds),
             "test_rows": len(data.test), "test_rows_seen_in_training": seen_share(data),
-            "auc": statistics.fmean(aucs), "fp32_auc": statistics.fmean(exact), "difference": difference,
-            "difference_of_each_seed": [a - b for a, b in zip(aucs, exact, strict=True)], "tolerance": tolerance,
-            "within_tolerance": abs(difference) <= tolerance, "bytes_a_step": runs[0]["bytes_a_step"],
+            "fp32_auc": statistics.fmean(exact), "tolerance": tolerance,
+            "within_tolerance": abs(row["difference"]) <= tolerance, "bytes_a_step": runs[0]["bytes_a_step"],
             "saturated": sum(run["saturated"] for run in runs),
         })  # fmt: skip
     return rows

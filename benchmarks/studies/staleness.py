@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import math
 import queue
 import statistics
 import threading
@@ -41,6 +40,7 @@ import tritonemb as te
 from benchmarks.measuring import result_files
 from benchmarks.measuring.clock import OtherLoad
 from benchmarks.measuring.report import draw_if_possible, publish, save
+from benchmarks.studies.accuracy import paired, standard_error
 from tritonemb.data import Column, Dataset, Feature, Rows, load_adult, load_movielens_100k
 from tritonemb.data.datasets import NUMERIC_FIELDS
 from tritonemb.data.protocol import Split, Stream
@@ -222,22 +222,16 @@ def compare(study: Study, seeds: Sequence[int], delay: float) -> list[dict[str, 
 
 
 def summary(name: str, runs: Sequence[Run], reference: Sequence[float]) -> dict[str, Any]:
-    """Means over the seeds; the difference is paired with `reference`, the AUC of each seed without staleness."""
+    """Means over the seeds; `reference` is the AUC of each seed without staleness."""
     aucs = [run.auc for run in runs]
-    differences = [one - other for one, other in zip(aucs, reference, strict=True)]
     points = [zip(*of_point, strict=True) for of_point in zip(*(run.curve for run in runs), strict=True)]
     steps, seconds, curve = zip(*([statistics.fmean(values) for values in point] for point in points), strict=True)
     return {
         "staleness": name, "mean_staleness": statistics.fmean(run.staleness for run in runs),
-        "auc": statistics.fmean(aucs), "auc_standard_error": standard_error(aucs), "auc_of_each_seed": aucs,
-        "difference": statistics.fmean(differences), "standard_error": standard_error(differences),
+        "auc_standard_error": standard_error(aucs), **paired(aucs, reference),
         "seconds": statistics.fmean(run.seconds for run in runs), "seconds_of_each_seed": [run.seconds for run in runs],
         "curve_steps": [int(step) for step in steps], "curve_seconds": list(seconds), "curve_auc": list(curve),
     }  # fmt: skip
-
-
-def standard_error(values: Sequence[float]) -> float:
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def measured(data: Dataset) -> Measured:

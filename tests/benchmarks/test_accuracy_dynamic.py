@@ -26,9 +26,9 @@ from benchmarks.studies.dynamic_tables import (
     last_ones,
     most_frequent,
     numbered,
-    paired,
     quarters,
     same,
+    summary,
     zipf,
 )
 from tritonemb.data import Column, Dataset, Feature, Rows
@@ -75,11 +75,11 @@ def test_one_other_bit_is_seen():
 
 
 def test_the_difference_is_paired():
-    row = paired(OWN, [0.6, 0.8, 0.71], [0.5, 0.7, 0.6], True)
+    row = summary(OWN, [0.6, 0.8, 0.71], [0.5, 0.7, 0.6], True)
     assert row["difference"] == pytest.approx(0.31 / 3)
     assert row["standard_error"] == pytest.approx(0.01 / 3)  # deviation 0.01 / sqrt(3), over sqrt(3)
     assert row["within_two_standard_errors"] is False
-    assert paired(OWN, [0.5, 0.7], [0.6, 0.61], True)["within_two_standard_errors"] is True
+    assert summary(OWN, [0.5, 0.7], [0.6, 0.61], True)["within_two_standard_errors"] is True
 
 
 def test_ids_of_all_splits_have_rows_of_their_own_unless_they_are_hashed():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
 import tritonemb as te
-from benchmarks.measuring import report
 from benchmarks.studies.exchange import TOLERANCES, compare, even, name_of, plan_of
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.sharding import ColumnWise, RowWise, TableWise
@@ -58,21 +56,3 @@ def test_tables_are_cut_in_three_ways_in_turn() -> None:
 def test_ranks_have_as_many_rows() -> None:
     data = even(planted(203), 4)
     assert (len(data.train), len(data.test)) == (100, 100)
-
-
-def test_the_page_shows_the_figures_of_the_file(tmp_path: Path) -> None:
-    shared = {
-        "data": "some", "world_size": 4, "seeds": 5, "torch": "2", "tritonemb": "0", "commit": "abc",
-        "date": "2026-01-02",
-    }  # fmt: skip
-    rows = [
-        {"exchange": "fp32", "auc": 0.8, "difference": 0.0, "bytes_a_step": {"a": 3000.0, "b": 1000.0}},
-        {"exchange": "int8", "auc": 0.7988, "difference": -0.0012, "bytes_a_step": {"a": 900.0, "b": 500.0}},
-    ]
-    each = {"fp32": [0.0, 0.0], "int8": [-0.003, 0.0006]}
-    section = report.exchange_section(
-        {"rows": [row | shared | {"difference_of_each_seed": each[row["exchange"]]} for row in rows]}
-    )
-    assert "| some, fp32 | 0.8000 | - | 0.0000 | 4 | 1.00 |" in section.splitlines()
-    assert "| some, int8 | 0.7988 | -0.0012 | 0.0030 | 1 | 0.35 |" in section.splitlines()
-    assert "4 ranks on one CPU, over gloo; 5 seeds; torch 2, tritonemb 0 at abc, 2026-01-02." in section

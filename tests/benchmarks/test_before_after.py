@@ -33,7 +33,16 @@ def pytest_addoption(parser):
     parser.addoption("--rounds", type=int)
 """
 CLOCK = "def measure(benchmark, setup):\n    benchmark.pedantic(lambda: None, setup=setup, rounds=4)\n"
-BENCH = "def bench_some(measure_case):\n    measure_case({name!r})\n"
+BENCH = """
+def bench_alone(benchmark, measure_case):
+    measure_case("a") if {name!r} == "A" else benchmark.pedantic(lambda: None)
+
+def bench_some(measure_case):
+    measure_case({name!r})
+
+def bench_last(benchmark, measure_case):
+    measure_case("b") if {name!r} == "B" else benchmark.pedantic(lambda: None)
+"""
 
 
 def test_trees_take_turns_and_are_compared_by_the_names_of_benchmarks(tmp_path: Path) -> None:
@@ -51,6 +60,8 @@ def test_trees_take_turns_and_are_compared_by_the_names_of_benchmarks(tmp_path: 
     command = [sys.executable, str(tmp_path / "now/benchmarks/before_after.py"), str(tmp_path / "before")]
     variables = os.environ | {"LOG": str(tmp_path / "log")}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert (tmp_path / "log").read_text() in ("ABABABAB", "BABABABA"), done.stdout
+    log = (tmp_path / "log").read_text()
+    assert log.replace("a", "").replace("b", "") in ("ABABABAB", "BABABABA"), done.stdout
+    assert (log.count("a"), log.count("b")) == (4, 4)  # what one of them alone times in rounds
     assert " 2.00 slower  any, x, i: 1.000 2.000 ms" in done.stdout
     assert done.returncode == 1

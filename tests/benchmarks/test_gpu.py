@@ -38,20 +38,7 @@ def test_bytes_of_a_batch_worked_by_hand() -> None:
 
 
 def test_shapes_are_those_of_the_published_benchmarks() -> None:
-    assert len(MLPERF_ROWS) == len(MLPERF_BAGS) == 26
-    assert sum(MLPERF_BAGS) == 214
-    fbgemm = [w for w in WORKLOADS if w.name == "fbgemm"]
-    assert {(w.dtype, w.ids) for w in fbgemm} == {
-        (dtype, ids) for dtype in (torch.float32, torch.bfloat16, torch.float16) for ids in ("uniform", "zipf")
-    }
-    for w in fbgemm:
-        assert (w.batch_size, w.num_tables, w.dim, set(w.bag_sizes), set(w.num_rows)) == (512, 32, 128, {20}, {100_000})
-    criteo = [w for w in WORKLOADS if w.name == "criteo"]
-    assert {(w.batch_size, w.dim) for w in criteo if w.dtype == torch.float32} == {
-        (batch_size, dim) for batch_size in (2048, 4096, 8192) for dim in (64, 128, 256)
-    }
-    assert {w.dtype for w in criteo} == {torch.float32, torch.bfloat16, torch.float16}
-    assert [w.batch_size for w in WORKLOADS if w.name == "mlperf"] == [8192, 65536]
+    assert (len(MLPERF_ROWS), len(MLPERF_BAGS), sum(MLPERF_BAGS)) == (26, 26, 214)
     (large,) = (w for w in WORKLOADS if w.num_rows == (100_000_000,))
     assert large.num_rows[0] * large.dim * large.dtype.itemsize * 4 < 60e9  # ours, two peers, the state of torch's
     assert next(w for w in WORKLOADS if w.num_tables == 1000).num_ids == 2_048_000

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks import run as gpu_run
-from benchmarks.gpu import targets, tiers
+from benchmarks.gpu import tiers
 from benchmarks.gpu.tiers import NONE_AHEAD, ON_DEVICE, Feed, Prefetched, SentAhead, Tier
 from benchmarks.measuring.clock import Clock, Outcome
 from benchmarks.measuring.peers import FbgemmTables, OurTables
@@ -62,15 +62,6 @@ def test_rows_come_back_and_batches_are_the_same_each_time() -> None:
     seen = [set(batch.bags[0][0].tolist()) for batch in many]
     again = [len(now & before) / len(now) for before, now in itertools.pairwise(seen)]
     assert sum(again) / len(again) > 0.15
-
-
-def test_cases_have_both_shares_and_a_size_that_matters() -> None:
-    assert [(case.placement, case.share) for case in tiers.CASES] == [("host", 0.1), ("host", 0.2), ("disk", 0.1)]
-    for case in tiers.CASES[:2]:
-        assert sum(case.workload.num_rows) * case.workload.dim * 4 > 4e9
-    assert [str(case).rpartition(", ")[2] for case in tiers.CASES] == [
-        "10% on the device", "20% on the device", "10% on the device"
-    ]  # fmt: skip
 
 
 def test_all_train_alike_and_what_crosses_is_counted() -> None:
@@ -191,30 +182,6 @@ def test_fbgemm_on_the_device_trains_alike() -> None:
     assert outcome.errors == {}
     with pytest.raises(ValueError, match="only in front of a GPU"):
         FbgemmTables(SMALL, CPU, 0.1)
-
-
-def test_targets_of_each_share() -> None:
-    medians = {"tritonemb": 5.0, ON_DEVICE: 4.5, NONE_AHEAD: 9.0, "fbgemm, cached": 7.0}
-    rows = [
-        {
-            "op": "training from host memory",
-            "shape": f"some, {share} on the device",
-            "implementation": name,
-            "p50_ms": ms,
-        }
-        for share in ("10%", "20%")
-        for name, ms in medians.items()
-        if (share, name) != ("20%", "fbgemm, cached")
-    ]
-    rows += [rows[0] | {"op": "training from disk"}, rows[1] | {"op": "training from disk"}]
-    found = {(v["op"], v["shape"][6:9], v["measured"]): (v["ratio"], v["met"]) for v in targets.verdicts(rows)}
-    host = "training from host memory"
-    assert found == {
-        (host, "10%", "tritonemb, on the device / tritonemb"): (pytest.approx(0.9), True),
-        (host, "20%", "tritonemb, on the device / tritonemb"): (pytest.approx(0.9), True),
-        (host, "10%", "fbgemm, cached / tritonemb"): (pytest.approx(1.4), False),
-        (host, "20%", "fbgemm, cached / tritonemb"): (None, None),
-    }
 
 
 def test_the_cases_run_in_small(capfd: pytest.CaptureFixture[str]) -> None:

@@ -93,19 +93,15 @@ def test_the_newest_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert result_files.read(result_files.newest("cpu")) == {"date": "2026-01-10"}
 
 
-def test_accuracy_shows_both_networks_and_what_the_test_rows_are_worth() -> None:
-    row = {
-        "data": "some", "optimizer": "adagrad", "tritonemb_auc": 0.8, "torch_auc": 0.8012, "difference": -0.0012,
-        "seeds": 5, "test_rows_seen_in_training": 0.25,
-    }  # fmt: skip
-    assert "| some, adagrad | 0.8000 | 0.8012 | -0.0012 | 5 | 25 % |" in report.accuracy_section({"rows": [row]})
+def test_pages_show_the_figures_of_the_newest_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages: list[str] = []
 
+    def unchanged(page: str, name: str, content: str) -> None:
+        text = (report.ROOT / page).read_text()
+        assert report.replace_section(text, name, content, page) == text, (page, name)
+        pages.append(f"{page} {name}")
 
-def test_peak_bytes_are_a_line_a_shape() -> None:
-    row = {"shape": "small", "ids": 8, "result_bytes": 2**20, "torch_bytes": 0} | SHARED
-    rows = [
-        row | {"implementation": name, "peak_bytes": size << 19} for name, size in (("tritonemb", 3), ("fbgemm", 5))
-    ]
-    section = report.memory_section({"rows": rows})
-    assert "| shape | result | tritonemb | fbgemm |" in section
-    assert section.endswith("| small | 1.0 | 1.5 | 2.5 |")
+    monkeypatch.setattr(report, "update", unchanged)
+    monkeypatch.setattr(report, "draw_if_possible", lambda *_: None)
+    report.main()
+    assert len(pages) == 3 + len(report.SECTIONS)
