@@ -44,7 +44,6 @@ class TableClient(TableService):
 
     @property
     def steps(self) -> int:
-        """Number of trained steps."""
         raise NotImplementedError
 
     def _submit(self, target: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
@@ -187,7 +186,6 @@ class CollectionClient(TableClient, RowService):
 
     @property
     def steps(self) -> int:
-        """Number of steps that this trainer has pushed."""
         return self._pushed // self.spec.batches
 
     def push(self, batch: int, ids: Sequence[Tensor], routes: Routes, sums: Sequence[Tensor], lr: float) -> None:

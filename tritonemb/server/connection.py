@@ -136,8 +136,10 @@ class Connection(Closeable):
             channel.close()
 
     def _timeout_error(self) -> ConnectionError:
-        reason = f"embedding server {self.transport.address} has not answered for {self._patience:.0f} seconds"
-        return ConnectionError(f"{reason}; restart it, and resume from a checkpoint")
+        return ConnectionError(
+            f"embedding server {self.transport.address} has not answered for {self._patience:.0f} seconds; restart it, "
+            "and resume from a checkpoint"
+        )
 
     def _send(self, message: Message) -> None:
         if self._channel is not None:
@@ -204,8 +206,11 @@ class Connection(Closeable):
         with self._lock:
             # Requests before the replay buffer were durable, so a server that expects one of them has lost its state.
             if next_sequence < min_sequence:
-                reason = f"embedding server {self.transport.address} was restarted without its snapshot or log"
-                self._fail(ConnectionError(f"{reason}, and lost requests; resume from a checkpoint"))
+                reason = (
+                    f"embedding server {self.transport.address} was restarted without its snapshot or log, and lost "
+                    "requests; resume from a checkpoint"
+                )
+                self._fail(ConnectionError(reason))
                 return
             for number, message in list(self._replay_buffer.items()):
                 if number >= next_sequence:

@@ -77,7 +77,6 @@ class DurableState(Closeable):
         return {name: SavedShard.from_chain(chain) for name, chain in chains.items()}
 
     def read_log(self) -> Iterator[Message]:
-        """Yield the requests since the snapshot."""
         if self._has_log and (path := self._folder / f"log-{self.version}").exists():
             yield from read_log(path)
 

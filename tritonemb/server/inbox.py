@@ -76,7 +76,6 @@ class Clients:
     last_seen: dict[str | None, float] = field(default_factory=dict)  # time of a client's last message, in seconds
 
     def inbox(self, client: str) -> Inbox:
-        """Inbox of a client, which may be new."""
         return self.inboxes.setdefault(client, Inbox())
 
     def check_trainer(self, values: Values) -> None:

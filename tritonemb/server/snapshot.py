@@ -152,7 +152,6 @@ class SavedShard:
         return cls([path for path, _ in chain], chain[-1][1])
 
     def check(self) -> None:
-        """Read all records; StorageError if a file is damaged."""
         for path in self.files:
             for _ in read_snapshot(path):
                 pass

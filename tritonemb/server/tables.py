@@ -42,7 +42,6 @@ class TableCodecs:
         self._codecs = None if codec == "fp32" else [MessageCodec([[(0, dim)]], dim, codec) for dim in dims]
 
     def pack(self, numbers: Sequence[int], rows: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
-        """Encode rows for the network, multiplied by `scale`."""
         if self._codecs is None:
             return list(rows)
         return [self._codecs[number].pack(values, scale) for number, values in zip(numbers, rows, strict=True)]
