@@ -12,7 +12,7 @@ dynamic tables, 4 per deduplicated id for its number of occurrences.
 
 import functools
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -142,13 +142,13 @@ class IdExchange:
             raise RuntimeError(f"rank {group.ranks[failed[0]]} rejected its batch; see the error on that rank")
         # Exchange lengths, ids and weights, packed to words.
         weighted, num_routes = self._is_weighted(received), [len(routes) for routes in self._owned]
-        out_words = [self._words(count, s, weighted) for count, s in zip(num_routes, sent, strict=True)]
+        out_words = [sum(self._words(count, s, weighted)) for count, s in zip(num_routes, sent, strict=True)]
         in_words = [self._words(num_routes[group.rank], s, weighted) for s in received]
         route_lengths = lengths.reshape(group.size * len(self.routes), bags)[owned].to(torch.int32)
         ids_sent, ids_received = ([s.ids for s in rank_sizes] for rank_sizes in (sent, received))
         packed = self._pack(route_lengths, ids, weights, ids_sent).to(self._device, non_blocking=True)
-        words = self._network.all_to_all(packed, out_words, in_words, "ids")()
-        features, source = self._unpack(words, received, in_words, weighted)
+        words = self._network.all_to_all(packed, out_words, [*map(sum, in_words)], "ids")()
+        features, source = self._unpack(words.split([*chain(*in_words)]), received)
         batch_sizes, samples = [s.bags for s in received], sum(s.samples for s in received)
         if not self.returns_rows:
             return features, batch_sizes, None
@@ -217,8 +217,9 @@ class IdExchange:
             raise ValueError(f"ids have weights on some ranks only; ranks without weights: {unweighted}")
         return weighted == {1}
 
-    def _words(self, num_routes: int, sizes: _Sizes, weighted: bool) -> int:
-        return num_routes * sizes.bags + sizes.ids * (self._id_dtype.itemsize // 4 + weighted)
+    def _words(self, num_routes: int, sizes: _Sizes, weighted: bool) -> list[int]:
+        """Return the numbers of 4-byte words of lengths, ids and weights in a message."""
+        return [num_routes * sizes.bags, sizes.ids * self._id_dtype.itemsize // 4, sizes.ids * weighted]
 
     def _pack(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, counts: list[int]) -> Tensor:
         """Pack lengths, ids and weights to int32 words, rank by rank."""
@@ -231,20 +232,14 @@ class IdExchange:
             fields.append(weights.to(torch.float32).view(torch.int32).split(counts))
         return torch.cat([field.flatten() for rank_fields in zip(*fields, strict=True) for field in rank_fields])
 
-    def _unpack(
-        self, words: Tensor, received: Sequence[_Sizes], in_words: list[int], weighted: bool
-    ) -> tuple[KeyedJaggedTensor, Tensor]:
+    def _unpack(self, words: Sequence[Tensor], received: Sequence[_Sizes]) -> tuple[KeyedJaggedTensor, Tensor]:
         """Unpack the received words to ids key by key, rank by rank; and return the position of each value."""
-        id_words, owned = self._id_dtype.itemsize // 4, self._owned[self.group.rank]
-        fields = [[len(owned) * sizes.bags, sizes.ids * id_words, sizes.ids * weighted] for sizes in received]
-        messages = [message.split(widths) for message, widths in zip(words.split(in_words), fields, strict=True)]
-        flat_lengths, ids, weights = zip(*messages, strict=True)
-        lengths = [flat.reshape(len(owned), sizes.bags) for flat, sizes in zip(flat_lengths, received, strict=True)]
+        owned, ids, weights = self._owned[self.group.rank], torch.cat(words[1::3]), torch.cat(words[2::3])
+        lengths = [flat.reshape(len(owned), s.bags) for flat, s in zip(words[::3], received, strict=True)]
         source = key_major_order(lengths, sum(sizes.ids for sizes in received))
-        values = torch.cat(ids).view(self._id_dtype)[source]
-        bag_lengths = torch.cat(lengths, dim=1).flatten()
-        value_weights = torch.cat(weights).view(torch.float32)[source] if weighted else None
-        names = [route_key(route) for route in owned]
+        value_weights = weights.view(torch.float32)[source] if self._is_weighted(received) else None
+        names, bag_lengths = [route_key(route) for route in owned], torch.cat(lengths, dim=1).flatten()
+        values = ids.view(self._id_dtype)[source]
         return KeyedJaggedTensor(names, values, value_weights, lengths=bag_lengths), source
 
     def _make_tensors(self, device: torch.device) -> tuple[Tensor, ...]:

@@ -286,12 +286,10 @@ def bag_fused(
         return torch.ops.tritonemb.bag_fused(*table, name, values, sample_weights, trained_ids, *bags, dtype)
     read = partial(look_up, table.weights[0], values, sample_weights, bags, dtype)
     ids = values if trained_ids is None else trained_ids
-    return _look_up_with_versions(partial(BagGradient, table, name, ids, sample_weights, bags), read, collect)
+    return _look_up_checked(partial(BagGradient, table, name, ids, sample_weights, bags), read, collect)
 
 
-def _look_up_with_versions(
-    lookup: "partial[BagGradient]", read: Read, collect: Callable[[BagGradient], None]
-) -> Tensor:
+def _look_up_checked(lookup: "partial[BagGradient]", read: Read, collect: Callable[[BagGradient], None]) -> Tensor:
     """Look up one table in plain eager mode; the backward raises if the versions of the batch have changed."""
     table, name, ids, sample_weights, bags = lookup.args
     reads_table = sample_weights is not None and sample_weights.requires_grad
@@ -301,7 +299,10 @@ def _look_up_with_versions(
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         # Versions are compared here, since the table may be updated between this backward and the callback's update.
         if versions != _versions(*inputs):
-            raise changed_in_place(name)
+            raise RuntimeError(
+                f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were "
+                "changed in place between the lookup and its backward; change a copy"
+            )
         sample_weight_grad = None
         if needs_sample_weight_grad:
             sample_weight_grad = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
@@ -309,14 +310,6 @@ def _look_up_with_versions(
         return sample_weight_grad
 
     return fused_lookup(table.weights[0], sample_weights, read, take_gradient)
-
-
-def changed_in_place(name: str) -> RuntimeError:
-    """Return the error for a batch, or rows of table `name`, that changed between lookup and backward."""
-    return RuntimeError(
-        f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were changed in "
-        "place between the lookup and its backward; change a copy"
-    )
 
 
 _BAG_KINDS = (FusedTables, None, None, None, None, Bags, None)
@@ -358,7 +351,7 @@ def look_up_eagerly(*args: Any) -> Tensor:
     arguments = unflatten(args, *_BAG_KINDS)
     table, name, values, sample_weights, trained_ids, bags, _ = arguments
     lookup = partial(BagGradient, table, name, values if trained_ids is None else trained_ids, sample_weights, bags)
-    return _look_up_with_versions(lookup, partial(_look_up_bag, *arguments), lambda gradient: _bag_update_(*gradient))
+    return _look_up_checked(lookup, partial(_look_up_bag, *arguments), lambda gradient: _bag_update_(*gradient))
 
 
 def _update_bag(

@@ -92,10 +92,8 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-def _check(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
-    num_sets: Tensor, now: Tensor, policy: str,
-) -> None:  # fmt: skip
+def _check(*args: Any) -> None:
+    tags, used, pins, rows, tables, num_sets, now, policy = args
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {list(POLICIES)}")
     num_tables, device = len(tags), rows.device
