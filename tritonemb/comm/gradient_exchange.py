@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tritonemb.comm.group import RankGroup, wait_for
-from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec, Receive, exchanges, graph_order, register
-from tritonemb.ops.registry import define
+from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec, Receive, graph_order
+from tritonemb.ops.registry import define, objects, register
 
 _FAILED = -1
 BUCKET_BYTES = 1 << 20  # a bucket of this size is full
@@ -209,7 +209,7 @@ class _Averaged(torch.autograd.Function):
 
 
 def _broadcast(buffers: list[Tensor], handle: int) -> None:
-    group = exchanges[handle].group
+    group = objects[handle].group
     for buffer in buffers:
         dist.broadcast(buffer, group.ranks[0], group.process_group)
 

@@ -232,7 +232,7 @@ class IdExchange:
             fields.append(weights.to(torch.float32).view(torch.int32).split(counts))
         return torch.cat([field.flatten() for rank_fields in zip(*fields, strict=True) for field in rank_fields])
 
-    def _unpack(self, words: Sequence[Tensor], received: Sequence[_Sizes]) -> tuple[KeyedJaggedTensor, Tensor]:
+    def _unpack(self, words: tuple[Tensor, ...], received: Sequence[_Sizes]) -> tuple[KeyedJaggedTensor, Tensor]:
         """Unpack the received words to ids key by key, rank by rank; and return the position of each value."""
         owned, ids, weights = self._owned[self.group.rank], torch.cat(words[1::3]), torch.cat(words[2::3])
         lengths = [flat.reshape(len(owned), s.bags) for flat, s in zip(words[::3], received, strict=True)]

@@ -13,7 +13,6 @@ and waited for on its first use (`AsyncTensor`).
 """
 
 import functools
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -21,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -32,7 +30,7 @@ from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
 from tritonemb.ops.bag import Bags, weight_gradient
 from tritonemb.ops.quantize import Packing, make_packing
-from tritonemb.ops.registry import define
+from tritonemb.ops.registry import define, objects, register
 from tritonemb.types import CODECS
 
 ColumnRange = tuple[int, int]  # first column, number of columns
@@ -187,17 +185,6 @@ class OutputExchange(ABC):
         return AsyncTensor(like, values.device, receive)
 
 
-_handles = itertools.count()
-exchanges: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by handle
-
-
-def register(exchange: Any) -> int:
-    """Return a new handle, by which ops of graphs find an object with `shape` and `start`."""
-    handle = next(_handles)
-    exchanges[handle] = exchange
-    return handle
-
-
 # Tokens that order the exchanges of a trace: each start and each end depends on the previous one, in reverse in the
 # backward. All ranks must run collectives in the same order, and compilers preserve data dependencies only.
 graph_order: list[Tensor] = []
@@ -213,7 +200,7 @@ def _start(
     values: Sequence[Tensor], previous: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     started = values[0].new_empty(1)
-    _started[started.data_ptr()] = exchanges[handle].start(values, num_rows, back)
+    _started[started.data_ptr()] = objects[handle].start(values, num_rows, back)
     return started, _order(values[0], previous)
 
 
@@ -224,7 +211,7 @@ def _finish(started: Tensor, previous: Tensor | None, *_: Any) -> tuple[Tensor, 
 def _finished(
     started: Tensor, previous: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    return started.new_empty(exchanges[handle].shape(num_rows, back)), _order(started, previous)
+    return started.new_empty(objects[handle].shape(num_rows, back)), _order(started, previous)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

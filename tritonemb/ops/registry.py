@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -151,7 +152,16 @@ _HOST_OPS = "pinned_lookup", "pinned_update", "shared_update", "accumulate_", *_
 _EFFECTFUL = "pinned_update", "shared_update"  # no compiler may remove them when their results are unused
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _library = torch.library.Library("tritonemb", "FRAGMENT")
+_handles = itertools.count()
+objects: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by handle, a number that represents them in graphs
 Run = Callable[..., Any]
+
+
+def register(item: Any) -> int:
+    """Return a new handle, by which ops find the object."""
+    handle = next(_handles)
+    objects[handle] = item
+    return handle
 
 
 def define(

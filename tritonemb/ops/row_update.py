@@ -5,12 +5,11 @@ See `kernels/row_update.py`. Accumulation does not add gradients: the micro-batc
 the result is bitwise identical to that of a step on all samples at once.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from tritonemb.layout import BatchGradient, FusedTables, Layout, TensorList, cached_fact, dtypes_of
 from tritonemb.memory import empty_result
+from tritonemb.ops import registry
 from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, TRITON, choose_cached, define, kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups, ungrouped, wait_for_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite, customs
@@ -195,15 +195,11 @@ class Accumulator:
         tables: weak reference to the table set of the gradients, for ops in graphs.
     """
 
-    _instances: ClassVar[WeakValueDictionary[int, "Accumulator"]] = WeakValueDictionary()
-    _handles: ClassVar["itertools.count[int]"] = itertools.count()
-
     def __init__(self, always_open: bool = False) -> None:
-        self.handle = next(self._handles)
+        self.handle = registry.register(self)
         self._always_open = self.is_open = always_open
         self.gradients: list[Any] = []
         self.tables: Callable[[], Any] | None = None
-        self._instances[self.handle] = self
 
     def pop_all(self) -> list[Any]:
         gradients, self.gradients = self.gradients, []
@@ -240,7 +236,7 @@ def _accumulate(
 ) -> None:
     """Append a micro-batch's gradient to the accumulator `handle`; count it in `pending`. Raise RuntimeError if
     closed."""
-    accumulator = Accumulator._instances.get(handle)
+    accumulator = registry.objects.get(handle)
     if accumulator is None or not accumulator.is_open:
         raise RuntimeError(
             "the backward of a lookup inside accumulate() ran after the end of the block, so its gradient is lost; "
@@ -272,7 +268,7 @@ def shared_update(handle: int, grad: Tensor, *batch: Any) -> None:
 
 
 def table_set_of(handle: int) -> Any:
-    reference = Accumulator._instances[handle].tables
+    reference = registry.objects[handle].tables
     tables = None if reference is None else reference()
     assert tables is not None, "the tables of this graph have been deleted"
     return tables
