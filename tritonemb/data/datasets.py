@@ -48,14 +48,8 @@ GENRES = (
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
 
-FEATURES = (
-    Feature("user", 2_000),
-    Feature("item", 1_000),
-    Feature("advertiser", 200),
-    Feature("site", 100),
-    Feature("device", 10),
-    Feature("tags", 50, multi_hot=True),
-)
+SIZES = {"user": 2_000, "item": 1_000, "advertiser": 200, "site": 100, "device": 10, "tags": 50}
+FEATURES = tuple(Feature(name, size, multi_hot=name == "tags") for name, size in SIZES.items())
 NUM_DENSE = 4
 
 
