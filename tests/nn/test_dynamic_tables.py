@@ -585,6 +585,13 @@ def test_a_large_stream_is_the_same_on_any_number_of_threads(num_threads):
     assert_same_bits(run(num_threads), run(1))
 
 
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_the_state_of_a_table_on_the_meta_device_is_empty(placement):
+    collection = te.nn.EmbeddingBagCollection([config(placement=placement)], te.optim.Adam(), device="meta")
+    assert collection.state_dict()["user.weight"].shape == (0, 12)
+    assert table_of(collection).ids().tolist() == []
+
+
 def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
     """Without a GPU: what each stream is given, and what it waits for, in that order."""
 

@@ -142,7 +142,7 @@ class CachedTable(Table):
         self, rows: Tensor | None = None, read: bool = True, write: bool = False
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Read and write rows of the store, ascending, all by default, in chunks; yield their positions and fields."""
-        if isinstance(self.store, HostRows) and rows is None:
+        if rows is None and isinstance(self.store, HostRows):
             yield slice(None), self.store.fields()
             return
         size, step = self.row_config.num_embeddings, max(1, CHUNK_BYTES // self.record.num_bytes)
