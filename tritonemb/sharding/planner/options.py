@@ -303,7 +303,8 @@ def _assemble(
 
     return options, Problem(
         model.ranks, model.local, np.array(offsets), np.concatenate([[0], np.cumsum(num_units)]),
-        values("replicated", np.stack), values("common", np.stack), values("unit_common"),
+        values("replicated", np.stack), values("common", np.stack),
+        np.repeat(np.repeat(np.arange(num_tables), np.diff(offsets)), num_units), values("unit_common"),
         np.repeat([variants[n].on_node for n, _ in entries], num_units), values("steps").astype(np.int64),
         values("max_shards").astype(np.int64), values("fixed"), values("slope"), values("pairwise_load"),
     )  # fmt: skip
@@ -352,9 +353,11 @@ def with_blocks(option: Option, num_blocks: int, constraint: Constraint) -> Opti
 
 
 def decode(
-    table: TableConfig, stats: TableStats, option: Option, rule: Constraint, units: Array, bins: Array, shares: Array
+    table: TableConfig, stats: TableStats, option: Option, rule: Constraint, units: Array, shares: Array
 ) -> tuple[Sharding, Option]:
-    """Convert a table's shards to a plan's `Sharding`; and the option with their number."""
+    """Convert a table's shards, `[ranks]` by bin, to a plan's `Sharding`; and the option with their number."""
+    bins = np.flatnonzero(units >= 0)
+    units, shares = units[bins], shares[bins]
     kinds: dict[str, Any] = {**SHARDINGS, "server": SHARDINGS["data_parallel"]}
     if len(bins) <= 1:
         single, targets = with_blocks(option, 1, rule), bins.tolist()

@@ -18,9 +18,9 @@ from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, 
 from tritonemb.sharding.planner.cost_model import CostModel, Prediction
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, TableReport
-from tritonemb.sharding.planner.search import Assignment, Solution, fewest_shards, keep, relax, solve, tables_of, totals
+from tritonemb.sharding.planner.search import Solution, fewest_shards, keep, relax, solve, totals
 from tritonemb.sharding.planner.settings import SETTINGS
-from tritonemb.sharding.planner.shard_packing import Problem
+from tritonemb.sharding.planner.shard_packing import Assignment, Problem
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
@@ -151,15 +151,14 @@ def _build(
     shardings: dict[str, Sharding] = {}
     placements: dict[str, TablePlacement] = {}
     choices: list[tuple[Option, Option | None, float]] = []  # a table's option, its runner-up, and extra cost
-    units, bins, shares = solution.assignment[1:]
+    assignment = solution.assignment
     for number, (table, table_options, rule) in enumerate(zip(model.tables, options, rules, strict=True)):
         # The selected option, its costs, and its shards.
-        first, index = int(problem.table_options[number]), int(solution.assignment.options[number])
+        first, index = int(problem.table_options[number]), int(assignment.options[number])
         option, cost = table_options[index - first], solution.cost[first : first + len(table_options)]
         rule = Constraint() if model.ranks == 1 else rule
-        first_unit, end_unit = problem.option_units[index : index + 2]
-        of_option = (units >= first_unit) & (units < end_unit)
-        shards = units[of_option] - first_unit, bins[of_option], shares[of_option]
+        units = assignment.units[number] - int(problem.option_units[index])
+        shards = units, assignment.shares[number]
         shardings[table.name], choice = decode(table, model.stats[table.name], option, rule, *shards)
         cache_share, host_share = option.cache_share or None, option.host_share or None
         placements[table.name] = TablePlacement(option.placement, cache_share=cache_share, host_share=host_share)
@@ -241,8 +240,10 @@ def _keep_previous(
     model: CostModel, options: list[list[Option]], problem: Problem, new: Solution, previous: ShardingPlan
 ) -> tuple[Solution, dict[int, Sharding | None]]:
     """Repair the running plan with few moves, to a load within `keep_within` of the new one. Return unmoved tables."""
-    selected, shards_before = new.assignment.options.copy(), dict[int, list[tuple[int, int, float]]]()
+    shape = len(model.tables), model.ranks
+    running = Assignment(new.assignment.options.copy(), np.full(shape, -1), np.zeros(shape))
     # The option of each table in the running plan, of nearest cache shares, and its shards.
+    known = set[int]()
     for number, table in enumerate(model.tables):
         cache, first, matches = previous.apply(table).cache, int(problem.table_options[number]), []
         for index, option in enumerate(options[number], first):
@@ -253,23 +254,21 @@ def _keep_previous(
                 rows = max(1, int(largest * rows_to_shard(table)))
                 cached, on_host = cache.num_device_rows(rows) / rows, (cache.num_host_rows(rows) or 0) / rows
                 distance = abs(option.cache_share - cached) + abs(option.host_share - on_host)
-                shards = [(first_unit + unit, target, share) for unit, target, share in shards]
                 matches.append((distance, index, shards))
         if matches:
-            _, selected[number], shards_before[number] = min(matches, key=lambda match: match[:2])
-    units, bins, shares = np.array([shard for shards in shards_before.values() for shard in shards]).reshape(-1, 3).T
-    running = Assignment(selected, units.astype(np.int64), bins.astype(np.int64), shares)
+            _, running.options[number], shards = min(matches, key=lambda match: match[:2])
+            for unit, target, share in shards:
+                running.units[number, target] = problem.option_units[running.options[number]] + unit
+                running.shares[number, target] = share
+            known.add(number)
     solution = keep(problem, new, running, SETTINGS.keep_within * new.load)
     # Compare the shards of each table before and after.
-    shards_after: dict[int, list[tuple[int, int, float]]] = {number: [] for number in shards_before}
-    table_of_unit = np.repeat(tables_of(problem), np.diff(problem.option_units))
-    for unit, target, share in zip(*(values.tolist() for values in solution.assignment[1:]), strict=True):
-        if int(table_of_unit[unit]) in shards_after:
-            shards_after[int(table_of_unit[unit])].append((unit, target, share))
+    after = solution.assignment
+    is_same = ((running.units == after.units) & ((running.units < 0) | (running.shares == after.shares))).all(1)
     return solution, {
         number: previous.tables[model.tables[number].name]
-        for number, shards in shards_before.items()
-        if sorted(shards) == sorted(shards_after[number]) and not _has_other_rows(previous, model.tables[number])
+        for number in sorted(known)
+        if is_same[number] and not _has_other_rows(previous, model.tables[number])
     }
 
 

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritonemb.sharding.planner.ruin_and_recreate import ruin_and_recreate
+from tritonemb.sharding.planner.ruin_and_recreate import Annealing, Choices, ruin_and_recreate
 from tritonemb.sharding.planner.settings import SETTINGS
-from tritonemb.sharding.planner.shard_packing import Problem, pack_greedily, usage
+from tritonemb.sharding.planner.shard_packing import Assignment, Problem, pack_greedily, usage
 from tritonemb.sharding.table_stats import Array
 from tritonemb.utils import LazyModule
 
@@ -44,15 +44,6 @@ class Relaxation(NamedTuple):
     cost: Array  # [O]
     prices: Array  # seconds per whole budget of device memory, host memory, disk and servers
     columns: Array  # [O], bool: options that column generation has added to the LP
-
-
-class Assignment(NamedTuple):
-    """The option of each table; and the unit, the bin (rank or node) and the share of each shard."""
-
-    options: Array
-    units: Array
-    bins: Array
-    shares: Array
 
 
 class Solution(NamedTuple):
@@ -245,19 +236,18 @@ def solve(problem: Problem) -> Solution | None:
     candidates[selected] = candidates[likely] = True
     # Greedy packing, then ruin and recreate with the selected options, then with all candidates.
     search = Search(problem, candidates, relaxation.min_shards, relaxation.prices, bound)
-    search.update_incumbent(search.pack(search.to_local(_without_shards(likely)), goal))
+    search.update_incumbent(search.pack(_without_shards(problem, likely), goal))
     greedy = search.best_score[1] * bound
     if search.best_score > (0.0, SETTINGS.optimal):
-        only_selected = np.isin(np.arange(len(table)), selected)
-        first = Search(problem, only_selected, relaxation.min_shards, relaxation.prices, bound)
-        assignment, excess = first.pack(first.to_local(_without_shards(selected)), goal), 1.0
+        search.set_candidates(np.isin(np.arange(len(table)), selected))
+        assignment, excess = search.pack(_without_shards(problem, selected), goal), 1.0
         for number in range(SETTINGS.selected_rounds):
-            assignment, excess = first.improve(assignment, goal, number) if excess > 0 else (assignment, excess)
-        search.run(search.to_local(first.to_global(assignment)), goal)
+            assignment, excess = search.improve(assignment, goal, number) if excess > 0 else (assignment, excess)
+        search.set_candidates(candidates)
+        search.run(assignment, goal)
     num_shards = np.maximum(sum_by_option(problem, relaxation.min_shards), 1).astype(np.int64)
-    (violation, load), assignment = search.best_score, search.to_global(search.incumbent)
-    load *= bound  # 0 where nothing costs anything
-    return Solution(assignment, violation, load, min(bound, load), greedy, relaxation.cost, num_shards)
+    violation, load = search.best_score[0], search.best_score[1] * bound  # 0 where nothing costs anything
+    return Solution(search.incumbent, violation, load, min(bound, load), greedy, relaxation.cost, num_shards)
 
 
 def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> Solution:
@@ -266,29 +256,16 @@ def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> S
     goal = load / bound
     candidates = np.isin(np.arange(len(problem.option_replicated)), running.options)
     search = Search(problem, candidates, np.ones_like(problem.unit_max_shards), np.zeros(4), bound)
-    assignment = search.pack(search.to_local(running), goal)
+    assignment = search.pack(running, goal)
     if search.score(assignment) > (0.0, goal):
         assignment, _ = search.improve(assignment, goal, 1, 1.0, SETTINGS.keep_temperature)
     violation, highest = search.score(assignment)
-    return new._replace(assignment=search.to_global(assignment), violation=violation, load=highest * bound)
+    return new._replace(assignment=assignment, violation=violation, load=highest * bound)
 
 
-def _without_shards(options: Array) -> Assignment:
-    return Assignment(options, np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))
-
-
-def restrict(problem: Problem, options: Array) -> tuple[Problem, Array, Array]:
-    """Return the problem with a subset of its options, bool `[O]`; the numbers of these, and of their units."""
-    p, subset = problem, np.flatnonzero(options)
-    table = tables_of(p)[subset]
-    counts = np.diff(p.option_units)[subset]
-    first = np.repeat(p.option_units[subset] - np.append(0, np.cumsum(counts))[:-1], counts)
-    units = first + np.arange(counts.sum())
-    return Problem(
-        p.ranks, p.local, np.append(0, np.cumsum(np.bincount(table, minlength=len(p.table_options) - 1))),
-        np.append(0, np.cumsum(counts)), p.option_replicated[subset], p.option_common[subset],
-        *(values[units] for values in p[6:]),
-    ), subset, units  # fmt: skip
+def _without_shards(problem: Problem, options: Array) -> Assignment:
+    shape = len(options), problem.ranks
+    return Assignment(options, np.full(shape, -1), np.zeros(shape))
 
 
 def _solve_milp(
@@ -349,47 +326,34 @@ class Search:
     """
 
     def __init__(self, problem: Problem, candidates: Array, min_shards: Array, prices: Array, bound: float) -> None:
-        # The restricted problem, and the numbers of its options and units in the whole problem.
-        p, self._options, self._units = restrict(problem, candidates)
-        scale = np.array([1 / bound, 1, 1, 1, 1])
-        self.problem = p = p._replace(
-            option_replicated=p.option_replicated * scale, option_common=p.option_common / bound,
-            unit_common=p.unit_common / bound, fixed=p.fixed * scale[:4], slope=p.slope * scale[:4],
-            pairwise_load=p.pairwise_load / bound,
-        )  # fmt: skip
-        self.num_tables, nodes, min_shards = len(p.table_options) - 1, p.ranks // p.local, min_shards[self._units]
+        self.problem = p = _scale_loads(problem, bound)
+        nodes, self.num_tables = p.ranks // p.local, len(p.table_options) - 1
         # Costs, which depend on the premium of prices over the duals.
         self._min_shards, self._price_factor = min_shards, np.full(4, 1 + SETTINGS.initial_premium)
         self._prices = prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
-        self._set_costs()
         sums = totals(p, min_shards)
         self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
+        self.set_candidates(candidates)
         # The incumbent, and its violation of budgets and largest load.
-        self.best_score, self.incumbent = (np.inf, np.inf), _without_shards(p.table_options[:-1])
+        self.best_score, self.incumbent = (np.inf, np.inf), _without_shards(p, p.table_options[:-1])
 
-    def _set_costs(self) -> None:
-        """Set the costs per shard, per option without shards, and per option with its fewest shards."""
+    def set_candidates(self, candidates: Array) -> None:
+        """Restrict the search to candidates, and set their costs."""
         p, weights = self.problem, np.append(1.0, self._price_factor * self._prices)
         width = np.where(p.unit_on_node, p.local, 1)
         num_bins = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
         pairwise = 2 * p.pairwise_load * self._min_shards * width
-        self._per_shard = (p.fixed * num_bins) @ weights[:4] + p.unit_common * p.ranks + pairwise
+        per_shard = (p.fixed * num_bins) @ weights[:4] + p.unit_common * p.ranks + pairwise
         base = totals(p, np.zeros(len(width))) @ weights
-        table, least = tables_of(p), base + sum_by_option(p, self._per_shard * self._min_shards)
+        table, least = tables_of(p), base + sum_by_option(p, per_shard * self._min_shards)
+        least = np.where(candidates, least, np.inf)
         cheapest = np.minimum.reduceat(least, p.table_options[:-1])[table]
-        self._cost, self._min_cost, self._order = base - cheapest, least - cheapest, np.lexsort((least, table))
-
-    def to_local(self, assignment: Assignment) -> Assignment:
-        """Translate the problem's numbers of options and units to the search's; drop shards of other options."""
-        options, units, bins, shares = assignment
-        known = np.isin(units, self._units)
-        units = np.searchsorted(self._units, units[known])
-        return Assignment(np.searchsorted(self._options, options), units, bins[known], shares[known])
-
-    def to_global(self, assignment: Assignment) -> Assignment:
-        """Translate the search's numbers of options and units to the problem's."""
-        options, units, bins, shares = assignment
-        return Assignment(self._options[options], self._units[units], bins, shares)
+        order = np.lexsort((least, table))
+        order = order[candidates[order]]
+        offsets = np.append(0, np.cumsum(np.bincount(table[order], minlength=self.num_tables)))
+        min_cost = (least - cheapest)[order]
+        self._candidates = candidates
+        self._choices = Choices(offsets, order, min_cost, base - cheapest, per_shard, self._size)
 
     def update_incumbent(self, assignment: Assignment) -> None:
         """Replace the incumbent if the assignment is better."""
@@ -398,7 +362,7 @@ class Search:
 
     def score(self, assignment: Assignment) -> tuple[float, float]:
         """Return the violation of budgets, and the largest load."""
-        load, hbm, host, disk, server = usage(self.problem, *assignment)
+        load, hbm, host, disk, server = usage(self.problem, assignment)
         violation = sum(float(np.maximum(used - 1 - SETTINGS.tolerance, 0).sum()) for used in (hbm, host, disk, server))
         return violation, float(load.max()) + self._common(assignment)
 
@@ -437,63 +401,57 @@ class Search:
 
     def _update_prices(self, assignment: Assignment) -> None:
         """Raise the prices of budgets that are exceeded in total, and lower those of unused budgets."""
-        used = np.array([values.mean() for values in usage(self.problem, *assignment)[1:]])
+        used = np.array([values.mean() for values in usage(self.problem, assignment)[1:]])
         factor = self._price_factor * (1 + SETTINGS.price_step * (used - SETTINGS.target_usage))
         self._price_factor = np.clip(factor, *(1 + np.array(SETTINGS.premium_range)))
-        self._set_costs()
+        self.set_candidates(self._candidates)
 
     def _common(self, assignment: Assignment) -> float:
         """Return the load that all ranks have in common, independent of the bins of shards."""
-        option_common, unit_common = self.problem.option_common, self.problem.unit_common
-        return float(option_common[assignment.options].sum() + unit_common[assignment.units].sum())
+        units = assignment.units[assignment.units >= 0]
+        return float(self.problem.option_common[assignment.options].sum() + self.problem.unit_common[units].sum())
 
-    def _scaled(self, goal: float, assignment: Assignment) -> tuple[Problem, float]:
-        """Return the problem with loads relative to the goal without the common load; and the latter."""
-        p, capacity = self.problem, max(goal - self._common(assignment), 1e-3)
-        scale = np.array([1 / capacity, 1, 1, 1])
-        return p._replace(
-            option_replicated=p.option_replicated * np.append(scale, 1.0), fixed=p.fixed * scale, slope=p.slope * scale,
-            pairwise_load=p.pairwise_load / capacity,
-        ), capacity  # fmt: skip
+    def _capacity(self, assignment: Assignment, goal: float) -> float:
+        """Return the load of a goal without the common load."""
+        return max(goal - self._common(assignment), 1e-3)
 
     def pack(self, assignment: Assignment, goal: float) -> Assignment:
         """Add shards of tables that have none, greedily, the largest tables first."""
-        scaled, capacity = self._scaled(goal, assignment)
-        per_shard, size = self._per_shard / capacity, self._size[assignment.options]
-        shards = pack_greedily(scaled, *assignment, per_shard, size, SETTINGS.slack_weight)
-        return Assignment(assignment.options, *shards)
+        capacity, (options, *_), choices = self._capacity(assignment, goal), assignment, self._choices
+        per_shard, size = choices.per_shard / capacity, choices.size[options]
+        scaled = _scale_loads(self.problem, capacity)
+        return Assignment(options, *pack_greedily(scaled, assignment, per_shard, size, SETTINGS.slack_weight))
 
     def improve(
         self, assignment: Assignment, goal: float, number: int, scale: float = 1.0, temperature: float | None = None
     ) -> tuple[Assignment, float]:
         """Run a round of ruin and recreate with scaled costs, and optimize the shares. Return it, and its excess."""
-        scaled, capacity = self._scaled(goal, assignment)
-        p, schedule = self.problem, min(number, 1)
+        p, c, capacity = self.problem, self._choices, self._capacity(assignment, goal)
         evaluations = min(SETTINGS.evaluations * self.num_tables * p.ranks, SETTINGS.max_evaluations)
         evaluations = int(evaluations * np.clip(SETTINGS.longer * p.ranks / self.num_tables, *SETTINGS.longer_range))
-        schedules = SETTINGS.hot, SETTINGS.cold
-        hot, cold = (temperature or scale * part[schedule] * p.ranks / self.num_tables for part in schedules)
-        results = ruin_and_recreate(
-            scaled, *(scale / capacity * cost for cost in (self._cost, self._min_cost, self._per_shard)), self._order,
-            self._size[assignment.options], *assignment, evaluations, hot, cold,
-            scale * SETTINGS.slack_weight, number + 1,
+        mean_load, weight = p.ranks / self.num_tables, scale * SETTINGS.slack_weight
+        hot, cold = (
+            temperature or scale * part[min(number, 1)] * mean_load for part in (SETTINGS.hot, SETTINGS.cold)
         )  # fmt: skip
+        costs = {name: scale / capacity * getattr(c, name) for name in ("cost", "min_cost", "per_shard")}
+        annealing = Annealing(hot, cold, evaluations, weight, number + 1)
+        best, last = ruin_and_recreate(_scale_loads(p, capacity), c._replace(**costs), assignment, annealing)
         if temperature is not None:
-            return Assignment(*results[0]), self._excess(Assignment(*results[0]), goal)
-        candidates = [self._optimized(Assignment(*result), goal) for result in results]
-        return min(candidates, key=lambda candidate: candidate[1])
+            return Assignment(*best), self._excess(Assignment(*best), goal)
+        results = [self._optimized(Assignment(*result), goal) for result in (best, last)]
+        return min(results, key=lambda result: result[1])
 
     def _optimized(self, assignment: Assignment, goal: float) -> tuple[Assignment, float]:
         """Optimize shares until no more shards are dropped. Return the assignment and its excess."""
         while (better := self.optimize_shares(assignment, goal)) is not None:
-            fewer = len(better.units) < len(assignment.units)
+            fewer = (better.units >= 0).sum() < (assignment.units >= 0).sum()
             assignment = better
             if not fewer:
                 break
         return assignment, self._excess(assignment, goal)
 
     def _excess(self, assignment: Assignment, goal: float) -> float:
-        load, hbm, host, disk, _ = usage(self.problem, *assignment)
+        load, hbm, host, disk, _ = usage(self.problem, assignment)
         over = [np.maximum(used - 1, 0).sum() for used in (hbm, host, disk)]
         load = load + self._common(assignment)
         of_budgets = over[0] + self.problem.local * (over[1] + over[2])
@@ -505,16 +463,18 @@ class Search:
         excess over a goal, or the largest load without one. None if infeasible.
         """
         # Usage of ranks and nodes by all but the free shares.
-        p, (options, units, bins, shares) = self.problem, assignment
+        p, (table, bins) = self.problem, np.nonzero(assignment.units >= 0)
+        units, shares = assignment.units[table, bins], assignment.shares[table, bins]
         nodes, num_shards, free = p.ranks // p.local, len(units), p.unit_steps[units] > SETTINGS.continuous_steps
-        load, hbm, host, disk, _ = usage(p, options, units, bins, np.where(free, 0.0, shares))
+        all_free = p.unit_steps[assignment.units] > SETTINGS.continuous_steps
+        fixed_part = assignment._replace(shares=np.where(all_free, 0.0, assignment.shares))
+        load, hbm, host, disk, _ = usage(p, fixed_part)
         used = np.concatenate([load + self._common(assignment), hbm, host, disk])
         # Constraints: a row for the load and device memory of each rank, and host memory and disk of each node.
         width = np.where(p.unit_on_node[units], p.local, 1)
-        node = np.where(p.unit_on_node[units], bins, bins // p.local)
+        node = bins * width // p.local
         shard_of_rank = np.repeat(np.arange(num_shards), width)
-        rank = np.repeat(np.where(p.unit_on_node[units], bins * p.local, bins), width)
-        rank += np.arange(len(rank)) - np.repeat(np.cumsum(width) - width, width)
+        rank = np.repeat(bins * width, width) + np.arange(width.sum()) - np.repeat(np.cumsum(width) - width, width)
         slope, shard, num_rows = p.slope[units], np.arange(num_shards), len(used)
         row = np.concatenate([rank, p.ranks + rank, 2 * p.ranks + node, 2 * p.ranks + nodes + node])
         column = np.concatenate([shard_of_rank, shard_of_rank, shard, shard])
@@ -539,6 +499,18 @@ class Search:
         result = optimize.linprog(cost, above.tocsr(), limits, one, ones, bounds=(0, None), method="highs-ds")
         if result.x is None:
             return None
-        shares = np.where(free, result.x[:num_shards], shares)
-        used_shards = shares > 1e-7
-        return Assignment(options, units[used_shards], bins[used_shards], shares[used_shards])
+        # Shares of 0 drop their shards.
+        new_units, new_shares = assignment.units.copy(), assignment.shares.copy()
+        new_shares[table, bins] = np.where(free, result.x[:num_shards], shares)
+        new_units[new_shares <= 1e-7] = -1
+        return Assignment(assignment.options, new_units, new_shares)
+
+
+def _scale_loads(problem: Problem, unit: float) -> Problem:
+    """Return the problem with loads in a unit."""
+    p, scale = problem, np.array([1 / unit, 1, 1, 1])
+    return p._replace(
+        option_replicated=p.option_replicated * np.append(scale, 1), option_common=p.option_common / unit,
+        unit_common=p.unit_common / unit, fixed=p.fixed * scale, slope=p.slope * scale,
+        pairwise_load=p.pairwise_load / unit,
+    )  # fmt: skip
