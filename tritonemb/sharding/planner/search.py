@@ -43,7 +43,6 @@ class Relaxation(NamedTuple):
     min_shards: Array  # [U]
     cost: Array  # [O]
     prices: Array  # seconds per whole budget of device memory, host memory, disk and servers
-    columns: Array  # [O], bool: options that column generation has added to the LP
 
 
 class Solution(NamedTuple):
@@ -112,46 +111,29 @@ def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
     return np.minimum(fewest, p.unit_max_shards).astype(np.int64), infeasible
 
 
-def relax(
-    problem: Problem, limit: float = np.inf, slack: float = 0.0, columns: Array | None = None
-) -> Relaxation | None:
-    """Solve the LP relaxation; None if a `limit` of loads or budgets, each reduced by `slack`, cannot be kept.
-
-    Column generation adds options to the LP by reduced cost, starting from `columns`.
-    """
+def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0) -> Relaxation | None:
+    """Solve the LP relaxation; None if a `limit` of loads or budgets, each reduced by `slack`, cannot be kept."""
     starts, table = problem.table_options[:-1], tables_of(problem)
     min_shards, infeasible = fewest_shards(problem, limit)
     if np.logical_and.reduceat(infeasible, starts).any():
         return None
     means = mean_uses(problem, min_shards)
     unit = max(float(np.minimum.reduceat(means[:, 0], starts).sum()), 1e-12)  # scale of seconds in the LP
-    uses = means / [unit, 1, 1, 1, 1]
-    in_lp = _initial_columns(uses, table, infeasible) | (~infeasible & (False if columns is None else columns))
-    while True:
-        # Variables: shares of options, the load, and overruns of the budgets.
-        option = np.flatnonzero(in_lp)
-        one = _sums_to_one(table[option], (len(starts), len(option) + 5))
-        above = np.concatenate([uses[option].T, -np.eye(5)], axis=1)
-        cost = np.concatenate([np.zeros(len(option)), [1.0], np.full(4, SETTINGS.overrun_cost)])
-        most = np.append(0.0, np.full(4, 1 - slack))
-        result = optimize.linprog(cost, above, most, one, np.ones(len(starts)), bounds=(0, None), method="highs-ds")
-        assert result.x is not None, result.message
-        # Add the option of least reduced cost of each table, if it is negative.
-        prices = -result.ineqlin.marginals
-        reduced_cost = uses @ prices - result.eqlin.marginals[table]
-        reduced_cost[in_lp | infeasible] = 0
-        entering = np.lexsort((reduced_cost, table))[starts]
-        entering = entering[reduced_cost[entering] < -1e-7 * max(1.0, float(result.fun))]
-        if not len(entering):
-            break
-        in_lp[entering] = True
+    uses, option = means / [unit, 1, 1, 1, 1], np.flatnonzero(~infeasible)
+    # Variables: shares of options, the load, and overruns of the budgets.
+    one = _sums_to_one(table[option], (len(starts), len(option) + 5))
+    above = sparse.csr_array(np.concatenate([uses[option].T, -np.eye(5)], axis=1))
+    cost = np.concatenate([np.zeros(len(option)), [1.0], np.full(4, SETTINGS.overrun_cost)])
+    most = np.append(0.0, np.full(4, 1 - slack))
+    result = optimize.linprog(cost, above, most, one, np.ones(len(starts)), bounds=(0, None), method="highs-ds")
+    assert result.x is not None, result.message
     if result.x[len(option) + 1 :].max() > 1e-7:
         return None
     share = np.zeros(len(table))
     share[option] = result.x[: len(option)]
-    prices = prices[1:] * unit
+    prices = -result.ineqlin.marginals[1:] * unit
     cost = np.where(infeasible, np.inf, means[:, 0] + uses[:, 1:] @ prices)
-    return Relaxation(float(result.fun) * unit, share, min_shards, cost, prices, in_lp)
+    return Relaxation(float(result.fun) * unit, share, min_shards, cost, prices)
 
 
 def _sums_to_one(row: Array, shape: tuple[int, int]) -> Any:
@@ -159,27 +141,18 @@ def _sums_to_one(row: Array, shape: tuple[int, int]) -> Any:
     return sparse.coo_array((np.ones(len(row)), (row, np.arange(len(row)))), shape).tocsr()
 
 
-def _initial_columns(uses: Array, table: Array, infeasible: Array) -> Array:
-    """Select the options of each table with the least load, or the least usage of a budget."""
-    selected = np.zeros(len(table), dtype=bool)
-    starts = np.searchsorted(table, np.arange(table[-1] + 1))
-    for values in (*uses.T, uses[:, 1] + uses[:, 2], uses[:, 1] + uses[:, 2] + uses[:, 3]):
-        selected[np.lexsort((uses[:, 0], values, infeasible, table))[starts]] = True
-    return selected & ~infeasible
-
-
 def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
     """Return a lower bound of the load, and the relaxation for a limit slightly above; None if nothing fits."""
     if (relaxation := relax(problem)) is None:
         return None
-    low, columns, best = max(relaxation.bound, 1e-12), relaxation.columns, relaxation
+    low, best = max(relaxation.bound, 1e-12), relaxation
 
     def is_feasible(limit: float) -> bool:
-        nonlocal columns, best
-        relaxation = relax(problem, limit, columns=columns)
-        if relaxation is not None:
-            columns, best = columns | relaxation.columns, relaxation if relaxation.bound <= limit else best
-        return relaxation is not None and relaxation.bound <= limit
+        nonlocal best
+        relaxation = relax(problem, limit)
+        if is_feasible := relaxation is not None and relaxation.bound <= limit:
+            best = relaxation
+        return is_feasible
 
     # Find a feasible limit with growing steps, then bisect.
     high, growth = low * (1 + SETTINGS.bound_precision), 0.01
@@ -196,9 +169,9 @@ def _milp_bound(problem: Problem, low: float, best: Relaxation) -> tuple[float, 
     fits. With many tables the MILP would be slow, and the LP has few mixtures anyway: the bound stays.
     """
     starts, table = problem.table_options[:-1], tables_of(problem)
-    columns, growth = best.columns, SETTINGS.bound_precision
-    while (relaxation := relax(problem, high := low * (1 + growth), columns=columns)) is not None:
-        best, columns, feasible = relaxation, columns | relaxation.columns, np.isfinite(relaxation.cost)
+    growth = SETTINGS.bound_precision
+    while (relaxation := relax(problem, high := low * (1 + growth))) is not None:
+        best, feasible = relaxation, np.isfinite(relaxation.cost)
         # Reduced-cost fixing: plans with any other option are above the limit.
         cheapest = np.minimum.reduceat(relaxation.cost, starts)[table]
         candidates = feasible & (relaxation.bound + relaxation.cost - cheapest <= high)
@@ -223,7 +196,7 @@ def solve(problem: Problem) -> Solution | None:
     goal = 1 + float(np.clip(SETTINGS.first_goal * problem.ranks / len(starts), *SETTINGS.first_goal_range))
     common = problem.option_common + sum_by_option(problem, problem.unit_common * relaxation.min_shards)
     uncounted = float(common @ relaxation.share - np.minimum.reduceat(common, starts).sum())
-    relaxation = relax(problem, goal * bound - max(uncounted, 0.0), columns=relaxation.columns) or relaxation
+    relaxation = relax(problem, goal * bound - max(uncounted, 0.0)) or relaxation
     # Options to search: the selected ones, and those that are alike in memory and cost little more.
     table = tables_of(problem)
     likely = np.lexsort((-relaxation.share, table))[starts]
