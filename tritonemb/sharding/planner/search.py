@@ -268,23 +268,15 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
     """Select one option per table, by MILPs over ever larger sets of candidates."""
     starts, table = problem.table_options[:-1], tables_of(problem)
     extra_cost = relaxation.cost - np.minimum.reduceat(relaxation.cost, starts)[table]
-    means = mean_uses(problem, relaxation.min_shards)
-    # Where tables are small, the best option of each table and tier is always a candidate.
-    tier = np.where(means[:, 2:] > 0, [1, 2, 3], 0).max(1)
-    order = np.lexsort((relaxation.cost, tier, table))
-    best = np.zeros(len(table), dtype=bool)
-    best[order] = np.append(True, (np.diff(table[order]) != 0) | (np.diff(tier[order]) != 0))
-    best &= np.isfinite(relaxation.cost) & (len(starts) >= SETTINGS.small_tables * problem.ranks)
+    loads = mean_uses(problem, relaxation.min_shards)[:, 0]
     reserve = min(SETTINGS.spare * problem.ranks / len(starts), SETTINGS.max_spare)
     selected, least = likely, np.inf
-    for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, reserve), (np.inf, 0.0)):
-        near = best | (extra_cost <= cheap / len(starts) * relaxation.bound) | (relaxation.share > 1e-6)
+    for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, 0.0)):
+        near = (extra_cost <= cheap / len(starts) * relaxation.bound) | (relaxation.share > 1e-6)
         options, _ = _solve_milp(problem, relaxation, np.flatnonzero(near & np.isfinite(relaxation.cost)), spare)
-        if options is None:
-            continue
-        load = float(means[options, 0].sum())
-        selected, least = (options, load) if load < least else (selected, least)
-        if load <= SETTINGS.enough * bound or cheap == np.inf:
+        if options is not None and (load := float(loads[options].sum())) < least:
+            selected, least = options, load
+        if least <= SETTINGS.enough * bound:
             break
     return selected
 
