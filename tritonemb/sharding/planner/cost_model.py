@@ -19,7 +19,7 @@ are slow in different stages, because each exchange synchronizes the ranks.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
@@ -29,12 +29,12 @@ from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.sharding.table_stats import Array, TableStats
-from tritonemb.types import CODECS, TableConfig
+from tritonemb.types import CODECS, Placement, TableConfig
 from tritonemb.utils import format_bytes
 
 STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "misses", "replicated")
 IDS, GROUPING, LOOKUP, OUTPUTS, UPDATE, MISSES, REPLICATED = range(len(STAGES))
-PLACEMENTS = ("device", "host", "disk", "server")
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 DEVICE, HOST, DISK, SERVER = range(len(PLACEMENTS))
 DIRECT, HIERARCHICAL, REPLICAS = range(3)  # exchange schemes of pooled vectors
 CACHED = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # cached shares of a table's rows; misses are interpolated between them

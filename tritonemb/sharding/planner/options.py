@@ -1,8 +1,9 @@
 """Sharding options of tables: each sharding type on each tier, with the costs of its shards; the problem to solve."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from itertools import pairwise
+from typing import Any, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from tritonemb.sharding.planner.cost_model import (
     HOST,
     PLACEMENTS,
     REPLICAS,
-    SERVER,
     CostModel,
     Shards,
 )
@@ -84,7 +84,7 @@ class Option(NamedTuple):
         return self.kind.replace("_", "-") + (f" ({self.num_blocks} blocks)" if self.num_blocks > 1 else "")
 
 
-class TierOption(NamedTuple):
+class Tier(NamedTuple):
     """A tier and cache shares, for tables of at least `min_bytes`."""
 
     placement: Placement
@@ -93,20 +93,68 @@ class TierOption(NamedTuple):
     min_bytes: float = 0.0
 
 
-class Variant(NamedTuple):
-    """One sharding type, number of units and tier, with its costs for all tables that allow it; see `Problem`."""
+class Kind(NamedTuple):
+    """A sharding type, as the search splits tables: into units, and these into shards in bins, i.e. ranks or nodes."""
 
-    tables: Array
-    options: list[Option]
-    on_node: bool
-    replicated: Array  # [tables, 5]
-    common: Array  # [tables]
-    unit_common: Array  # [tables, units], as those below; no units where the table is on all ranks
+    name: str
+    units: int = 1  # ranges of rows; 0: every rank has the table
+    by_columns: bool = False  # a unit is split into blocks of columns, else of rows
+    on_node: bool = False  # bins are nodes
+    scheme: int = DIRECT
+
+    def splits(self, model: CostModel, allowed: Mapping[str, Array]) -> tuple[Array, Array, Array]:
+        """Return which tables can have this type, the steps in which a unit is split, and its most shards: `[T]`."""
+        tables, one = model.tables, np.ones(len(model.tables), dtype=np.int64)
+        columns = np.array([table.embedding_dim // column_step(table) for table in tables])
+        rows = np.array([rows_to_shard(table) for table in tables])
+        skewed = np.array([bool(model.stats[table.name].row_share) and not table.is_dynamic for table in tables])
+        mask, steps, max_shards = allowed.get(self.name, one > 0) & ~model.dynamic, one, one
+        if self.name == "row_wise":  # one shard may also be called table-wise or column-wise
+            mask = allowed["table_wise"] | allowed["row_wise"] | allowed["column_wise"]
+            splittable = allowed["row_wise"] & (~skewed if self.units == 1 else skewed)
+            if self.units > 1:
+                mask = mask & splittable & (rows >= model.ranks) & (self.units <= model.ranks)
+            steps = np.where(splittable, rows, 1)
+            max_shards = np.minimum(steps, model.ranks // self.units)  # a rank has one shard of a table
+        elif self.by_columns:
+            mask, steps = mask & (columns > 1), columns
+            max_shards = np.minimum(columns, model.nodes if self.on_node else model.ranks)
+        elif self.name == "table_row_wise":  # grid sharding with one shard
+            mask = allowed[self.name] | allowed["grid"] & ~model.dynamic
+        elif self.name == "table_column_wise":
+            mask = mask & (columns >= model.local)
+        elif self.name == "server":
+            mask = one > 0
+        if self.scheme == HIERARCHICAL:
+            mask = mask & ~model.unpooled & (rows >= model.local)
+        return mask, steps, max_shards
+
+
+class KindOptions(NamedTuple):
+    """Options of a sharding type: all tables that allow it, on their tiers; units are an axis. See `Problem`."""
+
+    kind: Kind
+    table: Array  # [O]
+    tier: Array
+    cached: Array  # [O, 2]: shares of a shard's rows on the device, and in host memory
+    edges: Array  # [O, units + 1]
+    replicated: Array  # [O, 5]
+    common: Array  # [O]
+    unit_common: Array  # [O, units], as those below
     steps: Array
     max_shards: Array
-    fixed: Array  # [tables, units, 4]
-    slope: Array  # [tables, units, 4]
+    fixed: Array  # [O, units, 4]
+    slope: Array  # [O, units, 4]
     pairwise_load: Array
+
+    @property
+    def smallest(self) -> Any:
+        """Shares of the three budgets that the smallest shard needs, `[O, 3]`."""
+        shards = self.fixed + self.slope / self.max_shards[..., None]
+        return np.concatenate([self.replicated[:, None, 1:4], self.fixed[..., 1:], shards[..., 1:] - 1e-9], 1).max(1)
+
+    def subset(self, selected: Array) -> Self:
+        return self._replace(**{name: getattr(self, name)[selected] for name in self._fields[1:]})
 
 
 def make_problem(
@@ -123,14 +171,14 @@ def make_problem(
         )
     # Tiers, with coarse cache shares for all tables and finer ones for large tables.
     large = LARGE * topology.hbm * model.ranks, LARGE * topology.host * model.nodes
-    tiers = [TierOption("device")]
+    tiers = [Tier("device")]
     if topology.host:
-        tiers += [TierOption("host", share) for share in CACHE_SHARES]
-        tiers += [TierOption("host", share, min_bytes=large[0]) for share in FINE_CACHE_SHARES]
+        tiers += [Tier("host", share) for share in CACHE_SHARES]
+        tiers += [Tier("host", share, min_bytes=large[0]) for share in FINE_CACHE_SHARES]
     if topology.disk:
         host_shares = HOST_SHARES if topology.host else HOST_SHARES[:1]
-        tiers += [TierOption("disk", share, host_share) for share in CACHE_SHARES[::2] for host_share in host_shares]
-        tiers += [TierOption("disk", 0.0, host_share, large[1]) for host_share in FINE_HOST_SHARES if topology.host]
+        tiers += [Tier("disk", share, host_share) for share in CACHE_SHARES[::2] for host_share in host_shares]
+        tiers += [Tier("disk", 0.0, host_share, large[1]) for host_share in FINE_HOST_SHARES if topology.host]
     # Allowed sharding types and tiers: bool [tables] by name.
     types, placements = [rule.types for rule in constraints], [rule.placements for rule in constraints]
     allowed = {name: np.array([names is None or name in names for names in types]) for name in SHARDINGS}
@@ -139,118 +187,90 @@ def make_problem(
     allowed["table_column_wise"] &= np.array([names is not None for names in types])
     if model.ranks == 1:
         allowed["table_wise"][:] = True  # on one rank every type is table-wise
-    kinds = [("row_wise", units) for units in ROW_RANGES]
+    kinds = [Kind("row_wise", units) for units in ROW_RANGES]
     if model.ranks > 1:
-        kinds += [("column_wise", 1), ("data_parallel", 0)]
+        kinds += [Kind("column_wise", by_columns=True), Kind("data_parallel", 0, scheme=REPLICAS)]
     if model.nodes > 1 and model.local > 1:
-        kinds += [("table_row_wise", 1), ("grid", 1), ("table_column_wise", 1)]
-    variants = [_variant(model, allowed, kind, units, tier, reserve) for kind, units in kinds for tier in tiers]
-    if topology.servers:
-        variants.append(_variant(model, allowed, "server", 0, TierOption("server"), reserve))
-    return _assemble(model, [variant for variant in variants if variant is not None], constraints, previous)
-
-
-def _variant(
-    model: CostModel, allowed: Mapping[str, Array], kind: str, units: int, tier: TierOption, reserve: Sequence[float]
-) -> Variant | None:
-    """Return the costs of all tables with a sharding type on a tier; None if no table allows it."""
-    placement, share, host_share, min_bytes = tier
-    tables, ranks, local = model.tables, model.ranks, model.local
-    skewed = np.array([bool(model.stats[t.name].row_share) and not t.is_dynamic for t in tables])
-    num_rows = np.array([rows_to_shard(table) for table in tables])
-    columns = np.array([table.embedding_dim // column_step(table) for table in tables])
-    # Tables that can have this type, the steps in which a unit is split, and its most shards.
-    one_shard = allowed["table_wise"] | allowed["row_wise"] | allowed["column_wise"]
-    steps = max_shards = one = np.ones(len(tables), dtype=np.int64)
-    if kind == "row_wise":
-        mask, steps = one_shard, np.where(allowed[kind] & (skewed <= (units > 1)), num_rows, 1)
-        mask = mask & ((units == 1) | (skewed & allowed[kind] & (num_rows >= ranks) & (units <= ranks)))
-        max_shards = np.minimum(steps, ranks // units)  # a rank has one shard of a table
-    elif kind == "column_wise":
-        mask, steps = allowed[kind] & ~model.dynamic & (columns > 1), columns
-        max_shards = np.minimum(steps, ranks)
-    elif kind == "grid":
-        mask = allowed[kind] & ~(model.dynamic | model.unpooled) & (num_rows >= local) & (columns > 1)
-        steps, max_shards = columns, np.minimum(columns, model.nodes)
-    elif kind == "table_row_wise":
-        mask = (allowed[kind] | allowed["grid"] & ~model.dynamic) & ~model.unpooled & (num_rows >= local)
-    else:
-        mask = one > 0 if kind == "server" else allowed[kind] & ~model.dynamic
-    if kind == "table_column_wise":
-        mask &= columns >= local
-    index = np.flatnonzero(mask & allowed[placement] & (model.sizes >= min_bytes))
-    if not len(index):
-        return None
-    rows, dims = model.rows[index][:, None], model.dims[index][:, None]
-    # Shares of a table's ids and rows in each unit; of one rank, if the ranks of a node share the rows.
-    edges = np.linspace(0, 1, max(units, 1) + 1) * np.ones((len(index), 1))
-    id_share = np.diff(edges)
-    for position, table in enumerate(index.tolist() if units > 1 else ()):
-        edges[position], id_share[position] = _row_ranges(model.stats[tables[table].name], tables[table], units)
-    row_share = np.diff(edges)
-    by_node = kind in ("table_row_wise", "grid")
-    if by_node:
-        id_share, row_share = id_share / local, row_share / local
-    # Cached shares, the same for all shards of a table; at least those that the batches in flight need.
-    cached = on_host = np.zeros(row_share.shape)
-    if placement in ("host", "disk"):
-        least = model.min_cached_rows(np.broadcast_to(index[:, None], id_share.shape), id_share, row_share * rows)
-        least = (least + CACHE_MARGIN * np.minimum(ranks, MAX_MARGIN_SHARDS)) / np.maximum(row_share * rows, 1)
-        cached = np.minimum(np.maximum(share, least), 1).max(1, keepdims=True) * np.ones(id_share.shape)
-    if placement == "disk":
-        on_host = np.minimum(host_share, 1 - cached)
-    scheme = HIERARCHICAL if by_node else REPLICAS if kind in ("data_parallel", "server") else DIRECT
-    by_columns, on_node = kind in ("column_wise", "grid"), by_node or kind == "table_column_wise"
-    blocks = local if kind == "table_column_wise" else 2 if by_columns else 1  # at least
+        kinds += [
+            Kind("table_row_wise", on_node=True, scheme=HIERARCHICAL),
+            Kind("grid", by_columns=True, on_node=True, scheme=HIERARCHICAL),
+            Kind("table_column_wise", on_node=True),
+        ]
     budgets = model.budgets * (1 - np.append(reserve, 0) - ROUNDING)
+    options = [_options_of_kind(model, kind, allowed, tiers, budgets) for kind in kinds]
+    if topology.servers:
+        kind = Kind("server", 0, scheme=REPLICAS)
+        options.append(_options_of_kind(model, kind, allowed, [Tier("server")], budgets))
+    return _assemble(model, options, constraints, previous)
 
-    def costs(part: Array | float, blocks: Any) -> Array:
-        """Return load and shares of the budgets, `[tables, units, 5]`, of shards with a part of a unit."""
-        width: Any = dims * (part if by_columns else 1)
-        if kind == "table_column_wise":
-            width = np.ceil(dims / local)
-        row_part: Any = 1.0 if by_columns else part
-        shard = id_share * row_part, row_share * rows * row_part, width, blocks, scheme, PLACEMENTS.index(placement)
-        cached_rows = cached * row_share * rows * row_part, on_host * row_share * rows * row_part
-        flat = [np.broadcast_to(values, id_share.shape).ravel() for values in (index[:, None], *shard, *cached_rows)]
-        result = model.costs(Shards(*flat))
+
+def _options_of_kind(
+    model: CostModel, kind: Kind, allowed: Mapping[str, Array], tiers: Sequence[Tier], budgets: Array
+) -> KindOptions:
+    """Return the options of all tables with a sharding type: a line through the costs of two sizes of a shard."""
+    mask, steps, max_shards = kind.splits(model, allowed)
+    on_tiers = np.stack([allowed[tier.placement] & (model.sizes >= tier.min_bytes) for tier in tiers], 1)
+    table, tier_index = np.nonzero(mask[:, None] & on_tiers)
+    tier = np.array([(PLACEMENTS.index(tier.placement), *tier[1:3]) for tier in tiers])[tier_index]
+    placement, ranks, local = tier[:, 0].astype(np.int64), model.ranks, model.local
+    # Shares of a table's ids and rows in each unit; of one rank, if the ranks of a node share the rows.
+    edges, id_share = np.linspace(0, 1, max(kind.units, 1) + 1) * np.ones((len(model.tables), 1)), None
+    if kind.units > 1:
+        for number in np.flatnonzero(mask).tolist():
+            rows, weight = _cumulative_weight(model.stats[model.tables[number].name], model.tables[number])
+            edges[number] = np.interp(edges[number], weight, rows)
+        # Ranges have equal weights, which are the means of their shares of rows and ids.
+        id_share = np.diff(2 * np.linspace(0, 1, kind.units + 1) - edges)
+    share_factor = 1 / local if kind.scheme == HIERARCHICAL else 1.0
+    edges, row_share = edges[table], np.diff(edges)[table] * share_factor
+    id_share = row_share if id_share is None else id_share[table]
+    rows, dims = row_share * model.rows[table][:, None], model.dims[table][:, None]
+    # Cached shares, the same for all shards of a table; at least those that the batches in flight need.
+    least = model.min_cached_rows(np.broadcast_to(table[:, None], rows.shape), id_share, rows)
+    least = (least + CACHE_MARGIN * min(ranks, MAX_MARGIN_SHARDS)) / np.maximum(rows, 1)
+    is_cached, on_disk = (placement == HOST) | (placement == DISK), placement == DISK
+    cached = np.where(is_cached, np.minimum(np.maximum(tier[:, 1:2], least), 1).max(1), 0)
+    on_host = np.where(on_disk, np.minimum(tier[:, 2], 1 - cached), 0)
+    table_column_wise = kind.name == "table_column_wise"
+    blocks = local if table_column_wise else 2 if kind.by_columns else 1  # at least
+
+    def costs(part: Array | float, blocks: int) -> Array:
+        """Return load and shares of the budgets, `[O, units, 5]`, of shards with a part of a unit."""
+        width: Any = dims * part if kind.by_columns else np.ceil(dims / local) if table_column_wise else dims
+        row_part: Any = 1.0 if kind.by_columns else part
+        shard_rows = rows * row_part
+        shards = (
+            table[:, None], id_share * row_part, shard_rows, width, blocks, kind.scheme, placement[:, None],
+            cached[:, None] * shard_rows, on_host[:, None] * shard_rows,
+        )  # fmt: skip
+        result = model.costs(Shards(*(np.broadcast_to(values, rows.shape).ravel() for values in shards)))
         uses = result.memory / np.maximum(budgets, 1.0)
-        uses[:, [HOST, DISK]] *= local if on_node else 1
-        return np.concatenate([result.seconds.sum(1)[:, None], uses], 1).reshape(*id_share.shape, 5)
+        uses[:, [HOST, DISK]] *= local if kind.on_node else 1
+        return np.concatenate([result.seconds.sum(1)[:, None], uses], 1).reshape(*rows.shape, 5)
 
-    # Fixed and proportional costs: a line through the costs of two sizes of a shard.
-    replicated, pairwise_load = np.zeros((len(index), 5)), np.zeros((len(index), units))
-    if units == 0:
-        replicated = costs(1.0, 1)[:, 0]
-        replicated[:, 1 + HOST : 1 + SERVER] *= local
-        replicated[:, 1 + SERVER] *= ranks
-        fixed = slope = np.zeros((len(index), 0, 4))
+    shape = len(table), kind.units
+    replicated, pairwise_load, fixed = np.zeros((len(table), 5)), np.zeros(shape), np.zeros((*shape, 4))
+    slope = fixed
+    if kind.units == 0:
+        replicated = costs(1.0, 1)[:, 0] * [1, 1, local, local, ranks]
     else:
-        part = np.minimum(1.0, MAX_ROWS_INT32 / rows) / 2  # shards with 2^31 rows are rare
+        part = np.minimum(1.0, MAX_ROWS_INT32 / model.rows[table])[:, None] / 2  # shards with 2^31 rows are rare
         one_part, two_parts = costs(part, blocks)[..., :4], costs(2 * part, blocks)[..., :4]
         slope = np.maximum((two_parts - one_part) / part[..., None], 0)
         fixed = np.maximum(one_part - slope * part[..., None], 0)
-        if by_columns:  # sums over whole rows are exchanged between the ranks with their columns
+        if kind.by_columns:  # sums over whole rows are exchanged between the ranks with their columns
             pairwise_load = costs(part, 3)[..., 0] - costs(part, 2)[..., 0]
             fixed[..., 0] -= pairwise_load
-        if kind == "row_wise":  # continuous shares are rounded to rows
-            fixed[..., 1:] += (
-                slope[..., 1:] * np.where(steps > SETTINGS.continuous_steps, 1 / steps, 0)[index][:, None, None]
-            )
-    one_block = [np.full(len(index), value) for value in (1, scheme, PLACEMENTS.index(placement))]
-    common = model.common_seconds(index, *one_block)
-    if kind == "table_column_wise":
-        common = common * local
-    options = [
-        Option(kind, placement, c, h, tuple(e) if kind == "row_wise" else (0.0, 1.0))
-        for c, h, e in zip(cached[:, 0].tolist(), on_host[:, 0].tolist(), edges.tolist(), strict=True)
-    ]
-    shape = fixed.shape[:2]
-    return Variant(
-        index, options, on_node, replicated, common * (not by_columns),  # ids are sent to each block of columns
-        np.broadcast_to((common * by_columns)[:, None], shape), np.broadcast_to(steps[index][:, None], shape),
-        np.broadcast_to(max_shards[index][:, None], shape), fixed, slope, pairwise_load,
-    )  # fmt: skip
+        if kind.name == "row_wise":  # continuous shares are rounded to rows
+            rounding = np.where(steps > SETTINGS.continuous_steps, 1 / steps, 0)[table]
+            fixed[..., 1:] += slope[..., 1:] * rounding[:, None, None]
+    one, scheme = np.ones(len(table)), np.full(len(table), kind.scheme)
+    common = model.common_seconds(table, one, scheme, placement) * (local if table_column_wise else 1)
+    unit_common = common * kind.by_columns  # ids are sent to each block of columns
+    per_unit = [np.broadcast_to(v[:, None], shape) for v in (unit_common, steps[table], max_shards[table])]
+    values: list[Any] = [table, placement, np.stack([cached, on_host], 1), edges, replicated, common - unit_common]
+    values += [*per_unit, fixed, slope, pairwise_load]
+    return KindOptions(kind, *values)
 
 
 def _cumulative_weight(stats: TableStats, table: TableConfig) -> tuple[Array, Array]:
@@ -261,75 +281,56 @@ def _cumulative_weight(stats: TableStats, table: TableConfig) -> tuple[Array, Ar
     return rows, (rows + ids / ids[-1]) / 2
 
 
-def _row_ranges(stats: TableStats, table: TableConfig, num_ranges: int) -> tuple[Array, Array]:
-    """Return the edges of ranges of rows of equal weight, as shares of all rows; and the share of ids in each."""
-    rows, weight = _cumulative_weight(stats, table)
-    edges = np.interp(np.linspace(0, 1, num_ranges + 1), weight, rows)
-    return edges, np.diff(2 * np.linspace(0, 1, num_ranges + 1) - edges)
-
-
 def _assemble(
-    model: CostModel, variants: list[Variant], constraints: list[Constraint], previous: ShardingPlan | None
+    model: CostModel, kinds: list[KindOptions], constraints: list[Constraint], previous: ShardingPlan | None
 ) -> tuple[list[list[Option]], Problem]:
-    """Concatenate the feasible, Pareto-optimal options of all tables to a problem."""
-    num_tables = len(model.tables)
-    # Each table's row in each variant; -1 if its smallest shard exceeds a budget.
-    row_of = np.full((num_tables, len(variants)), -1)
-    for number, variant in enumerate(variants):
-        fits = (variant.replicated[:, 1:] <= 1).all(1) & (variant.fixed[..., 1:] <= 1).all((1, 2))
-        smallest = variant.fixed[..., 1:] + variant.slope[..., 1:] / variant.max_shards[..., None]
-        fits &= (smallest <= 1 + 1e-9).all((1, 2))
-        row_of[variant.tables[fits], number] = np.flatnonzero(fits)
-    if len(empty := np.flatnonzero((row_of < 0).all(1))):
-        raise PlanError(_no_option(model, variants, constraints[empty[0]], int(empty[0])))
-    selected = _pareto_optimal(variants, row_of)
-    options: list[list[Option]] = []
-    offsets, entries = [0], list[tuple[int, int]]()  # variant and row of each option
-    for number, table in enumerate(model.tables):
-        rows = row_of[number]
-        if previous is not None:  # options of the running plan stay, with any cache shares
-            selected[number] |= [
-                rows[n] >= 0 and _matches(previous, table, variant.options[rows[n]])
-                for n, variant in enumerate(variants)
-            ]
-        variants_of_table = np.flatnonzero(selected[number])
-        options.append([variants[n].options[rows[n]] for n in variants_of_table])
-        entries += [(int(n), int(rows[n])) for n in variants_of_table]
-        offsets.append(len(entries))
-    num_units = [variants[n].fixed.shape[1] for n, _ in entries]
+    """Sort the feasible, Pareto-optimal options of all tables by table, and concatenate them to a problem."""
+    num_tables, feasible = len(model.tables), [options.subset((options.smallest <= 1).all(1)) for options in kinds]
+    counts: Any = sum(np.bincount(options.table, minlength=num_tables) for options in feasible)
+    if len(empty := np.flatnonzero(counts == 0)):
+        raise PlanError(_no_option(model, kinds, constraints[empty[0]], int(empty[0])))
+    kept, choices = list[KindOptions](), list[Option]()
+    for options in feasible:
+        # Options of the running plan stay, with any cache shares.
+        tables = [(model.tables[n], tier) for n, tier in zip(options.table.tolist(), options.tier, strict=True)]
+        in_use = [previous and _matches(previous, table, options.kind.name, tier) for table, tier in tables]
+        kept.append(options := options.subset(_pareto_optimal(options) | np.array(in_use, dtype=bool)))
+        shares = zip(options.tier, options.cached.tolist(), options.edges.tolist(), strict=True)
+        choices += [Option(options.kind.name, PLACEMENTS[n], a, b, tuple(e)) for n, (a, b), e in shares]
+    # Order of the options by table, and of their units.
+    table = np.concatenate([options.table for options in kept])
+    order, offsets = np.argsort(table, kind="stable"), np.searchsorted(np.sort(table), np.arange(num_tables + 1))
+    num_units = np.concatenate([np.full(len(options.table), options.kind.units) for options in kept])
+    ends, first_units = np.cumsum(num_units[order]), (np.cumsum(num_units) - num_units)[order]
+    unit_order = np.arange(num_units.sum()) + np.repeat(first_units - ends + num_units[order], num_units[order])
 
-    def values(name: str, join: Callable[[list[Array]], Array] = np.concatenate) -> Array:
-        return join([getattr(variants[n], name)[row] for n, row in entries])
+    def values(name: str, *shape: int) -> Array:
+        return np.concatenate([getattr(options, name).reshape(-1, *shape) for options in kept])
 
-    return options, Problem(
-        model.ranks, model.local, np.array(offsets), np.concatenate([[0], np.cumsum(num_units)]),
-        values("replicated", np.stack), values("common", np.stack),
-        np.repeat(np.repeat(np.arange(num_tables), np.diff(offsets)), num_units), values("unit_common"),
-        np.repeat([variants[n].on_node for n, _ in entries], num_units), values("steps").astype(np.int64),
-        values("max_shards").astype(np.int64), values("fixed"), values("slope"), values("pairwise_load"),
+    on_node = np.repeat([options.kind.on_node for options in kept], [options.steps.size for options in kept])
+    by_option = values("replicated", 5), values("common")
+    by_unit = (
+        np.repeat(table, num_units), values("unit_common"), on_node, values("steps"), values("max_shards"),
+        values("fixed", 4), values("slope", 4), values("pairwise_load"),
     )  # fmt: skip
+    ordered: Any = [array[order] for array in by_option] + [array[unit_order] for array in by_unit]
+    by_table = [[choices[index] for index in order[first:end]] for first, end in pairwise(offsets)]
+    return by_table, Problem(model.ranks, model.local, offsets, np.append(0, ends), *ordered)
 
 
-def _pareto_optimal(variants: list[Variant], row_of: Array) -> Array:
-    """Return `[tables, variants]`: variants that no other of the same sharding type dominates in all costs."""
-    optimal = row_of >= 0
-    kinds = [(variant.options[0].kind, variant.fixed.shape[1]) for variant in variants]
-    for kind in dict.fromkeys(kinds):
-        of_kind = [n for n, variant_kind in enumerate(kinds) if variant_kind == kind]
-        size = 5 + 8 * kind[1]
-        values = np.full((len(row_of), len(of_kind), size), np.inf)
-        for position, n in enumerate(of_kind):
-            variant, tables = variants[n], np.flatnonzero(row_of[:, n] >= 0)
-            rows = row_of[tables, n]
-            costs = variant.replicated[rows], variant.fixed[rows], variant.slope[rows]
-            values[tables, position] = np.concatenate(
-                [cost.reshape(len(rows), np.prod(cost.shape[1:], dtype=int)) for cost in costs], 1
-            )
-        no_worse = (values[:, :, None] <= values[:, None] * (1 + 1e-12) + 1e-15).all(3)  # [table, a, b]
-        better = (values[:, :, None] < values[:, None] * (1 - 1e-12) - 1e-15).any(3)
-        earlier = np.tri(len(of_kind), k=-1, dtype=bool).T  # the first of equal ones is optimal
-        optimal[:, of_kind] &= ~(no_worse & (better | earlier) & optimal[:, of_kind][:, :, None]).any(1)
-    return optimal
+def _pareto_optimal(options: KindOptions) -> Array:
+    """Return which options `[O]` no other of the same table dominates in all costs."""
+    _, first, position = np.unique(options.table, return_index=True, return_inverse=True)
+    number = np.arange(len(position)) - first[position]  # of the option in its table
+    units = [np.concatenate([*part.transpose(1, 2, 0)]) for part in (options.fixed, options.slope) if part.size]
+    costs = np.concatenate([options.replicated.T, *units]).T
+    values = np.full((len(first), number.max(initial=-1) + 1, costs.shape[1]), np.inf)
+    values[position, number] = costs
+    no_worse = (values[:, :, None] <= values[:, None] * (1 + 1e-12) + 1e-15).all(3)  # [table, a, b]
+    better = (values[:, :, None] < values[:, None] * (1 - 1e-12) - 1e-15).any(3)
+    earlier = np.tri(values.shape[1], k=-1, dtype=bool).T  # the first of equal ones is optimal
+    optimal: Any = ~(no_worse & (better | earlier)).any(1)
+    return optimal[position, number]
 
 
 def column_step(table: TableConfig) -> int:
@@ -388,12 +389,14 @@ def decode(
 _SOURCE_KINDS = {"table_wise": ("row_wise", "column_wise"), "table_row_wise": ("table_row_wise", "grid")}
 
 
-def _matches(plan: ShardingPlan, table: TableConfig, option: Option) -> bool:
+def _matches(plan: ShardingPlan, table: TableConfig, kind: str, tier: int) -> bool:
     """Return whether a plan's sharding and tier of a table are those of an option, with any shards and cache."""
     if (sharding := plan.tables.get(table.name)) is None:
         return False
-    kind = next(name for name, sharding_type in SHARDINGS.items() if sharding_type is type(sharding))
-    return option.kind in _SOURCE_KINDS.get(kind, (kind,)) and plan.placement(table.name).placement == option.placement
+    plan_kind = next(name for name, sharding_type in SHARDINGS.items() if sharding_type is type(sharding))
+    return (
+        kind in _SOURCE_KINDS.get(plan_kind, (plan_kind,)) and plan.placement(table.name).placement == PLACEMENTS[tier]
+    )
 
 
 def encode(
@@ -401,7 +404,9 @@ def encode(
 ) -> list[tuple[int, int, float]] | None:
     """Convert a plan's shards of a table to units, bins and shares of an option; None if that has no such shards."""
     by_node = option.kind in ("table_row_wise", "table_column_wise", "grid")
-    if not _matches(plan, table, option) or (by_node and plan.local_world_size != local):
+    if not _matches(plan, table, option.kind, PLACEMENTS.index(option.placement)) or (
+        by_node and plan.local_world_size != local
+    ):
         return None
     if option.kind == "data_parallel":
         return []
@@ -432,18 +437,12 @@ def encode(
     return shards if complete and len(shards) <= max_shards and len(set(bins)) == len(bins) else None
 
 
-def _no_option(model: CostModel, variants: list[Variant], constraint: Constraint, number: int) -> str:
-    """Describe why no option of a table fits."""
-    top, table, budgets = model.topology, model.tables[number], model.budgets
-    # Shares of the budgets that the smallest shard of each option uses, with its part of the batches.
-    uses = [
-        np.vstack([v.replicated[row, 1:4], (v.fixed + v.slope / v.max_shards[..., None])[row, :, 1:]]).max(0)
-        for v in variants
-        for row in np.flatnonzero(v.tables == number)
-    ]
-    reason = ""
-    if uses:
-        least = min(uses, key=max)
+def _no_option(model: CostModel, kinds: list[KindOptions], constraint: Constraint, number: int) -> str:
+    """Describe why no option of a table fits: what the smallest shard of each needs, with its part of the batches."""
+    top, table, budgets, reason = model.topology, model.tables[number], model.budgets, ""
+    uses = np.concatenate([options.smallest[options.table == number] for options in kinds])
+    if len(uses):
+        least = uses[uses.max(1).argmin()]
         tier, budget = ("device memory", "host memory", "disk")[least.argmax()], budgets[least.argmax()]
         size, short = format_bytes(least.max() * budget), format_bytes(least.max() * budget - budget)
         reason = f": its smallest shard, with its part of a batch, needs {size} of {tier}, short by {short}"
