@@ -25,7 +25,7 @@ from tritonemb.sharding.plan import DataParallel, ShardingPlan, TablePlacement, 
 from tritonemb.sharding.planner import PlanError, Topology, cost_model, plan
 from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.sharding.planner.options import Constraint
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.types import TableConfig
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ from benchmarks.studies import scale, scale_page
 from benchmarks.studies.scale import How, Stage, period, simulate
 from tritonemb.layout import INDEX_BYTES
 from tritonemb.sharding.planner import PlanError, Topology, plan
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.types import TableConfig
 
 pytestmark = pytest.mark.more

@@ -17,8 +17,7 @@ import tritonemb as te
 from tritonemb.data import make_synthetic
 from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.sharding.planner import statistics
-from tritonemb.sharding.planner.statistics import collect_stats
-from tritonemb.sharding.table_stats import TableStats
+from tritonemb.sharding.planner.statistics import TableStats, collect_stats
 
 ROWS = 1_000_000
 

@@ -1,8 +1,7 @@
 """Tables spread over ranks: plans, sharded collections, and whole models trained in parallel."""
 
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
-from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
+from tritonemb.sharding.embedding_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.interop import load_tables
 from tritonemb.sharding.plan import (
@@ -23,8 +22,8 @@ from tritonemb.sharding.plan import (
 from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.sharding.planner.options import Constraint
 from tritonemb.sharding.planner.report import PlanReport
+from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.sharded_tensor import TableShards
-from tritonemb.sharding.table_stats import TableStats
 
 __all__ = [
     "ColumnWise", "Constraint", "CostModel", "DataParallel", "ExchangePrecision", "Grid", "HybridParallel", "PlanDiff",

@@ -23,8 +23,7 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
-from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
+from tritonemb.sharding.embedding_collections import ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.planner import plan_job

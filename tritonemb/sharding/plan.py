@@ -7,7 +7,6 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self, get_args
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.sharding.table_stats import TableStats
 from tritonemb.types import Placement, TableConfig, checked_size
 from tritonemb.utils import JsonFile, format_bytes
 
@@ -337,8 +336,8 @@ class ShardingPlan(JsonFile):
         """Return what moves from `other` to this plan; `te.plan` must have made one of them, for the tables' sizes."""
         return (self.report or other._known()).diff(other, self)
 
-    def check(self, stats: Mapping[str, TableStats]) -> list[str]:
-        """Return reasons to replan, one line each: tables whose new statistics unbalance the plan."""
+    def check(self, stats: Mapping[str, Any]) -> list[str]:
+        """Return reasons to replan, one line each: tables whose new `TableStats` unbalance the plan."""
         return self._known().check(self, stats)
 
     def _known(self) -> Any:

@@ -27,8 +27,8 @@ from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import INDEX_BYTES, rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
+from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import CODECS, Placement, TableConfig
 from tritonemb.utils import format_bytes
 

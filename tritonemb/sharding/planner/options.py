@@ -21,7 +21,7 @@ from tritonemb.sharding.planner.cost_model import (
 )
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Problem
-from tritonemb.sharding.table_stats import Array, TableStats
+from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.types import Placement, TableConfig
 from tritonemb.utils import format_bytes
 

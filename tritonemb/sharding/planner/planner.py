@@ -21,9 +21,8 @@ from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Solution, fewest_shards, keep, relax, solve, totals
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Assignment, Problem
-from tritonemb.sharding.planner.statistics import tables_in
+from tritonemb.sharding.planner.statistics import Array, TableStats, tables_in
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig, checked_number, checked_size
 from tritonemb.utils import did_you_mean, format_bytes, require
 

@@ -11,8 +11,8 @@ from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import MAX_TABLES_SHOWN, PlanDiff, Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
 from tritonemb.sharding.planner.options import Option
+from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.sharding.table_stats import Array, TableStats
 from tritonemb.types import TableConfig
 from tritonemb.utils import align_columns, format_bytes
 

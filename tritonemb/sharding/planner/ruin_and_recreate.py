@@ -21,7 +21,7 @@ from tritonemb.sharding.planner.shard_packing import (
     remove_table,
     total_excess,
 )
-from tritonemb.sharding.table_stats import Array
+from tritonemb.sharding.planner.statistics import Array
 
 
 class Choices(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 from tritonemb.sharding.planner.ruin_and_recreate import Annealing, Choices, ruin_and_recreate
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Assignment, Problem, pack_greedily, usage
-from tritonemb.sharding.table_stats import Array
+from tritonemb.sharding.planner.statistics import Array
 from tritonemb.utils import LazyModule
 
 optimize: Any = LazyModule("scipy.optimize", "plan")

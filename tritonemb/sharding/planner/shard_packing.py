@@ -11,7 +11,7 @@ import numpy as np
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, uncounted
 from tritonemb.sharding.planner.settings import SETTINGS
-from tritonemb.sharding.table_stats import Array
+from tritonemb.sharding.planner.statistics import Array
 
 LOAD, HBM, HOST, DISK, SERVER = range(5)
 INFEASIBLE_SCORE = 1e30
