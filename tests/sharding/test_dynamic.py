@@ -158,7 +158,9 @@ def sequences_on_ranks(rank: int, world: int, folder: Path, max_gradient: float 
             assert expected[f"embeddings.{table}.count"].max() > 4
         assert whole.embeddings["user"].statistics().evictions > 0
         assert whole.embeddings["item"].statistics().refused > 0
-        statistics = [table.statistics().lookups for of in sharded.collections for _, table in of.dynamic_tables()]
+        statistics = [
+            table.statistics().lookups for of in sharded.collections for _, table in of.local_shards.dynamic_tables()
+        ]
         lookups = sharded.group.all_gather(torch.tensor([sum(statistics)]), "test")
         assert sum(map(int, lookups)) == 3 * BATCH * (5 + 4 * (STEPS - 5))
 

@@ -228,7 +228,7 @@ class HybridParallel(ParallelModel):
         self._steps += 1
         if self.average_every > 1 and self.groups.replicas.size > 1 and self._steps % self.average_every == 0:
             for collection in self.collections:
-                collection.average_replicas()
+                collection.local_shards.average_replicas()
 
     def saturated(self) -> int:
         """Number of elements that saturated in the exchanges' codecs on this rank so far; synchronizes."""

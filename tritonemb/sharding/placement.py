@@ -16,7 +16,7 @@ from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
 from tritonemb.layout import rows_to_shard
 from tritonemb.ops.row_update import fill_initial_
-from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
+from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.sharded_tensor import slice_shard
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
@@ -63,11 +63,10 @@ class ShardMap:
         placed: list[PlacedShard] = []
         for table, config in enumerate(configs):
             sharding, shards = plan.tables[config.name], plan.shards(config)
-            if isinstance(sharding, DataParallel):
+            if sharding.is_replicated:
                 placed += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
                 continue
-            reduces_in_node = pooled and isinstance(sharding, TableRowWise | Grid)
-            hierarchical = reduces_in_node and plan.local_world_size < plan.world_size
+            hierarchical = pooled and sharding.reduces_in_node and plan.local_world_size < plan.world_size
             # One ID route per column block and feature; shards of a block have different rows.
             blocks: dict[ColumnRange, list[Shard]] = {}
             for shard in shards:

@@ -31,6 +31,11 @@ class Shard:
 class Sharding:
     """Sharding of a table: base of the classes below. Ranks are numbered from 0 to the plan's world size."""
 
+    kind: ClassVar[str]
+    on_nodes: ClassVar[bool] = False  # `targets` are nodes
+    reduces_in_node: ClassVar[bool] = False  # each column block is sharded by rows over the ranks of a node
+    is_replicated: ClassVar[bool] = False
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():  # lists become tuples, so that equal shardings compare equal
             if name in ("ranks", "nodes", "columns", "rows") and value is not None:
@@ -50,7 +55,7 @@ class Sharding:
             ValueError: naming the table, for ranks, nodes, columns or rows out of range.
         """
         title, rows = f"table {table.name!r}", rows_to_shard(table)
-        if isinstance(self, DataParallel):
+        if self.is_replicated:
             if table.is_dynamic:
                 raise ValueError(f"{title} is dynamic, so it must be row-wise sharded, not replicated")
             return [Shard(rank, 0, rows, 0, table.embedding_dim) for rank in range(world_size)]
@@ -67,6 +72,8 @@ class Sharding:
 class TableWise(Sharding):
     """Table-wise sharding: the full table on one rank."""
 
+    kind = "table_wise"
+
     rank: int
 
 
@@ -77,6 +84,8 @@ class RowWise(Sharding):
     `rows` are the numbers of rows per rank (of a dynamic table: partitions), in the order of `ranks`; by default
     ceil(rows / ranks), and fewer on the last ranks.
     """
+
+    kind = "row_wise"
 
     ranks: Ranks | None = None
     rows: Sequence[int] | None = None
@@ -89,6 +98,8 @@ class ColumnWise(Sharding):
     `columns` are the widths of the blocks; by default as equal as multiples of 8 allow (any widths if columns are few).
     """
 
+    kind = "column_wise"
+
     ranks: Ranks | None = None
     columns: Sequence[int] | None = None
 
@@ -97,12 +108,18 @@ class ColumnWise(Sharding):
 class TableRowWise(Sharding):
     """Table-row-wise sharding: rows over the ranks of one node, which reduces partial sums before it sends them."""
 
+    kind = "table_row_wise"
+    on_nodes, reduces_in_node = True, True
+
     node: int
 
 
 @dataclass(frozen=True)
 class TableColumnWise(Sharding):
     """Table-column-wise sharding: columns over the ranks of one node; `columns` as in `ColumnWise`."""
+
+    kind = "table_column_wise"
+    on_nodes = True
 
     node: int
     columns: Sequence[int] | None = None
@@ -112,6 +129,9 @@ class TableColumnWise(Sharding):
 class Grid(Sharding):
     """Grid sharding: columns over nodes, and each block by rows over its node's ranks; `columns` as in `ColumnWise`."""
 
+    kind = "grid"
+    on_nodes, reduces_in_node = True, True
+
     nodes: Ranks | None = None
     columns: Sequence[int] | None = None
 
@@ -120,17 +140,16 @@ class Grid(Sharding):
 class DataParallel(Sharding):
     """Replicated table: every rank has all rows, gathers the gradients of all ranks, and applies the same update."""
 
+    kind = "data_parallel"
+    is_replicated = True
 
-SHARDINGS: dict[str, type[Sharding]] = {
-    "table_wise": TableWise, "row_wise": RowWise, "column_wise": ColumnWise, "table_row_wise": TableRowWise,
-    "table_column_wise": TableColumnWise, "grid": Grid, "data_parallel": DataParallel,
-}  # fmt: skip
-_NAMES = {kind: name for name, kind in SHARDINGS.items()}
+
+SHARDINGS: dict[str, type[Sharding]] = {sharding.kind: sharding for sharding in Sharding.__subclasses__()}
 
 
 def _owners(sharding: Sharding, table: TableConfig, title: str, ranks: int, local: int) -> Sequence[Sequence[int]]:
     """Ranks of each column block, over which its rows are sharded."""
-    by_node, row_wise = isinstance(sharding, TableRowWise | TableColumnWise | Grid), isinstance(sharding, RowWise)
+    by_node, row_wise = sharding.on_nodes, isinstance(sharding, RowWise)
     unit, limit = ("node", ranks // local) if by_node else ("rank", ranks)
     targets = sharding.targets
     if targets is None:
@@ -309,7 +328,7 @@ class ShardingPlan(JsonFile):
             if not isinstance(placement, TablePlacement):
                 raise TypeError(f"table {name!r}: expected a te.sharding.TablePlacement, got {placement!r}")
         for name, sharding in self.tables.items():
-            if type(sharding) not in _NAMES:
+            if type(sharding) not in SHARDINGS.values():
                 raise TypeError(f"table {name!r}: expected a sharding such as te.sharding.RowWise(), got {sharding!r}")
 
     def shards(self, table: TableConfig) -> list[Shard]:
@@ -368,7 +387,7 @@ class ShardingPlan(JsonFile):
         for name, sharding in self.tables.items():
             fields = vars(sharding) | (vars(self.placements[name]) if name in self.placements else {})
             values = {key: value for key, value in fields.items() if value is not None}
-            tables.append(f"    {json.dumps(name)}: {json.dumps({'type': _NAMES[type(sharding)]} | values)}")
+            tables.append(f"    {json.dumps(name)}: {json.dumps({'type': sharding.kind} | values)}")
         head, body = "".join(f'  "{name}": {value},\n' for name, value in sizes.items()), ",\n".join(tables)
         return f'{{\n{head}  "tables": {{\n{body}\n  }}\n}}\n'
 

@@ -21,11 +21,14 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, SumsExchange, all_gather_rows, exchange_columns
 from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
 from tritonemb.kernels.optimizers import row_sum_by_torch, step_by_torch
 from tritonemb.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, Layout, make_layout, pack_names, set_row_ids
 from tritonemb.ops.row_update import record_update
 from tritonemb.optimizers import SGD, Optimizer
+from tritonemb.sharding.placement import PlacedShard, ShardGroups
+from tritonemb.sharding.plan import Shard
 from tritonemb.tables.batch import RowBatch, row_sums
 from tritonemb.tables.cache import Pins
 from tritonemb.tables.lookup_tables import FindReplicaRows, LocalUpdate, LookupTables
@@ -114,6 +117,56 @@ class ReplicatedUpdate(ShardUpdate):
         values, offsets, layout = _to_batch(tables, sums)  # merges rows that several ranks have
         batch = RowBatch(values, offsets, None, ops.row_groups(values, offsets, layout), layout)
         return RowSums(*row_sums(sums.sums, batch))
+
+
+class ShardUpdates:
+    """Updates of a rank's shards. All ranks create the groups of all of them.
+
+    Args:
+        configs, shards: tables as the plan places them, and the shards of all ranks.
+        sync_replicas: whether replicas of the tables gather gradients in every step.
+
+    Attributes:
+        of_whole_rows: updates of shards that need whole rows, by scheme; on all ranks, with or without such shards.
+        exchanges: of sums of gradients.
+    """
+
+    def __init__(
+        self, configs: Sequence[TableConfig], optimizer: Optimizer, groups: ShardGroups, shards: Sequence[PlacedShard],
+        precision: ExchangePrecision, sync_replicas: bool,
+    ) -> None:  # fmt: skip
+        self._precision, self.exchanges = precision, list[SumsExchange]()
+        # Ranks with replicas of a shard, by whether its table is data-parallel; where such tables are cached, separate
+        # groups of the same ranks for prefetches.
+        self._groups = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
+        schemes = {placed.scheme == "replicated" for placed in shards if configs[placed.table].placement != "device"}
+        shared = [key for key, group in self._groups.items() if key in schemes and group.size > 1]
+        self._prefetch_groups = {key: groups.for_prefetch(key) for key in shared}
+        # Column blocks of shards that need whole rows: ranks, and blocks of rows, are numbered.
+        self._blocks: dict[tuple[int, Shard], ColumnBlock] = {}
+        self.of_whole_rows: dict[str, WholeRowUpdate] = {}
+        for scheme in ("direct", "hierarchical"):
+            needing = (placed for placed in shards if placed.needs_whole_rows)
+            if keys := [(placed.table, placed.shard) for placed in needing if placed.scheme == scheme]:
+                ranks = sorted({shard.rank for _, shard in keys})
+                rows = sorted({(table, shard.first_row) for table, shard in keys})
+                for table, shard in keys:
+                    numbers = rows.index((table, shard.first_row)), ranks.index(shard.rank)
+                    self._blocks[table, shard] = ColumnBlock(*numbers, shard.first_column, shard.num_columns)
+                blocks = tuple(self._blocks[key] for key in keys)
+                self.of_whole_rows[scheme] = WholeRowUpdate(groups.subset(ranks), blocks, optimizer)
+
+    def make(self, shards: Sequence[PlacedShard]) -> ShardUpdate:
+        """Make the update of local shards with one scheme, all of which need whole rows, or none."""
+        is_replicated, needs_whole_rows = shards[0].scheme == "replicated", shards[0].needs_whole_rows
+        group = self._groups[is_replicated]
+        if group.size == 1 and not needs_whole_rows:
+            return ShardUpdate()
+        blocks = tuple(self._blocks[placed.table, placed.shard] for placed in shards if needs_whole_rows)
+        shapes = [(placed.shard.num_rows, placed.shard.num_columns) for placed in shards]
+        self.exchanges.append(SumsExchange(group, self._precision, shapes))
+        whole_row_update = self.of_whole_rows[shards[0].scheme] if needs_whole_rows else None
+        return ReplicatedUpdate(self.exchanges[-1], self._prefetch_groups.get(is_replicated), whole_row_update, blocks)
 
 
 class PinnedRows:

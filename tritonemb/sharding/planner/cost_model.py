@@ -26,7 +26,7 @@ import numpy as np
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import INDEX_BYTES, rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import DataParallel, Grid, ShardingPlan, TableRowWise
+from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.types import CODECS, Placement, TableConfig
@@ -296,8 +296,8 @@ class CostModel:
                 continue
             blocks, sharding = len({shard.first_column for shard in shards}), plan.tables[table.name]
             stats = self.stats[table.name]
-            scheme = REPLICAS if isinstance(sharding, DataParallel) else DIRECT
-            if isinstance(sharding, TableRowWise | Grid) and table.pooling != "none" and self.nodes > 1:
+            scheme = REPLICAS if sharding.is_replicated else DIRECT
+            if sharding.reduces_in_node and table.pooling != "none" and self.nodes > 1:
                 scheme = HIERARCHICAL
             for shard in shards:
                 first, rows = table_rows * shard.first_row / num_units, table_rows * shard.num_rows / num_units

@@ -393,9 +393,9 @@ def _matches(plan: ShardingPlan, table: TableConfig, kind: str, tier: int) -> bo
     """Return whether a plan's sharding and tier of a table are those of an option, with any shards and cache."""
     if (sharding := plan.tables.get(table.name)) is None:
         return False
-    plan_kind = next(name for name, sharding_type in SHARDINGS.items() if sharding_type is type(sharding))
     return (
-        kind in _SOURCE_KINDS.get(plan_kind, (plan_kind,)) and plan.placement(table.name).placement == PLACEMENTS[tier]
+        kind in _SOURCE_KINDS.get(sharding.kind, (sharding.kind,))
+        and plan.placement(table.name).placement == PLACEMENTS[tier]
     )
 
 

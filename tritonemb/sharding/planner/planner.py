@@ -14,7 +14,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
+from tritonemb.sharding.plan import RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
 from tritonemb.sharding.planner.cost_model import CostModel, Prediction
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, TableReport
@@ -166,9 +166,8 @@ def _build(
             previous.require_tables([table.name])
             sharding = previous.tables[table.name]
             shardings[table.name], placements[table.name] = sharding, previous.placement(table.name)
-            kind = next(name for name, sharding_type in SHARDINGS.items() if sharding_type is type(sharding))
-            num_blocks = len(sharding.targets or [0])
-            choice = choice._replace(kind=kind, placement=placements[table.name].placement, num_blocks=num_blocks)
+            placement, num_blocks = placements[table.name].placement, len(sharding.targets or [0])
+            choice = choice._replace(kind=sharding.kind, placement=placement, num_blocks=num_blocks)
         elif option.kind == "server":
             shardings[table.name] = RowWise() if rows_to_shard(table) >= model.ranks > 1 else TableWise(0)
         # The best option of another type or tier.

@@ -229,7 +229,7 @@ def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None
         if isinstance(module, DynamicTable):
             yield path, module
         elif isinstance(module, ShardedCollection) and module.service is None:
-            local_tables = {spec.table: table for spec, table in module.dynamic_tables()}
+            local_tables = {spec.table: table for spec, table in module.local_shards.dynamic_tables()}
             dynamic = [(number, config.name) for number, config in enumerate(module.configs) if config.is_dynamic]
             yield from ((f"{path}.{name}".lstrip("."), local_tables.get(number)) for number, name in dynamic)
 
