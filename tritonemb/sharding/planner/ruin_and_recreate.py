@@ -36,12 +36,11 @@ class Choices(NamedTuple):
 
 
 class Annealing(NamedTuple):
-    """Temperatures at the begin and end, in loads; budget of scored bins; weight of slack in scores; random seed."""
+    """Temperatures at the begin and end, in loads; number of scored bins; random seed."""
 
     hot: float
     cold: float
     evaluations: int
-    slack_weight: float
     seed: int
 
 
@@ -187,9 +186,7 @@ def ruin_and_recreate(p, c, assignment, annealing):
     least to excess and cost. Acceptance is that of simulated annealing.
     """
     np.random.seed(annealing.seed)
-    s, hot, cold, evaluations = (
-        init_state(p, assignment, annealing.slack_weight), annealing.hot, annealing.cold, annealing.evaluations,
-    )  # fmt: skip
+    s, (hot, cold, evaluations, _) = init_state(p, assignment), annealing
     best_option, best_unit, best_share, is_changed = s.option.copy(), s.unit.copy(), s.share.copy(), s.option < 0
     r, units, shares_of_bins = _empty_ruin(p, len(s.option)), np.empty(p.ranks, np.int64), np.empty(p.ranks)
     items, shares, keys = (

@@ -231,7 +231,7 @@ def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> S
     search = Search(problem, candidates, np.ones_like(problem.unit_max_shards), np.zeros(4), bound)
     assignment = search.pack(running, goal)
     if search.score(assignment) > (0.0, goal):
-        assignment, _ = search.improve(assignment, goal, 1, 1.0, SETTINGS.keep_temperature)
+        assignment, _ = search.improve(assignment, goal, 1, SETTINGS.keep_temperature)
     violation, highest = search.score(assignment)
     return new._replace(assignment=assignment, violation=violation, load=highest * bound)
 
@@ -275,12 +275,12 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
         best[order[np.unique(4 * table[order] + tier[order], return_index=True)[1]]] = True
     reserve = min(SETTINGS.spare * problem.ranks / len(starts), SETTINGS.max_spare)
     selected, least = likely, np.inf
-    for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, 0.0)):
+    for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, reserve), (np.inf, 0.0)):
         near = best | (extra_cost <= cheap / len(starts) * relaxation.bound) | (relaxation.share > 1e-6)
         options, _ = _solve_milp(problem, relaxation, np.flatnonzero(near & np.isfinite(relaxation.cost)), spare)
         if options is not None and (load := float(means[options, 0].sum())) < least:
             selected, least = options, load
-        if least <= SETTINGS.enough * bound:
+        if least <= SETTINGS.enough * bound or (options is not None and cheap == np.inf):
             break
     return selected
 
@@ -337,10 +337,10 @@ class Search:
 
     def run(self, assignment: Assignment, goal: float) -> None:
         """Improve an assignment for goals that rise until one is met, then fall. A new goal starts at the incumbent."""
-        excess, stuck, cost_scale, last_gain = np.inf, 0, 1.0, 0
+        excess, stuck, last_gain = np.inf, 0, 0
         for number in range(SETTINGS.max_rounds):
             # One round; accept it if its excess is lower.
-            neighbor, new_excess = self.improve(assignment, goal, number, cost_scale)
+            neighbor, new_excess = self.improve(assignment, goal, number)
             self._update_prices(neighbor)
             stuck = 0 if new_excess < SETTINGS.gain * excess else stuck + 1
             assignment, excess = (neighbor, new_excess) if new_excess < excess else (assignment, excess)
@@ -349,24 +349,20 @@ class Search:
                 self.update_incumbent(assignment)
                 self.update_incumbent(self.optimize_shares(assignment) or assignment)
             # Stop if the incumbent is good enough, or has not improved for long.
-            last_gain = number if self.best_score < previous_score else last_gain
-            target = SETTINGS.close if number >= SETTINGS.min_rounds else SETTINGS.optimal
-            if self.best_score <= (0.0, target):
+            last_gain, is_feasible = number if self.best_score < previous_score else last_gain, self.best_score[0] == 0
+            least = self.best_score[1] if is_feasible else np.inf
+            if least <= (SETTINGS.close if number >= SETTINGS.min_rounds else SETTINGS.optimal):
                 break
-            if number - last_gain >= SETTINGS.max_idle_rounds and self.best_score[0] == 0:
+            if is_feasible and number - last_gain >= SETTINGS.max_idle_rounds:
                 break
-            # Set the next goal: lower if this one is met, higher after several scales of costs without gain.
-            feasible = self.best_score[0] == 0
-            least = self.best_score[1] if feasible else np.inf
+            # Set the next goal: lower if this one is met, higher after rounds without gain.
             if excess == 0 or least <= goal:
-                goal, excess, stuck, cost_scale = 1 + (min(goal, least) - 1) * (1 - SETTINGS.lower), np.inf, 0, 1.0
+                goal, excess, stuck = 1 + (min(goal, least) - 1) * (1 - SETTINGS.lower), np.inf, 0
             elif stuck >= SETTINGS.patience:
-                stuck, cost_scale = 0, cost_scale * SETTINGS.cost_scale
-            if cost_scale < SETTINGS.cost_scale**3:
-                back = SETTINGS.back * (least - goal) if feasible else 0.0
+                back = SETTINGS.back * (least - goal) if is_feasible else 0.0
                 goal += max(SETTINGS.min_rise, SETTINGS.rise * excess / self.problem.ranks, back)
-                goal = min(goal, 0.999 * least) if feasible else 1 + SETTINGS.higher * (goal - 1)
-                assignment, excess, cost_scale = self.incumbent if feasible else assignment, np.inf, 1.0
+                goal = min(goal, 0.999 * least) if is_feasible else 1 + SETTINGS.higher * (goal - 1)
+                assignment, excess, stuck = self.incumbent if is_feasible else assignment, np.inf, 0
 
     def _update_prices(self, assignment: Assignment) -> None:
         """Raise the prices of budgets that are exceeded in total, and lower those of unused budgets."""
@@ -389,21 +385,19 @@ class Search:
         capacity, (options, *_), choices = self._capacity(assignment, goal), assignment, self._choices
         per_shard, size = choices.per_shard / capacity, choices.size[options]
         scaled = _scale_loads(self.problem, capacity)
-        return Assignment(options, *pack_greedily(scaled, assignment, per_shard, size, SETTINGS.slack_weight))
+        return Assignment(options, *pack_greedily(scaled, assignment, per_shard, size))
 
     def improve(
-        self, assignment: Assignment, goal: float, number: int, scale: float = 1.0, temperature: float | None = None
+        self, assignment: Assignment, goal: float, number: int, temperature: float | None = None
     ) -> tuple[Assignment, float]:
-        """Run a round of ruin and recreate with scaled costs, and optimize the shares. Return it, and its excess."""
+        """Run a round of ruin and recreate, and optimize the shares. Return it, and its excess."""
         p, c, capacity = self.problem, self._choices, self._capacity(assignment, goal)
+        ranks_per_table, schedules = p.ranks / self.num_tables, (SETTINGS.hot, SETTINGS.cold)
         evaluations = min(SETTINGS.evaluations * self.num_tables * p.ranks, SETTINGS.max_evaluations)
-        evaluations = int(evaluations * np.clip(SETTINGS.longer * p.ranks / self.num_tables, *SETTINGS.longer_range))
-        mean_load, weight = p.ranks / self.num_tables, scale * SETTINGS.slack_weight
-        hot, cold = (
-            temperature or scale * part[min(number, 1)] * mean_load for part in (SETTINGS.hot, SETTINGS.cold)
-        )  # fmt: skip
-        costs = {name: scale / capacity * getattr(c, name) for name in ("cost", "min_cost", "per_shard")}
-        annealing = Annealing(hot, cold, evaluations, weight, number + 1)
+        evaluations = int(evaluations * np.clip(SETTINGS.longer * ranks_per_table, *SETTINGS.longer_range))
+        hot, cold = (temperature or schedule[min(number, 1)] * ranks_per_table for schedule in schedules)
+        costs = {name: getattr(c, name) / capacity for name in ("cost", "min_cost", "per_shard")}
+        annealing = Annealing(hot, cold, evaluations, number + 1)
         best, last = ruin_and_recreate(_scale_loads(p, capacity), c._replace(**costs), assignment, annealing)
         if temperature is not None:
             return Assignment(*best), self._excess(Assignment(*best), goal)

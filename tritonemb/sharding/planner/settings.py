@@ -41,8 +41,7 @@ class SearchSettings(NamedTuple):
     back: float = 0.3  # or this part of the way to the incumbent's load
     higher: float = 1.3  # factor of a goal's gap while budgets are exceeded: the load is not what fails
     gain: float = 0.97  # a round gains if its excess is below this part of the previous one; less is noise
-    patience: int = 2  # rounds without gain before costs are scaled down
-    cost_scale: float = 0.3  # factor of costs relative to the excess, applied up to three times before the goal rises
+    patience: int = 4  # rounds without gain before the goal rises: fewer leave local optima
     nearly: float = 0.01  # excess per rank up to which an LP of shares can still remove all of it
     tolerance: float = 1.001e-6  # of a budget: the rounding that budgets are reduced by
 

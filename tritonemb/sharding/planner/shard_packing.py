@@ -64,7 +64,6 @@ class State(NamedTuple):
     noise: Array  # factors of the slack
     capacity: Array  # [ranks]: the share of a unit that fits into a bin
     score: Array  # [ranks]: of a bin for a shard, lower is better
-    slack_weight: float  # of the slack that a placement leaves in its bin, in its score
 
 
 @inlined
@@ -194,13 +193,13 @@ def copy_shards(s, table, units, shares):
 
 
 @called
-def init_state(p, assignment, slack_weight):
+def init_state(p, assignment):
     """Build the state of a packing. Every table has an option; shards may be missing."""
     options, units, shares = assignment
     s = State(
         options.copy(), np.full(units.shape, -1), np.zeros(units.shape), np.zeros(len(p.unit_table), np.int64),
         np.zeros((3, p.ranks)), np.zeros((3, p.ranks // p.local)), np.zeros(1),
-        1.0 + np.random.random(SETTINGS.num_noise + p.ranks), np.empty(p.ranks), np.empty(p.ranks), slack_weight,
+        1.0 + np.random.random(SETTINGS.num_noise + p.ranks), np.empty(p.ranks), np.empty(p.ranks),
     )  # fmt: skip
     for table in range(len(options)):
         add_table(p, s, table, options[table], units[table], shares[table])
@@ -210,7 +209,7 @@ def init_state(p, assignment, slack_weight):
 @compiled
 def usage(p, assignment):
     """Return load and device memory of ranks, host memory and disk of nodes, and memory of servers."""
-    s = init_state(p, assignment, 0.0)
+    s = init_state(p, assignment)
     return s.rank[0], s.rank[1], s.node[0], s.node[1], s.server
 
 
@@ -263,7 +262,9 @@ def _score_by_fit(p, s, unit, share, per_shard, noise):
     min_share, slope = share - 1e-9 if p.unit_max_shards[unit] == 1 else 1e-9, width * (slope_load + slope_hbm)
     for bin_index in range(num_bins):  # vectorized
         slack = max(score[bin_index] - capacity[bin_index] * slope, 0.0)
-        score[bin_index] = (per_shard + s.slack_weight * slack * noise[bin_index]) / max(capacity[bin_index], 1e-9)
+        score[bin_index] = (per_shard + SETTINGS.slack_weight * slack * noise[bin_index]) / max(
+            capacity[bin_index], 1e-9
+        )
         score[bin_index] += 0.0 if capacity[bin_index] >= min_share else INFEASIBLE_SCORE
     for bin_index in range(num_bins):
         if s.unit[table, bin_index] == unit and score[bin_index] < INFEASIBLE_SCORE:
@@ -346,10 +347,10 @@ def pack_unit(p, s, unit, share, per_shard):
 
 
 @compiled
-def pack_greedily(p, assignment, per_shard, size, slack_weight):
+def pack_greedily(p, assignment, per_shard, size):
     """Pack tables without shards, the largest by `size [T]` first. Return units and shares, `[T, ranks]`."""
     np.random.seed(0)
-    s = init_state(p, assignment, slack_weight)
+    s = init_state(p, assignment)
     for table in np.argsort(-size, kind="mergesort"):
         if (s.unit[table] < 0).all():
             for unit in range(p.option_units[s.option[table]], p.option_units[s.option[table] + 1]):
