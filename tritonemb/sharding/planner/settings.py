@@ -10,7 +10,7 @@ class SearchSettings(NamedTuple):
     """
 
     # When to stop: at once below `optimal`; below `close`, a gap that prediction errors exceed, after `min_rounds`.
-    optimal: float = 1.003
+    optimal: float = 1.002
     close: float = 1.0299
     min_rounds: int = 12
     max_rounds: int = 260  # bounds the planning time where no goal is met
