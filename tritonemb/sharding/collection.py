@@ -158,7 +158,6 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features, assign)
 
     def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
-        """Exchange ids on the CPU, then group and prefetch their rows on the device; see `prefetch`."""
         batch = self.convert_batch(features)
         sent, problem = self._batch_to_send(batch), find_invalid_id(batch, self._bounds_checked)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
@@ -212,11 +211,9 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return table_sets
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Add one `TableShards` per table and state, under the keys of the unsharded collection."""
         destination.update(self.local_shards.state(prefix)[0])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Copy the local shards from full tensors or from `TableShards`."""
         _, strict, missing_keys, unexpected_keys, error_msgs = args
         keys, missing, problems = self.local_shards.load(state_dict, prefix)
         missing_keys += missing

@@ -30,6 +30,7 @@ from tritonemb.sharding.planner import plan_job
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.server_table import ParallelModel
 from tritonemb.tables.table_set import PrefetchedFeatures
+from tritonemb.types import TableConfig
 from tritonemb.utils import join_names, split_evenly
 
 # Groups of DDP. Its reducer would release the last reference to a group that was destroyed before the model; it holds
@@ -95,14 +96,8 @@ class HybridParallel(ParallelModel):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         # Collections to shard: those with a fused optimizer, unless their tables are on embedding servers.
-        collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
-        fused = [collection for collection in collections if collection.optimizer is not None]
+        collections, fused = _collections_in(model)
         local_collections = [collection for collection in fused if not collection.table_set.on_servers]
-        if not fused:
-            raise ValueError(
-                "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
-                "an optimizer, or wrap a model without one in DistributedDataParallel"
-            )
         tables = [config for collection in local_collections for config in collection.configs]
         if pipeline > 1 and (dense == "fsdp" or any(isinstance(c, EmbeddingCollection) for c in local_collections)):
             raise ValueError(f'pipeline={pipeline} is for pooled collections and dense="ddp"; leave it at 1')
@@ -116,22 +111,10 @@ class HybridParallel(ParallelModel):
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
             raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
         # The plan, which must fit the model and the ranks.
-        num_shards, node = self.groups.shards.size, self.groups.node.size
-        table_device = _device_for(model, device)
-        job = fused[0].optimizer, self.groups.world, num_shards, node, table_device, batch_size
+        table_device, size = _device_for(model, device), (self.groups.shards.size, self.groups.node.size)
+        job = fused[0].optimizer, self.groups.world, *size, table_device, batch_size
         self.plan = plan_job([c for module in fused for c in module.configs], *job) if plan is None else plan
-        table_names = {config.name for collection in collections for config in collection.configs}
-        if unknown := sorted(self.plan.tables.keys() - table_names):
-            raise ValueError(f"the plan has tables that the model does not have: {join_names(unknown)}")
-        if (self.plan.world_size, self.plan.local_world_size) != (num_shards, node):
-            raise ValueError(
-                f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} per node; the tables have "
-                f"{num_shards}, {node} per node"
-            )
-        if on_servers := [table.name for table in tables if self.plan.apply(table).placement == "server"]:
-            raise ValueError(
-                f"the plan has the table {on_servers[0]!r} on embedding servers; make the model with plan.apply(table)"
-            )
+        _check_plan(self.plan, {config.name for c in collections for config in c.configs}, tables, *size)
         # Sharded collections, then the dense layers: the called module wraps the computed one in DDP or FSDP2. Tuples
         # keep both from being submodules.
         self.exchange = ExchangePrecision() if exchange is None else exchange
@@ -236,7 +219,7 @@ class HybridParallel(ParallelModel):
 
     def table_weights(self) -> dict[str, Tensor]:
         """Return the sharded weight of each table by path."""
-        weights = [(prefix, module.table_weights()) for prefix, module in self._named_collections()]
+        weights = [(prefix, module.table_weights()) for prefix, module in _named_collections(self.module)]
         return {prefix + name: weight for prefix, by_name in weights for name, weight in by_name.items()}
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -251,18 +234,13 @@ class HybridParallel(ParallelModel):
                 another dtype or plan; nothing is changed.
         """
         current = self.state_dict()
-        configs = [(prefix, config) for prefix, module in self._named_collections() for config in module.configs]
+        configs = [(prefix, config) for prefix, module in _named_collections(self.module) for config in module.configs]
         dynamic = tuple(f"{prefix}{config.name}." for prefix, config in configs if config.is_dynamic)
         _check_state(current, state_dict, strict, dynamic)
         converted = OrderedDict((key, _to_dtensor(current.get(key), value)) for key, value in state_dict.items())
         if hasattr(state_dict, "_metadata"):
             converted._metadata = state_dict._metadata  # type: ignore[attr-defined]
         return self.module.load_state_dict(converted, strict=strict, assign=assign)
-
-    def _named_collections(self) -> list[tuple[str, ShardedCollection]]:
-        """Sharded collections, with the prefixes of their state-dict keys."""
-        modules = [(path, m) for path, m in self.module.named_modules() if isinstance(m, ShardedCollection)]
-        return [(f"{path}." if path else "", module) for path, module in modules]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train or freeze tables and dense layers; see `requires_grad_` of a single collection in `collections`."""
@@ -274,6 +252,41 @@ class HybridParallel(ParallelModel):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters of the dense layers, under their names in the model."""
         return self.module.named_parameters(*args, **kwargs)
+
+
+def _collections_in(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """Collections of a model, and those with a fused optimizer; ValueError if there is none."""
+    collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
+    fused = [collection for collection in collections if collection.optimizer is not None]
+    if not fused:
+        raise ValueError(
+            "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
+            "an optimizer, or wrap a model without one in DistributedDataParallel"
+        )
+    return collections, fused
+
+
+def _named_collections(model: nn.Module) -> list[tuple[str, ShardedCollection]]:
+    """Sharded collections, with the prefixes of their state-dict keys."""
+    modules = [(path, m) for path, m in model.named_modules() if isinstance(m, ShardedCollection)]
+    return [(f"{path}." if path else "", module) for path, module in modules]
+
+
+def _check_plan(
+    plan: ShardingPlan, names: set[str], tables: Sequence[TableConfig], world_size: int, local_world_size: int
+) -> None:
+    """Raise ValueError unless a plan fits the ranks, and the tables of a model; `tables` are not on servers."""
+    if unknown := sorted(plan.tables.keys() - names):
+        raise ValueError(f"the plan has tables that the model does not have: {join_names(unknown)}")
+    if (plan.world_size, plan.local_world_size) != (world_size, local_world_size):
+        raise ValueError(
+            f"the plan is for {plan.world_size} ranks, {plan.local_world_size} per node; the tables have {world_size}, "
+            f"{local_world_size} per node"
+        )
+    if on_servers := [table.name for table in tables if plan.apply(table).placement == "server"]:
+        raise ValueError(
+            f"the plan has the table {on_servers[0]!r} on embedding servers; make the model with plan.apply(table)"
+        )
 
 
 class _SubBatches(nn.Module):
