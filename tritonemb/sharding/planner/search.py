@@ -143,24 +143,17 @@ def _sums_to_one(row: Array, shape: tuple[int, int]) -> Any:
 
 def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
     """Return a lower bound of the load, and the relaxation for a limit slightly above; None if nothing fits."""
-    if (relaxation := relax(problem)) is None:
+    if (best := relax(problem)) is None:
         return None
-    low, best = max(relaxation.bound, 1e-12), relaxation
-
-    def is_feasible(limit: float) -> bool:
-        nonlocal best
-        relaxation = relax(problem, limit)
-        if is_feasible := relaxation is not None and relaxation.bound <= limit:
-            best = relaxation
-        return is_feasible
-
     # Find a feasible limit with growing steps, then bisect.
-    high, growth = low * (1 + SETTINGS.bound_precision), 0.01
-    while not is_feasible(high):
-        low, high, growth = high, high * (1 + growth), 2 * growth
+    low, high, growth = max(best.bound, 1e-12), np.inf, SETTINGS.bound_precision
     while high > low * (1 + SETTINGS.bound_precision):
-        middle = (low + high) / 2
-        low, high = (low, middle) if is_feasible(middle) else (middle, high)
+        limit = low * (1 + growth) if high == np.inf else (low + high) / 2
+        relaxation = relax(problem, limit)
+        if relaxation is not None and relaxation.bound <= limit:
+            high, best = limit, relaxation
+        else:
+            low, growth = limit, max(0.01, 2 * growth)
     return _milp_bound(problem, low, best)
 
 
