@@ -390,7 +390,7 @@ def busy_after_accumulation(rank: int, case: Case) -> dict[str, torch.Tensor]:
     """States after accumulated steps, where other rows are prefetched before updates of whole rows are applied."""
     groups = groups_of(case.local or None)
     collection = case.sharded(groups)
-    for update in collection._whole_row_updates.values():
+    for update in collection._updates.of_whole_rows.values():
         update.flush = partial(_bring_and_flush, collection, update.flush)
     for step in range(3):
         with collection.accumulate():
