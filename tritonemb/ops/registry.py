@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout, TensorList, dtypes_of
+from tritonemb.layout import Layout, TensorList
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
 REFERENCE, CPU, TRITON, TORCH = "reference", "cpu", "triton", "torch"
@@ -192,11 +192,15 @@ def define(
     is_mutated = [argument.alias_info is not None for argument in op._schema.arguments]
     run_kernel, mutates = functools.partial(_run_kernel, name) if run is None else run, any(is_mutated)
 
-    def run_flat(*args: Any) -> Any:
-        result, mutated = run_kernel(*unflatten(args, *kinds)), list[Tensor]()
-        for argument in itertools.compress(args, is_mutated):
+    def increment_versions(flat: Sequence[Any]) -> None:
+        mutated: list[Tensor] = []
+        for argument in itertools.compress(flat, is_mutated):
             mutated += [argument] if isinstance(argument, Tensor) else argument
         torch.autograd.graph.increment_version([tensor for tensor in mutated if not tensor.is_inference()])
+
+    def run_flat(*flat: Any) -> Any:
+        result = run_kernel(*unflatten(flat, *kinds))
+        increment_versions(flat)
         return result
 
     def run_fake(*args: Any) -> Any:
@@ -224,7 +228,7 @@ def define(
     def call(*args: Any) -> Any:
         run_eagerly = False
         if not torch.compiler.is_compiling():
-            tensors = [*_tensors(args)]
+            tensors = _tensors(args)
             needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             run_eagerly = not needs_gradient and plain_eager(*tensors) and not tensors[0].is_meta
         if run_eagerly and not mutates:
@@ -232,7 +236,11 @@ def define(
         flat: list[Any] = []
         for kind, argument in zip(kinds, args, strict=True):
             flat += [argument] if kind is None else argument
-        return run_flat(*flat) if run_eagerly else op(*flat)
+        if not run_eagerly:
+            return op(*flat)
+        result = run_kernel(*args)
+        increment_versions(flat)
+        return result
 
     run_undispatched: Any = torch._disable_dynamo(run_flat)  # type: ignore[attr-defined]
     _library.impl(name, run_undispatched, "CompositeExplicitAutograd")
@@ -246,17 +254,21 @@ def define(
     return call
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(args: Iterable[Any]) -> list[Tensor]:
+    tensors: list[Tensor] = []
     for arg in args:
         if isinstance(arg, Tensor):
-            yield arg
+            tensors.append(arg)
         elif isinstance(arg, (list, tuple)):
-            yield from _tensors(arg)
+            tensors += _tensors(arg)
+    return tensors
 
 
 def _run_kernel(name: str, *args: Any) -> Any:
-    tensors = [*_tensors(args)]
-    return kernel(name, tensors[-1].device, dtypes_of(tensors) if _FILES[name] in _BY_TORCH else ())(*args)
+    tensors = _tensors(args)
+    return kernel(
+        name, tensors[-1].device, frozenset([tensor.dtype for tensor in tensors]) if _FILES[name] in _BY_TORCH else ()
+    )(*args)
 
 
 def check_tensor(

@@ -87,7 +87,8 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    check_tensor(name, tensor, (dtype,), shape, device)
+    if tensor.dtype != dtype or tensor.shape != shape or tensor.device != device:
+        check_tensor(name, tensor, (dtype,), shape, device)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 

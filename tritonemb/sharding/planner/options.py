@@ -289,25 +289,25 @@ def _assemble(
     counts: Any = sum(np.bincount(options.table, minlength=num_tables) for options in feasible)
     if len(empty := np.flatnonzero(counts == 0)):
         raise PlanError(_no_option(model, kinds, constraints[empty[0]], int(empty[0])))
-    kept, choices = list[KindOptions](), list[Option]()
+    subsets, choices = list[KindOptions](), list[Option]()
     for options in feasible:
         # Options of the running plan stay, with any cache shares.
         tables = [(model.tables[n], tier) for n, tier in zip(options.table.tolist(), options.tier, strict=True)]
         in_use = [previous and _matches(previous, table, options.kind.name, tier) for table, tier in tables]
-        kept.append(options := options.subset(_pareto_optimal(options) | np.array(in_use, dtype=bool)))
+        subsets.append(options := options.subset(_pareto_optimal(options) | np.array(in_use, dtype=bool)))
         shares = zip(options.tier, options.cached.tolist(), options.edges.tolist(), strict=True)
         choices += [Option(options.kind.name, PLACEMENTS[n], a, b, tuple(e)) for n, (a, b), e in shares]
     # Order of the options by table, and of their units.
-    table = np.concatenate([options.table for options in kept])
+    table = np.concatenate([options.table for options in subsets])
     order, offsets = np.argsort(table, kind="stable"), np.searchsorted(np.sort(table), np.arange(num_tables + 1))
-    num_units = np.concatenate([np.full(len(options.table), options.kind.units) for options in kept])
+    num_units = np.concatenate([np.full(len(options.table), options.kind.units) for options in subsets])
     ends, first_units = np.cumsum(num_units[order]), (np.cumsum(num_units) - num_units)[order]
     unit_order = np.arange(num_units.sum()) + np.repeat(first_units - ends + num_units[order], num_units[order])
 
     def values(name: str, *shape: int) -> Array:
-        return np.concatenate([getattr(options, name).reshape(-1, *shape) for options in kept])
+        return np.concatenate([getattr(options, name).reshape(-1, *shape) for options in subsets])
 
-    on_node = np.repeat([options.kind.on_node for options in kept], [options.steps.size for options in kept])
+    on_node = np.repeat([options.kind.on_node for options in subsets], [options.steps.size for options in subsets])
     by_option = values("replicated", 5), values("common")
     by_unit = (
         np.repeat(table, num_units), values("unit_common"), on_node, values("steps"), values("max_shards"),

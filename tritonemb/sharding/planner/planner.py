@@ -261,8 +261,8 @@ def _keep_previous(
             known.add(number)
     solution = keep(problem, new, running, SETTINGS.keep_within * new.load)
     # Compare the shards of each table before and after.
-    after = solution.assignment
-    is_same = ((running.units == after.units) & ((running.units < 0) | (running.shares == after.shares))).all(1)
+    units, shares = solution.assignment.units, solution.assignment.shares
+    is_same = ((running.units == units) & ((running.units < 0) | (running.shares == shares))).all(1)
     return solution, {
         number: previous.tables[model.tables[number].name]
         for number in sorted(known)
