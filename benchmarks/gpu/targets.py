@@ -141,7 +141,7 @@ def resident_warps(code: Any) -> int:
 
 def forward_at_best(batch: Batch, kernels: dict[str, Kernel]) -> float:
     w, kernel = batch.workload, kernels["_pool_kernel"]
-    bags, block, unroll = (kernel.constants[name] for name in ("BAGS", "BLOCK", "UNROLL"))
+    bags, block, unroll = (kernel.constants[name] for name in ("ROWS", "BLOCK", "UNROLL"))
     row = -(-w.dim * w.dtype.itemsize // SECTOR) * SECTOR
     moved = forward_bytes(batch) + (row - w.dim * w.dtype.itemsize) * w.num_ids + 8 * w.batch_size * w.num_tables
     programs = math.ceil(w.batch_size / bags) * math.ceil(w.dim / block)

@@ -192,8 +192,10 @@ class DiskTier:
                         file.resize(0)
                         return file
                 elif has_collected:
-                    subject = f"offload folder {self.path.parent}: another process uses {self.path.name}"
-                    raise StorageError(f"{subject}; give each run its own folder")
+                    raise StorageError(
+                        f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run its "
+                        "own folder"
+                    )
                 else:  # perhaps locked by a dead model of this process: collect it, and retry
                     has_collected = gc.collect() >= 0
             file.close()
