@@ -182,7 +182,8 @@ class DiskTier:
         self._closed = weakref.finalize(self, _stop, chain(*self._queues), self._file, os.getpid())
 
     def _open(self) -> PageFile:
-        has_collected = False
+        has_collected, folder, name = False, self.path.parent, self.path.name
+        problem = f"offload folder {folder}: another process uses {name}; give each run its own folder"
         while True:
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             file = PageFile(self.path)
@@ -192,10 +193,7 @@ class DiskTier:
                         file.resize(0)
                         return file
                 elif has_collected:
-                    raise StorageError(
-                        f"offload folder {self.path.parent}: another process uses {self.path.name}; give each run its "
-                        "own folder"
-                    )
+                    raise StorageError(problem)
                 else:  # perhaps locked by a dead model of this process: collect it, and retry
                     has_collected = gc.collect() >= 0
             file.close()
