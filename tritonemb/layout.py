@@ -113,7 +113,7 @@ class PendingInsert(NamedTuple):
     admitted: Tensor  # bool `[N]`, whether a distinct id may get a row; initially all
 
 
-class CacheDirectory(NamedTuple):
+class DirectoryTensors(NamedTuple):
     """Directory of a row cache of `T` tables; see `kernels/row_cache.py`."""
 
     tags: Sequence[Tensor]

@@ -24,7 +24,7 @@ from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import (
     DISTINCT,
     BatchGradient,
-    CacheDirectory,
+    DirectoryTensors,
     DynamicIndex,
     FusedTables,
     Layout,
@@ -202,7 +202,7 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
         used.append(torch.zeros(sets * 32, dtype=torch.int64, device=_device))
         pins.append(torch.zeros(sets * 32, dtype=torch.int32, device=_device))
     sets, now = torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
-    directory = CacheDirectory(tags, used, pins, p.layout.tables, sets)
+    directory = DirectoryTensors(tags, used, pins, p.layout.tables, sets)
     for ids in (p.batch.values(), p.batch.values() // 2):
         rows, starts, order, num_groups = row_groups_reference(ids, p.batch.offsets(), p.layout)
         distinct = rows[: int(num_groups)]

@@ -17,7 +17,7 @@ from tests.strategies import seeds
 from tritonemb.kernels.cpu import row_cache as cpu
 from tritonemb.kernels.row_cache import set_of
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import POLICIES, CacheDirectory, make_layout
+from tritonemb.layout import POLICIES, DirectoryTensors, make_layout
 
 WAYS = 32
 MASK64 = 2**64 - 1
@@ -149,7 +149,7 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> M
         for tensor in part:
             tensor[-OVERFLOW:] = behind
     parts = [[tensor.to(device) for tensor in part] for part in (tags, used, pins)]
-    directory = CacheDirectory(*parts, tables.to(device), torch.tensor(problem.num_sets, device=device))
+    directory = DirectoryTensors(*parts, tables.to(device), torch.tensor(problem.num_sets, device=device))
     model = Model(problem.first_rows, problem.num_sets, problem.policy)
     generator, pinned = torch.Generator().manual_seed(problem.seed), []
     for step, batch in enumerate(problem.steps):

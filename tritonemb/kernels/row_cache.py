@@ -48,7 +48,7 @@ from tritonemb.kernels.triton_utils import (
     table_of,
     tl,
 )
-from tritonemb.layout import NO_ROW, CacheDirectory, mix64
+from tritonemb.layout import NO_ROW, DirectoryTensors, mix64
 
 WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
 TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
@@ -234,13 +234,13 @@ def _move_kernel(pairs, to_rows, from_rows, num_moves, num_tiles, UNIT, BLOCK, W
             _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
 
 
-def _directory_args(directory: CacheDirectory) -> tuple[Tensor, int]:
+def _directory_args(directory: DirectoryTensors) -> tuple[Tensor, int]:
     """Return the addresses int64 `[3 · T]` of tags, uses and pins, and their common alignment, up to 16."""
     pointers = [tensor.data_ptr() for tensor in (*directory.tags, *directory.used, *directory.pins)]
     return on_device(pointers, directory.tables.device), math.gcd(16, *pointers)
 
 
-def row_cache_look_up_(directory: CacheDirectory, rows: Tensor, now: Tensor, policy: str) -> Tensor:
+def row_cache_look_up_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up in one launch. Arguments and result as in the reference."""
     slots, num_rows = torch.empty_like(rows), rows.numel()
     addresses, align = _directory_args(directory)
@@ -250,7 +250,7 @@ def row_cache_look_up_(directory: CacheDirectory, rows: Tensor, now: Tensor, pol
     return slots
 
 
-def row_cache_allocate_(directory: CacheDirectory, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
+def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
     """Allocate by two launches and a sort; no host synchronization. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
     tables, num_sets = directory.tables, directory.num_sets
@@ -321,7 +321,7 @@ def _groups_of_table(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, 
     return groups, rows[groups] - first
 
 
-def row_cache_look_up_reference_(directory: CacheDirectory, rows: Tensor, now: Tensor, policy: str) -> Tensor:
+def row_cache_look_up_reference_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
     slots, (tags, used, pins, tables, num_sets) = torch.full_like(rows, -1), directory
     for table, sets in enumerate(num_sets.tolist()):
@@ -340,7 +340,7 @@ def row_cache_look_up_reference_(directory: CacheDirectory, rows: Tensor, now: T
 
 
 def row_cache_allocate_reference_(
-    directory: CacheDirectory, rows: Tensor, slots: Tensor, now: Tensor, policy: str
+    directory: DirectoryTensors, rows: Tensor, slots: Tensor, now: Tensor, policy: str
 ) -> Tensor:
     """Allocate row by row, in ascending order. Arguments and result as of `ops.row_cache.row_cache_allocate_`.
 

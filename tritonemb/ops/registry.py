@@ -265,10 +265,8 @@ def _tensors(args: Iterable[Any]) -> list[Tensor]:
 
 
 def _run_kernel(name: str, *args: Any) -> Any:
-    tensors = _tensors(args)
-    return kernel(
-        name, tensors[-1].device, frozenset([tensor.dtype for tensor in tensors]) if _FILES[name] in _BY_TORCH else ()
-    )(*args)
+    tensors, by_dtype = _tensors(args), _FILES[name] in _BY_TORCH
+    return kernel(name, tensors[-1].device, frozenset([t.dtype for t in tensors]) if by_dtype else ())(*args)
 
 
 def check_tensor(

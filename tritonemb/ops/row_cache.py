@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS, CacheDirectory
+from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS, DirectoryTensors
 from tritonemb.ops.registry import check_tensor, define, kernel
 
 _STATE = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
@@ -153,7 +153,7 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
 def _run(op: str, tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], *args: Any) -> Any:
     *rows_and_slots, tables, num_sets, now, policy = args
     _check_sets(tags, num_sets)
-    directory = CacheDirectory(tags, used, pins, tables, num_sets)
+    directory = DirectoryTensors(tags, used, pins, tables, num_sets)
     return kernel(op, now.device)(directory, *rows_and_slots, now, policy)
 
 

@@ -13,7 +13,7 @@ from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, p
 from tritonemb.kernels.cpu.row_groups import addresses_of
 from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
 from tritonemb.kernels.row_cache import pair_fields
-from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, CacheDirectory
+from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors
 
 CHUNK = 32  # rows whose sets are prefetched together
 FEW_ROWS = 4_096  # fewer take less time on one thread
@@ -159,7 +159,7 @@ def _translate(task, num_tasks, slots, starts, order, num_groups, values):
         values[order[entry]] = slots[group]
 
 
-def _directory_args(directory: CacheDirectory) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _directory_args(directory: DirectoryTensors) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tags, used, pins, tables, num_sets = directory
     return addresses_of([*tags, *used, *pins]).reshape(3, -1), tables.numpy(), num_sets.numpy()
 
@@ -168,14 +168,14 @@ def tasks_for(num_rows: int) -> int:
     return 1 if num_rows < FEW_ROWS else torch.get_num_threads()
 
 
-def row_cache_look_up_(directory: CacheDirectory, rows: Tensor, now: Tensor, policy: str) -> Tensor:
+def row_cache_look_up_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     slots, num_tasks = torch.empty_like(rows), tasks_for(rows.numel())
     args = *_directory_args(directory), rows.numpy(), int(now), policy == "lfu"
     _look_up(num_tasks, num_tasks, num_tasks, *args, slots.numpy())
     return slots
 
 
-def row_cache_allocate_(directory: CacheDirectory, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
+def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
     evicted, num_tasks = torch.full_like(rows, -1), tasks_for(rows.numel())
     args = *_directory_args(directory), rows.numpy(), int(now), policy == "lfu"
     _allocate_all(num_tasks, num_tasks, *args, slots.numpy(), evicted.numpy())
