@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Self, get_args
+from typing import Any, NamedTuple, Self, cast, get_args
 
 import numpy as np
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.sharding.plan import COLUMNS_ROUNDED_TOGETHER, SHARDINGS, RowWise, Sharding, ShardingPlan
+from tritonemb.sharding.plan import COLUMNS_ROUNDED_TOGETHER, SHARDINGS, RowWise, Sharding, ShardingPlan, TableWise
 from tritonemb.sharding.planner.cost_model import (
     DIRECT,
     DISK,
@@ -357,9 +357,10 @@ def decode(
     table: TableConfig, stats: TableStats, option: Option, rule: Constraint, units: Array, shares: Array
 ) -> tuple[Sharding, Option]:
     """Convert a table's shards, `[ranks]` by bin, to a plan's `Sharding`; and the option with their number."""
-    bins = np.flatnonzero(units >= 0)
+    if option.kind == "server":  # ranks lease the rows of their shards
+        return RowWise() if rows_to_shard(table) >= len(units) > 1 else TableWise(0), option
+    bins, kinds = np.flatnonzero(units >= 0), cast(Any, SHARDINGS)
     units, shares = units[bins], shares[bins]
-    kinds: dict[str, Any] = {**SHARDINGS, "server": SHARDINGS["data_parallel"]}
     if len(bins) <= 1:
         single, targets = with_blocks(option, 1, rule), bins.tolist()
         takes_list = single.kind in ("row_wise", "column_wise", "grid")
@@ -391,39 +392,32 @@ _SOURCE_KINDS = {"table_wise": ("row_wise", "column_wise"), "table_row_wise": ("
 
 def _matches(plan: ShardingPlan, table: TableConfig, kind: str, tier: int) -> bool:
     """Return whether a plan's sharding and tier of a table are those of an option, with any shards and cache."""
-    if (sharding := plan.tables.get(table.name)) is None:
-        return False
-    return (
-        kind in _SOURCE_KINDS.get(sharding.kind, (sharding.kind,))
-        and plan.placement(table.name).placement == PLACEMENTS[tier]
-    )
+    sharding, placement = plan.tables.get(table.name), plan.placement(table.name).placement
+    kinds = () if sharding is None else _SOURCE_KINDS.get(sharding.kind, (sharding.kind,))
+    return kind in kinds and placement == PLACEMENTS[tier]
 
 
 def encode(
     plan: ShardingPlan, table: TableConfig, stats: TableStats, option: Option, max_shards: int, local: int
 ) -> list[tuple[int, int, float]] | None:
     """Convert a plan's shards of a table to units, bins and shares of an option; None if that has no such shards."""
-    by_node = option.kind in ("table_row_wise", "table_column_wise", "grid")
     if not _matches(plan, table, option.kind, PLACEMENTS.index(option.placement)) or (
-        by_node and plan.local_world_size != local
+        SHARDINGS[option.kind].on_nodes and plan.local_world_size != local
     ):
         return None
     if option.kind == "data_parallel":
         return []
-    shards, sharding = list[tuple[int, int, float]](), plan.tables[table.name]
     if option.kind == "row_wise":
-        num_ranges = len(option.edges) - 1
-        if isinstance(sharding, RowWise) and sharding.rows is not None:  # perhaps for fewer rows than the table has now
-            ranks, counts = list(sharding.targets or range(plan.world_size)), np.array(sharding.rows, dtype=np.float64)
-        else:
-            plan_shards = plan.shards(table)
-            ranks = [shard.rank for shard in plan_shards]
-            counts = np.array([shard.num_rows for shard in plan_shards], dtype=np.float64)
+        sharding, num_ranges = plan.tables[table.name], len(option.edges) - 1
+        ranks = sharding.targets or range(plan.world_size)
+        # Rows of the blocks, perhaps fewer than the table has now. Few rows have fewer blocks than ranks.
+        rows = getattr(sharding, "rows", None) or [shard.num_rows for shard in plan.shards(table)]
+        counts = np.array(rows, dtype=np.float64)
         ends = np.interp(np.cumsum(counts) / counts.sum(), *_cumulative_weight(stats, table)) * num_ranges
         share = np.diff(ends, prepend=0.0)
         unit = np.minimum(ends - share / 2, num_ranges - 0.5).astype(np.int64)
         share /= np.maximum(np.bincount(unit, share, num_ranges), 1e-12)[unit]
-        shards = list(zip(unit.tolist(), ranks, share.tolist(), strict=True))
+        shards = list(zip(unit.tolist(), ranks, share.tolist(), strict=False))
         complete = len(set(unit.tolist())) == num_ranges
     else:
         steps, per_node = table.embedding_dim // column_step(table), 1 if option.kind == "column_wise" else local

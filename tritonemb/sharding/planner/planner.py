@@ -1,7 +1,7 @@
 """`plan`: choose sharding, tier and cache of each table, so that a step is fast and everything fits."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,8 +14,8 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import RowWise, Sharding, ShardingPlan, TablePlacement, TableWise, uniform_plan
-from tritonemb.sharding.planner.cost_model import CostModel, Prediction
+from tritonemb.sharding.plan import Sharding, ShardingPlan, TablePlacement, uniform_plan
+from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, TableReport
 from tritonemb.sharding.planner.search import Solution, fewest_shards, keep, relax, solve, totals
@@ -86,7 +86,7 @@ def plan(
         configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters,
         activation_bytes=activation_bytes,
     )  # fmt: skip
-    plans, failures = list[tuple[ShardingPlan, PlanReport]](), list[PlanError]()
+    plans, failures = list[ShardingPlan](), list[PlanError]()
     for num_copies in _copies_to_try(copies, topology, configs, previous):
         try:
             plans.append(_plan(replace(model, copies=num_copies), rules, previous))
@@ -94,11 +94,11 @@ def plan(
             failures.append(error)
     if not plans:
         raise failures[0]
-    return min(plans, key=lambda candidate: candidate[1].prediction.step)[0]
+    return min(plans, key=lambda candidate: candidate.report.prediction.step)
 
 
-def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | None) -> tuple[ShardingPlan, PlanReport]:
-    """Plan for a number of copies. Return the plan and its report. PlanError if the tables do not fit."""
+def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | None) -> ShardingPlan:
+    """Plan for a number of copies. PlanError if the tables do not fit."""
     previous = previous if previous is not None and previous.copies == model.copies else None
     reserve = np.zeros(3)
     while True:
@@ -109,34 +109,33 @@ def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | No
                 raise PlanError(_shortage(model, options, problem, solution))
         except PlanError as error:
             raise PlanError(f"{error}; {_remedies(model, rules)}") from None
-        new = _build(model, rules, options, problem, solution, {})
-        overrun = _overrun(model, new[1].prediction)
-        if not overrun.any():
+        new = _build(model, rules, options, problem, solution)
+        if not (overrun := _overrun(new.report)).any():
             break
         reserve += 1.1 * overrun  # rounding of blocks, and uneven ids, which the search only estimates
     if previous is None:
         return new
     # Keep the running plan as it is, or with few moves, if it is feasible and fast enough.
     repaired, unmoved_tables = _keep_previous(model, options, problem, solution, previous)
-    all_tables = {number: previous.tables.get(table.name) for number, table in enumerate(model.tables)}
-    for candidate, unmoved in ((solution, all_tables), (repaired, unmoved_tables)):
+    for candidate, unmoved in ((solution, range(len(model.tables))), (repaired, unmoved_tables)):
         try:
-            result = _build(model, rules, options, problem, candidate, unmoved, previous)
+            result = _build(model, rules, options, problem, candidate, previous, unmoved)
         except ValueError:  # a table is new, or has another number of rows
             continue
-        slower = result[1].load > SETTINGS.keep_within * new[1].load
+        slower = result.report.load > SETTINGS.keep_within * new.report.load
         allowed = all(
             (rule.types is None or table.option.kind in rule.types)
             and (rule.placements is None or table.option.placement in rule.placements)
-            for rule, table in zip(rules, result[1].tables, strict=True)
+            for rule, table in zip(rules, result.report.tables, strict=True)
         )
-        if allowed and not slower and not _overrun(model, result[1].prediction).any():
+        if allowed and not slower and not _overrun(result.report).any():
             return result
     return new
 
 
-def _overrun(model: CostModel, prediction: Prediction) -> Array:
+def _overrun(report: PlanReport) -> Array:
     """Return the excess over the budgets of device memory, host memory and disk, as shares of these."""
+    model, prediction = report.model, report.prediction
     used = prediction.hbm.max() - model.reserved_bytes, prediction.host.max(initial=0), prediction.disk.max(initial=0)
     over = np.array(used) / np.maximum(model.budgets[:3], 1.0) - 1
     return np.where(over > 1e-9, over, 0.0)
@@ -144,8 +143,8 @@ def _overrun(model: CostModel, prediction: Prediction) -> Array:
 
 def _build(
     model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
-    unmoved: Mapping[int, Sharding | None], previous: ShardingPlan | None = None,
-) -> tuple[ShardingPlan, PlanReport]:  # fmt: skip
+    previous: ShardingPlan | None = None, unmoved: Container[int] = (),
+) -> ShardingPlan:  # fmt: skip
     """Build a solution's plan and report. `unmoved` tables are as in the `previous` plan; ValueError if invalid."""
     shardings: dict[str, Sharding] = {}
     placements: dict[str, TablePlacement] = {}
@@ -168,8 +167,6 @@ def _build(
             shardings[table.name], placements[table.name] = sharding, previous.placement(table.name)
             placement, num_blocks = placements[table.name].placement, len(sharding.targets or [0])
             choice = choice._replace(kind=sharding.kind, placement=placement, num_blocks=num_blocks)
-        elif option.kind == "server":
-            shardings[table.name] = RowWise() if rows_to_shard(table) >= model.ranks > 1 else TableWise(0)
         # The best option of another type or tier.
         num_shards = solution.num_shards[first : first + len(table_options)].tolist()
         alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards, strict=True)]
@@ -184,7 +181,7 @@ def _build(
     tables = tuple(TableReport(table, choice, *numbers, *runner_up) for table, (choice, *runner_up), *numbers in rows)
     load = prediction.load  # with whole rows cached, so it may be slightly below the bound
     report = PlanReport(model, tables, prediction, min(solution.bound, load), max(solution.greedy, load))
-    return replace(result, report=report), report
+    return replace(result, report=report)
 
 
 def _constraints_of_tables(
@@ -236,12 +233,12 @@ def _copies_to_try(
 
 def _keep_previous(
     model: CostModel, options: list[list[Option]], problem: Problem, new: Solution, previous: ShardingPlan
-) -> tuple[Solution, dict[int, Sharding | None]]:
+) -> tuple[Solution, set[int]]:
     """Repair the running plan with few moves, to a load within `keep_within` of the new one. Return unmoved tables."""
     shape = len(model.tables), model.ranks
     running = Assignment(new.assignment.options.copy(), np.full(shape, -1), np.zeros(shape))
     # The option of each table in the running plan, of nearest cache shares, and its shards.
-    known = set[int]()
+    same_size = set[int]()  # tables with as many rows as in the running plan
     for number, table in enumerate(model.tables):
         cache, first, matches = previous.apply(table).cache, int(problem.table_options[number]), []
         for index, option in enumerate(options[number], first):
@@ -258,22 +255,14 @@ def _keep_previous(
             for unit, target, share in shards:
                 running.units[number, target] = problem.option_units[running.options[number]] + unit
                 running.shares[number, target] = share
-            known.add(number)
+            block_rows = getattr(previous.tables[table.name], "rows", None)
+            if block_rows is None or sum(block_rows) == rows_to_shard(table):
+                same_size.add(number)
     solution = keep(problem, new, running, SETTINGS.keep_within * new.load)
     # Compare the shards of each table before and after.
     units, shares = solution.assignment.units, solution.assignment.shares
     is_same = ((running.units == units) & ((running.units < 0) | (running.shares == shares))).all(1)
-    return solution, {
-        number: previous.tables[model.tables[number].name]
-        for number in sorted(known)
-        if is_same[number] and not _has_other_rows(previous, model.tables[number])
-    }
-
-
-def _has_other_rows(plan: ShardingPlan, table: TableConfig) -> bool:
-    """Return whether a plan's blocks of a table add up to another number of rows."""
-    sharding = plan.tables[table.name]
-    return isinstance(sharding, RowWise) and sharding.rows is not None and sum(sharding.rows) != rows_to_shard(table)
+    return solution, {number for number in same_size if is_same[number]}
 
 
 def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
