@@ -2,7 +2,7 @@
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -11,16 +11,18 @@ from torch import Tensor
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import Optimizer
-from tritonemb.sharding.placement import PlacedShard, ShardGroups, change_tensors, copy_shard, init_shard, shard_seed
-from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
+from tritonemb.sharding.placement import PlacedShard, ShardGroups
+from tritonemb.sharding.plan import Shard
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, slice_shard
 from tritonemb.tables.cached_table import CachedTable, metadata_kind
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup_tables import table_type
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
-from tritonemb.types import TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 MAX_GATHER_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
 CacheCopies = tuple[CachedTable, dict[str, Tensor]]  # a cached table, and copies of its rows by name
@@ -59,7 +61,7 @@ class LocalShards:
         for tables in self.table_sets if not on_meta else ():
             tables.counters["step"].copy_(collection.step)
         # Seeds of dynamic tables, which rank 0 draws.
-        seeds = torch.tensor([shard_seed(config) for config in self.configs], device=self.device)
+        seeds = torch.tensor([_shard_seed(config) for config in self.configs], device=self.device)
         if not on_meta:
             seeds = seeds.new_tensor([t.seed if isinstance(t, DynamicTable) else 0 for t in collection.tables])
         if any(config.is_dynamic for config in self.configs):
@@ -75,22 +77,22 @@ class LocalShards:
                     state = cast(DynamicTable, source).get_state()
                     table.load_state(state | {"seed": seeds[placed.table]})
             elif not on_meta:
-                copy_shard(table, source.tensors(), placed.shard)
+                _copy_shard(table, source.tensors(), placed.shard)
             elif isinstance(table, CachedTable) and config.init is None:
-                seed = torch.tensor(shard_seed(config), device=table.weight.device)
+                seed = torch.tensor(_shard_seed(config), device=table.weight.device)
                 group.broadcast(seed, 0, "initial values")
                 table.reset_parameters(int(seed))
                 continue
             else:
-                init_shard(table, config, placed.shard)
+                _init_shard(table, config, placed.shard)
             if group.size > 1:
-                change_tensors(table, self.device, functools.partial(group.broadcast, kind="initial values"))
+                _change_tensors(table, self.device, functools.partial(group.broadcast, kind="initial values"))
 
     @torch.no_grad()
     def average_replicas(self) -> None:
         """Average the weights and states of the tables' replicas, in place; a collective of `groups.replicas`."""
         for _, table, _ in self.tables():
-            change_tensors(table, self.device, lambda tensor: _average(self.groups.replicas, tensor))
+            _change_tensors(table, self.device, lambda tensor: _average(self.groups.replicas, tensor))
 
     def state(self, prefix: str = "") -> tuple[dict[str, Any], list[CacheCopies]]:
         """Return the state dict, and cached tables with the copies of their rows in it."""
@@ -235,3 +237,47 @@ def _average(group: RankGroup, tensor: Tensor) -> None:
     for chunk in tensor.split(rows_per_chunk):
         replicas = group.all_gather(chunk, "replicas").float()
         chunk.copy_(functools.reduce(torch.add, replicas) / group.size)
+
+
+def _change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:
+    """Change a table's weight and states in place; `change` gets them on `device`."""
+
+    def change_fields(fields: Mapping[str, Tensor]) -> None:
+        for tensor in fields.values():
+            staged = tensor.to(device).contiguous()
+            change(staged)
+            tensor.copy_(staged)
+
+    table.update_records(change_fields)
+
+
+def _copy_shard(local_table: Table, source: Mapping[str, Tensor], shard: Shard) -> None:
+    """Fill a shard from the weight and states, by name, of the full table."""
+    tensors = local_table.tensors()
+    for name, tensor in source.items():
+        tensors[name].copy_(slice_shard(tensor, shard))
+    if isinstance(local_table, CachedTable):
+        local_table.assign(tensors)
+
+
+def _init_shard(local_table: Table, config: TableConfig, shard: Shard) -> None:
+    """Draw a shard's initial values, which do not depend on the sharding.
+
+    A value depends on the table's name, torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), its row
+    and its column, so a rank draws its shard alone. A table with an `init` function is drawn in full on the CPU.
+    """
+    seed = _shard_seed(config)
+    if config.init is None:
+        fill_initial_(local_table.weight, seed, config.bound, shard.first_row, shard.first_column)
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
+        weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
+        config.init(weight)
+    _copy_shard(local_table, {"weight": weight}, shard)
+
+
+def _shard_seed(config: TableConfig) -> int:
+    """Seed of a table's initial values."""
+    return (config.seed ^ torch.initial_seed()) & (2**63 - 1)

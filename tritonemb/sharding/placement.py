@@ -1,26 +1,20 @@
-"""Shards of a collection under a plan: ranks, ID routes, columns, process groups, and initial values."""
+"""Shards of a collection under a plan: ranks, ID routes, columns, and process groups."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from typing import Literal, NamedTuple, Self
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
 from tritonemb.layout import rows_to_shard
-from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.plan import Shard, ShardingPlan
-from tritonemb.sharding.sharded_tensor import slice_shard
-from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.table import Table
-from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+from tritonemb.types import TableConfig
 
 # Output exchange of pooled vectors: rank to rank; reduced inside each node first; none, as every rank has the table.
 Scheme = Literal["direct", "hierarchical", "replicated"]
@@ -189,47 +183,3 @@ class ShardGroups(NamedTuple):
         parts = [part for part in (ranks, [rank for rank in range(size) if rank not in ranks]) if part]
         copies = range(0, self.world.size, size)
         return self.world.subgroup([[first + rank for rank in part] for first in copies for part in parts])
-
-
-def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:
-    """Change a table's weight and states in place; `change` gets them on `device`."""
-
-    def change_fields(fields: Mapping[str, Tensor]) -> None:
-        for tensor in fields.values():
-            staged = tensor.to(device).contiguous()
-            change(staged)
-            tensor.copy_(staged)
-
-    table.update_records(change_fields)
-
-
-def copy_shard(local_table: Table, source: Mapping[str, Tensor], shard: Shard) -> None:
-    """Fill a shard from the weight and states, by name, of the full table."""
-    tensors = local_table.tensors()
-    for name, tensor in source.items():
-        tensors[name].copy_(slice_shard(tensor, shard))
-    if isinstance(local_table, CachedTable):
-        local_table.assign(tensors)
-
-
-def init_shard(local_table: Table, config: TableConfig, shard: Shard) -> None:
-    """Draw a shard's initial values, which do not depend on the sharding.
-
-    A value depends on the table's name, torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), its row
-    and its column, so a rank draws its shard alone. A table with an `init` function is drawn in full on the CPU.
-    """
-    seed = shard_seed(config)
-    if config.init is None:
-        fill_initial_(local_table.weight, seed, config.bound, shard.first_row, shard.first_column)
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
-        weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
-        config.init(weight)
-    copy_shard(local_table, {"weight": weight}, shard)
-
-
-def shard_seed(config: TableConfig) -> int:
-    """Seed of a table's initial values."""
-    return (config.seed ^ torch.initial_seed()) & (2**63 - 1)

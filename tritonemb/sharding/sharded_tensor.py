@@ -199,9 +199,7 @@ class TableShards(Tensor):
         return self.map(lambda tensor: tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        if id(self) not in memo:
-            memo[id(self)] = self.map(torch.clone)
-        return memo[id(self)]
+        return self.map(torch.clone)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"a sharded table cannot be pickled, by torch.save for example: {_INSTEAD}")
