@@ -72,7 +72,7 @@ class HybridParallel(ParallelModel):
             use by two threads: with "device" on GPUs call `prefetch` in the training thread, and use
             `Trainer(pipeline=False)`.
 
-    Attributes: `module` is the model, `plan` its sharding plan, `groups` the process groups.
+    Attributes: `module` is the model, `plan` its sharding plan, `group` all ranks, `groups` the process groups.
 
     Raises:
         ValueError: the model has no collection to shard, or the plan does not fit the ranks.
@@ -108,35 +108,28 @@ class HybridParallel(ParallelModel):
             shape, names = (plan.copies, plan.world_size), ("replicate", "shard")
             mesh = init_device_mesh(_device_for(model, device).type, shape, mesh_dim_names=names)
         self.groups = ShardGroups.create(mesh, local_world_size, timeout, ids_over == "device")
+        self.group = self.groups.world
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
             raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
         # The plan, which must fit the model and the ranks.
         table_device, size = _device_for(model, device), (self.groups.shards.size, self.groups.node.size)
-        job = fused[0].optimizer, self.groups.world, *size, table_device, batch_size
+        job = fused[0].optimizer, self.group, *size, table_device, batch_size
         self.plan = plan_job([c for module in fused for c in module.configs], *job) if plan is None else plan
         _check_plan(self.plan, {config.name for c in collections for config in c.configs}, tables, *size)
         # Sharded collections, then the dense layers: the called module wraps the computed one in DDP or FSDP2. Tuples
         # keep both from being submodules.
-        self.exchange = ExchangePrecision() if exchange is None else exchange
-        self.average_every, self._steps = average_every, 0
-        self._table_device = table_device
-        sharded_collections = self._shard(local_collections)
+        self.average_every, self.pipeline, self._steps = average_every, pipeline, 0
+        self._options = self.plan, self.groups, exchange or ExchangePrecision(), table_device, average_every == 1
+        sharded_collections = _shard(local_collections, self._options)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded_collections.values())
         self._server_collections = [collection for collection in fused if collection.table_set.on_servers]
         self.module = _replace_modules(model, sharded_collections)
         _materialize(self.module, table_device)
-        self.pipeline = pipeline
         compute_module = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
         self._compute_module = (compute_module,)
-        self._called_module = (_data_parallel(compute_module, dense, mesh, table_device, self.groups.world),)
-        self._graph_data_parallel = GraphDataParallel(self.groups.world, compute_module)
+        self._called_module = (_data_parallel(compute_module, dense, mesh, table_device, self.group),)
+        self._graph_data_parallel = GraphDataParallel(self.group, compute_module)
         self._graph_input = torch.zeros(1)
-
-    def _shard(self, collections: Sequence[Any]) -> dict[Any, ShardedCollection]:
-        options = self.plan, self.groups, self.exchange, self._table_device, self.average_every == 1
-        pooled, sequence = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
-        types = [pooled if isinstance(module, EmbeddingBagCollection) else sequence for module in collections]
-        return {module: kind(module, *options) for module, kind in zip(collections, types, strict=True)}
 
     def shard_server_tables(self) -> None:
         """Shard collections on embedding servers, too: a rank leases the rows of its shards while it uses them.
@@ -145,7 +138,7 @@ class HybridParallel(ParallelModel):
         """
         if self.groups.replicas.size > 1:
             raise ValueError("tables on embedding servers have no replicas; give a mesh of one dimension")
-        sharded, self._server_collections = self._shard(self._server_collections), []
+        sharded, self._server_collections = _shard(self._server_collections, self._options), []
         self.collections += tuple(sharded.values())
         self.module = _replace_modules(self.module, sharded)
         called_module: Any = self._called_module[0]
@@ -153,11 +146,6 @@ class HybridParallel(ParallelModel):
             self._compute_module = self._called_module = (self.module,)
         elif isinstance(called_module, DistributedDataParallel):
             called_module._assign_modules_buffers()  # without the collections' buffers
-
-    @property
-    def group(self) -> RankGroup:
-        """Group of all ranks of the job."""
-        return self.groups.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for this rank's samples; accepts features that `prefetch` returned.
@@ -266,6 +254,12 @@ def _collections_in(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return collections, fused
 
 
+def _shard(collections: Sequence[Any], options: tuple[Any, ...]) -> dict[Any, ShardedCollection]:
+    pooled, sequence = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+    types = [pooled if isinstance(module, EmbeddingBagCollection) else sequence for module in collections]
+    return {module: kind(module, *options) for module, kind in zip(collections, types, strict=True)}
+
+
 def _named_collections(model: nn.Module) -> list[tuple[str, ShardedCollection]]:
     """Sharded collections, with the prefixes of their state-dict keys."""
     modules = [(path, m) for path, m in model.named_modules() if isinstance(m, ShardedCollection)]
@@ -326,14 +320,12 @@ def _check_state(current: Mapping[str, Any], loaded: Mapping[str, Any], strict: 
     missing, unexpected = [key for key in current if key not in loaded], [key for key in loaded if key not in current]
     problems = [f"it lacks {missing}"] if strict and missing else []
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
-    for key, tensor in current.items():
-        if key.startswith(dynamic):
-            continue  # their shapes depend on the number of ids; the table checks them
-        value = loaded.get(key)
-        if key in loaded and isinstance(tensor, TableShards):
-            problem = tensor.why_not_loadable(value)
-            problems += [] if problem is None else [f"{key}: {problem}"]
-        elif key in loaded and isinstance(tensor, Tensor) and getattr(value, "shape", None) != tensor.shape:
+    # Shapes of dynamic tables depend on the number of ids; the tables check them.
+    for key in (key for key in current if key in loaded and not key.startswith(dynamic)):
+        tensor, value = current[key], loaded[key]
+        if isinstance(tensor, TableShards):
+            problems += [f"{key}: {problem}"] if (problem := tensor.why_not_loadable(value)) else []
+        elif isinstance(tensor, Tensor) and getattr(value, "shape", None) != tensor.shape:
             problems.append(f"{key} has shape {list(tensor.shape)}, got {list(getattr(value, 'shape', []))}")
     if problems:
         raise RuntimeError("this state cannot be loaded: " + "; ".join(problems))
