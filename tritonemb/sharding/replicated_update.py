@@ -286,17 +286,6 @@ class _BlockUpdate(NamedTuple):
                 state[slots] = new_state
 
 
-class _UpdateInputs(NamedTuple):
-    """Inputs of a column block's optimizer step: whole rows, or its columns with the mean of squares of whole rows."""
-
-    finite: Tensor  # bool `[U]`: whether the gradient of the whole row is finite
-    gradient: Tensor
-    weight: Tensor
-    states: list[Tensor]
-    columns: slice  # the block's columns in the above
-    mean_of_squares: Tensor | None
-
-
 class WholeRowUpdate:
     """Updates column blocks that need whole rows, or their means of squares, when a backward pass ends.
 
@@ -407,15 +396,22 @@ class WholeRowUpdate:
         width = self._sum_width[block.table] if self._exchanges_squares else 1
         return ColumnBlock(*block[:2], block.first_column // width, -(-block.num_columns // width))
 
-    def _inputs(self, update: _BlockUpdate, weight: Tensor, states: list[Tensor], columns: Tensor) -> _UpdateInputs:
+    def _inputs(
+        self, update: _BlockUpdate, weight: Tensor, states: list[Tensor], columns: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor], slice, Tensor | None]:
+        """Inputs of a column block's optimizer step: whole rows, or its columns with the mean of squares of whole rows.
+
+        They are: whether a whole row's gradient is finite, bool `[U]`; gradient, weight and states; the block's columns
+        in these; the mean of squares.
+        """
         if self._exchanges_squares:
             dim = columns.new_tensor(sum(b.num_columns for b in self._blocks if b.table == update.block.table))
             finite, mean = ~(columns < 0).any(1), row_sum_by_torch(columns) / dim
-            return _UpdateInputs(finite, update.sums, weight, states, slice(None), mean)
+            return finite, update.sums, weight, states, slice(None), mean
         gradient, weight, *wide_states = columns.chunk(2 + sum(self._per_element))
         states = [wide_states.pop(0) if wide else state for state, wide in zip(states, self._per_element, strict=True)]
         first, width = update.block[2:]
-        return _UpdateInputs(gradient.isfinite().all(1), gradient, weight, states, slice(first, first + width), None)
+        return gradient.isfinite().all(1), gradient, weight, states, slice(first, first + width), None
 
 
 def _round_rows(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:

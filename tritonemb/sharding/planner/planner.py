@@ -311,9 +311,6 @@ def _remedies(model: CostModel, rules: list[Constraint]) -> str:
         except PlanError:
             return False
 
-    def smaller(table: TableConfig, fraction: float) -> TableConfig:
-        return replace(table, capacity=max(1, int(table.capacity * fraction))) if table.capacity else table
-
     def remedies() -> Iterator[list[tuple[str, dict[str, Any]]]]:
         ranks = [top.world_size * times for times in (2, 4, 8, 16)]
         yield [(f"{number} ranks", {"topology": top.but(world_size=number)}) for number in ranks]
@@ -331,8 +328,11 @@ def _remedies(model: CostModel, rules: list[Constraint]) -> str:
             free = [Constraint(None, rule.types) for rule in rules]
             yield [("a lower tier: constraints that allow more placements", {"rules": free})]
         if any(table.capacity for table in tables):
-            for_fraction = {part: [smaller(table, part) for table in tables] for part in (0.75, 0.5, 0.25, 0.1)}
-            yield [(f"dynamic tables of {part:g} of their capacity", {"tables": t}) for part, t in for_fraction.items()]
+            for_part = {
+                part: [replace(t, capacity=max(1, int(t.capacity * part))) if t.capacity else t for t in tables]
+                for part in (0.75, 0.5, 0.25, 0.1)
+            }
+            yield [(f"dynamic tables of {part:g} of their capacity", {"tables": t}) for part, t in for_part.items()]
 
     fitting = [next((text for text, changes in kind if fits(**changes)), None) for kind in remedies()]
     return (
