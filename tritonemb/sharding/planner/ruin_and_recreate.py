@@ -35,15 +35,6 @@ class Choices(NamedTuple):
     size: Array  # [O]: the larger ones of tables are recreated first
 
 
-class Annealing(NamedTuple):
-    """Temperatures at the begin and end, in loads; number of scored bins; random seed."""
-
-    hot: float
-    cold: float
-    evaluations: int
-    seed: int
-
-
 class Ruin(NamedTuple):
     """The ruin of a step: shards to remove, their tables, and a backup of these tables."""
 
@@ -178,15 +169,16 @@ def _recreate_table(p, s, c, table, units, shares):
 
 
 @compiled
-def ruin_and_recreate(p, c, assignment, annealing):
+def ruin_and_recreate(p, c, assignment, hot, cold, evaluations, seed):
     """Minimize the excess of loads and budgets above 1. Return the best and the last packing.
 
     Ruin and recreate (Schrimpf et al., 2000; Shaw, 1998). A step removes shards of a rank or node and of others, or all
     shards of their tables, and packs them again, mostly the largest first. A removed table gets the option that adds
-    least to excess and cost. Acceptance is that of simulated annealing.
+    least to excess and cost. Acceptance is that of simulated annealing, from the temperature `hot` to `cold`, in loads.
+    It ends after `evaluations` scored bins.
     """
-    np.random.seed(annealing.seed)
-    s, (hot, cold, evaluations, _) = init_state(p, assignment), annealing
+    np.random.seed(seed)
+    s = init_state(p, assignment)
     best_option, best_unit, best_share, is_changed = s.option.copy(), s.unit.copy(), s.share.copy(), s.option < 0
     r, units, shares_of_bins = _empty_ruin(p, len(s.option)), np.empty(p.ranks, np.int64), np.empty(p.ranks)
     items, shares, keys = (

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritonemb.sharding.planner.ruin_and_recreate import Annealing, Choices, ruin_and_recreate
+from tritonemb.sharding.planner.ruin_and_recreate import Choices, ruin_and_recreate
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Assignment, Problem, pack_greedily, usage
 from tritonemb.sharding.planner.statistics import Array
@@ -389,9 +389,9 @@ class Search:
         evaluations = min(SETTINGS.evaluations * self.num_tables * p.ranks, SETTINGS.max_evaluations)
         evaluations = int(evaluations * np.clip(SETTINGS.longer * ranks_per_table, *SETTINGS.longer_range))
         hot, cold = (temperature or schedule[min(number, 1)] * ranks_per_table for schedule in schedules)
-        costs = {name: getattr(c, name) / capacity for name in ("cost", "min_cost", "per_shard")}
-        annealing = Annealing(hot, cold, evaluations, number + 1)
-        best, last = ruin_and_recreate(_scale_loads(p, capacity), c._replace(**costs), assignment, annealing)
+        choices = c._replace(**{name: getattr(c, name) / capacity for name in ("cost", "min_cost", "per_shard")})
+        settings = hot, cold, evaluations, number + 1
+        best, last = ruin_and_recreate(_scale_loads(p, capacity), choices, assignment, *settings)
         if temperature is not None:
             return Assignment(*best), self._excess(Assignment(*best), goal)
         results = [self._optimized(Assignment(*result), goal) for result in (best, last)]
