@@ -182,7 +182,6 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return sum(codec.saturated() for exchange in exchanges for codec in exchange.codecs)
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Return the batch for the ID exchange."""
         return batch
 
     def convert_batch(self, features: Features) -> KeyedJaggedTensor:

@@ -212,9 +212,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
         With several ranks the rows are an `AsyncTensor`.
         """
-        if not torch.compiler.is_compiling():
-            return self._look_up(features)
-        return self._look_up_and_wait(features)
+        return self._look_up_and_wait(features) if torch.compiler.is_compiling() else self._look_up(features)
 
     @_disable_dynamo  # graph break: the number of rows is that of the batch's ids
     def _look_up_and_wait(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:

@@ -225,7 +225,6 @@ class LocalShards:
 
 
 def _local_tensor(value: Tensor) -> Tensor:
-    """Return the local tensor of a sharded dynamic table's state."""
     if not isinstance(value, TableShards):
         return value
     return value.shards[0].tensor if value.shards else torch.empty(0, *value.shape[1:], dtype=value.dtype)
@@ -279,5 +278,4 @@ def _init_shard(local_table: Table, config: TableConfig, shard: Shard) -> None:
 
 
 def _shard_seed(config: TableConfig) -> int:
-    """Seed of a table's initial values."""
     return (config.seed ^ torch.initial_seed()) & (2**63 - 1)

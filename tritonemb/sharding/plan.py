@@ -205,7 +205,6 @@ def _row_blocks(sharding: Sharding, table: TableConfig, title: str, rows: int, b
 
 
 def _is_partition(sizes: Sequence[int], blocks: int, total: int) -> bool:
-    """Return whether `sizes` are positive, as many as `blocks`, and add up to `total`."""
     return len(sizes) == blocks and all(isinstance(n, int) and n > 0 for n in sizes) and sum(sizes) == total
 
 

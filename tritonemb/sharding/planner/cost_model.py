@@ -341,7 +341,6 @@ class CostModel:
         return Prediction(seconds, by_table, hbm, host, disk, float(costs.memory[:, SERVER].sum()), latency, dense)
 
     def _latency(self, schemes: set[int], placements: set[int]) -> float:
-        """Return the latencies of a step with these exchange schemes and tiers."""
         top = self.topology
         seconds = top.lookup_latency + top.update_latency
         across = top.inter_latency if self.nodes > 1 else top.intra_latency

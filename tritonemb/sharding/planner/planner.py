@@ -258,11 +258,11 @@ def _keep_previous(
             block_rows = getattr(previous.tables[table.name], "rows", None)
             if block_rows is None or sum(block_rows) == rows_to_shard(table):
                 same_size.add(number)
-    solution = keep(problem, new, running, SETTINGS.keep_within * new.load)
+    repaired = keep(problem, new, running, SETTINGS.keep_within * new.load)
     # Compare the shards of each table before and after.
-    units, shares = solution.assignment.units, solution.assignment.shares
-    is_same = ((running.units == units) & ((running.units < 0) | (running.shares == shares))).all(1)
-    return solution, {number for number in same_size if is_same[number]}
+    same_share = (running.units < 0) | (running.shares == repaired.shares)
+    is_same = ((running.units == repaired.units) & same_share).all(1)
+    return new._replace(assignment=repaired), {number for number in same_size if is_same[number]}
 
 
 def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:

@@ -150,8 +150,7 @@ class PlanReport:
 
     def diff(self, old_plan: ShardingPlan, new_plan: ShardingPlan) -> PlanDiff:
         """See `ShardingPlan.diff`."""
-        reports = [plan.report if isinstance(plan.report, PlanReport) else self for plan in (old_plan, new_plan)]
-        old_model, new_model = (report.model for report in reports)
+        old_model, new_model = ((plan.report or self).model for plan in (old_plan, new_plan))
         old_tables, moved, tiers = {table.name: table for table in old_model.tables}, {}, {}
         for table, size in zip(new_model.tables, new_model.sizes.tolist(), strict=True):
             name, old_table = table.name, old_tables.get(table.name)

@@ -216,7 +216,7 @@ def solve(problem: Problem) -> Solution | None:
     return Solution(search.incumbent, violation, load, min(bound, load), greedy, relaxation.cost, num_shards)
 
 
-def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> Solution:
+def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> Assignment:
     """Keep as many shards of a running plan as a load allows, with its options; pack tables without shards."""
     bound = max(new.bound, 1e-12)
     goal = load / bound
@@ -225,8 +225,7 @@ def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> S
     assignment = search.pack(running, goal)
     if search.score(assignment) > (0.0, goal):
         assignment, _ = search.improve(assignment, goal, 1, SETTINGS.keep_temperature)
-    violation, highest = search.score(assignment)
-    return new._replace(assignment=assignment, violation=violation, load=highest * bound)
+    return assignment
 
 
 def _without_shards(problem: Problem, options: Array) -> Assignment:

@@ -158,7 +158,6 @@ def tables_in(tables: Iterable[TableConfig] | nn.Module) -> tuple[list[Any], lis
 
 
 def _keyed_jagged_tensors(batch: Any) -> list[Any]:
-    """Return every `KeyedJaggedTensor` in a batch."""
     if all(callable(getattr(batch, method, None)) for method in ("keys", "values", "offsets")):
         return [batch]
     if is_dataclass(batch):
