@@ -35,6 +35,7 @@ CACHE_MARGIN, MAX_MARGIN_SHARDS = 64, 64  # extra cached rows per shard; shards 
 MAX_ROWS_INT32 = 2.0**31 - 1  # ids of a larger shard are sent as 8 bytes
 ROUNDING = 1e-6  # unused share of every budget
 ROW_RANGES = (1, 2, 4, 8)  # of a table whose row ranges differ in hotness; other tables are one range
+Tier = tuple[Placement, float, float, float]  # with an option's two cached shares, and the least bytes of its tables
 
 
 class PlanError(ValueError):
@@ -82,15 +83,6 @@ class Option(NamedTuple):
 
     def __str__(self) -> str:
         return self.kind.replace("_", "-") + (f" ({self.num_blocks} blocks)" if self.num_blocks > 1 else "")
-
-
-class Tier(NamedTuple):
-    """A tier and cache shares, for tables of at least `min_bytes`."""
-
-    placement: Placement
-    cache_share: float = 0.0
-    host_share: float = 0.0
-    min_bytes: float = 0.0
 
 
 class Kind(NamedTuple):
@@ -171,14 +163,14 @@ def make_problem(
         )
     # Tiers, with coarse cache shares for all tables and finer ones for large tables.
     large = LARGE * topology.hbm * model.ranks, LARGE * topology.host * model.nodes
-    tiers = [Tier("device")]
+    tiers: list[Tier] = [("device", 0, 0, 0)]
     if topology.host:
-        tiers += [Tier("host", share) for share in CACHE_SHARES]
-        tiers += [Tier("host", share, min_bytes=large[0]) for share in FINE_CACHE_SHARES]
+        tiers += [("host", share, 0, 0) for share in CACHE_SHARES]
+        tiers += [("host", share, 0, large[0]) for share in FINE_CACHE_SHARES]
     if topology.disk:
         host_shares = HOST_SHARES if topology.host else HOST_SHARES[:1]
-        tiers += [Tier("disk", share, host_share) for share in CACHE_SHARES[::2] for host_share in host_shares]
-        tiers += [Tier("disk", 0.0, host_share, large[1]) for host_share in FINE_HOST_SHARES if topology.host]
+        tiers += [("disk", share, host_share, 0) for share in CACHE_SHARES[::2] for host_share in host_shares]
+        tiers += [("disk", 0, host_share, large[1]) for host_share in FINE_HOST_SHARES if topology.host]
     # Allowed sharding types and tiers: bool [tables] by name.
     types, placements = [rule.types for rule in constraints], [rule.placements for rule in constraints]
     allowed = {name: np.array([names is None or name in names for names in types]) for name in SHARDINGS}
@@ -200,7 +192,7 @@ def make_problem(
     options = [_options_of_kind(model, kind, allowed, tiers, budgets) for kind in kinds]
     if topology.servers:
         kind = Kind("server", 0, scheme=REPLICAS)
-        options.append(_options_of_kind(model, kind, allowed, [Tier("server")], budgets))
+        options.append(_options_of_kind(model, kind, allowed, [("server", 0, 0, 0)], budgets))
     return _assemble(model, options, constraints, previous)
 
 
@@ -209,9 +201,9 @@ def _options_of_kind(
 ) -> KindOptions:
     """Return the options of all tables with a sharding type: a line through the costs of two sizes of a shard."""
     mask, steps, max_shards = kind.splits(model, allowed)
-    on_tiers = np.stack([allowed[tier.placement] & (model.sizes >= tier.min_bytes) for tier in tiers], 1)
+    on_tiers = np.stack([allowed[name] & (model.sizes >= min_bytes) for name, _, _, min_bytes in tiers], 1)
     table, tier_index = np.nonzero(mask[:, None] & on_tiers)
-    tier = np.array([(PLACEMENTS.index(tier.placement), *tier[1:3]) for tier in tiers])[tier_index]
+    tier = np.array([(PLACEMENTS.index(name), *shares[:2]) for name, *shares in tiers], dtype=np.float64)[tier_index]
     placement, ranks, local = tier[:, 0].astype(np.int64), model.ranks, model.local
     # Shares of a table's ids and rows in each unit; of one rank, if the ranks of a node share the rows.
     edges, id_share = np.linspace(0, 1, max(kind.units, 1) + 1) * np.ones((len(model.tables), 1)), None
