@@ -18,7 +18,7 @@ from tritonemb.sharding.plan import Sharding, ShardingPlan, TablePlacement, unif
 from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, TableReport
-from tritonemb.sharding.planner.search import Solution, fewest_shards, keep, relax, solve, totals
+from tritonemb.sharding.planner.search import Solution, fewest_shards, keep, relax, solve
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Assignment, Problem
 from tritonemb.sharding.planner.statistics import Array, TableStats, tables_in
@@ -272,7 +272,7 @@ def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, s
             "the tables fit in total, but the search found no packing within every budget; the best exceeds one by "
             f"{100 * solution.violation:.2f} %"
         )
-    top, uses = model.topology, totals(problem, fewest_shards(problem, np.inf)[0])
+    top, uses = model.topology, problem.totals(fewest_shards(problem, np.inf)[0])
     usable = {option.placement for table_options in options for option in table_options}
     # Of each usable tier: its usage by options, in bins; size and number of bins; a description, and its name.
     budgets = [

@@ -57,42 +57,10 @@ class Solution(NamedTuple):
     num_shards: Array  # [O]: the fewest
 
 
-def tables_of(problem: Problem) -> Array:
-    """Return the table of each option."""
-    return np.repeat(np.arange(len(problem.table_options) - 1), np.diff(problem.table_options))
-
-
-def sum_by_option(problem: Problem, values: Array) -> Array:
-    """Return the sums of `values [U]` over the units of each option."""
-    option = np.repeat(np.arange(len(problem.option_replicated)), np.diff(problem.option_units))
-    return np.bincount(option, values, len(problem.option_replicated))
-
-
-def totals(problem: Problem, num_shards: Array) -> Array:
-    """Return each option's load summed over ranks and total usage of each budget, `[O, 5]`, with `num_shards [U]`."""
-    p, nodes = problem, problem.ranks // problem.local
-    sums = p.option_replicated * np.array([p.ranks, p.ranks, nodes, nodes, 1.0])
-    sums[:, 0] += p.ranks * p.option_common
-    width = np.where(p.unit_on_node, p.local, 1)[:, None] * np.array([1, 1, 0, 0]) + np.array([0, 0, 1, 1])
-    units = p.fixed * num_shards[:, None] + p.slope
-    units[:, 0] += p.pairwise_load * num_shards * (num_shards - 1)
-    units *= width
-    units[:, 0] += p.ranks * p.unit_common * num_shards
-    for column in range(4):
-        sums[:, column] += sum_by_option(p, units[:, column])
-    return sums
-
-
-def mean_uses(problem: Problem, num_shards: Array) -> Array:
-    """Return `totals` as means: load of a rank, and shares of all budgets, `[O, 5]`."""
-    nodes = problem.ranks // problem.local
-    return totals(problem, num_shards) / [problem.ranks, problem.ranks, nodes, nodes, 1]
-
-
 def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
     """Return the fewest shards of each unit that keep a limit of loads and a rank's budgets; and infeasible options."""
-    p, table = problem, tables_of(problem)
-    common = p.option_common + sum_by_option(p, p.unit_common)
+    p, table = problem, problem.option_table
+    common = p.option_common + p.sum_by_option(p.unit_common)
     least = np.minimum.reduceat(common, p.table_options[:-1])
     # Capacity of a bin for the proportional cost of one shard.
     capacity = np.ones((len(p.fixed), 4))
@@ -106,18 +74,18 @@ def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
         # Of k shards the largest has ceil(steps / k) of the steps.
         fewest = np.where(need <= steps, np.ceil(steps / np.maximum(np.floor(steps / need + 1e-9), 1)), np.inf)
     replicated = p.option_replicated
-    infeasible = sum_by_option(p, fewest > p.unit_max_shards) > 0
+    infeasible = p.sum_by_option(fewest > p.unit_max_shards) > 0
     infeasible |= (replicated[:, 1:] > 1 + 1e-9).any(1) | (replicated[:, 0] + common > limit * (1 + 1e-9))
     return np.minimum(fewest, p.unit_max_shards).astype(np.int64), infeasible
 
 
 def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0) -> Relaxation | None:
     """Solve the LP relaxation; None if a `limit` of loads or budgets, each reduced by `slack`, cannot be kept."""
-    starts, table = problem.table_options[:-1], tables_of(problem)
+    starts, table = problem.table_options[:-1], problem.option_table
     min_shards, infeasible = fewest_shards(problem, limit)
     if np.logical_and.reduceat(infeasible, starts).any():
         return None
-    means = mean_uses(problem, min_shards)
+    means = problem.mean_uses(min_shards)
     unit = max(float(np.minimum.reduceat(means[:, 0], starts).sum()), 1e-12)  # scale of seconds in the LP
     uses, option = means / [unit, 1, 1, 1, 1], np.flatnonzero(~infeasible)
     # Variables: shares of options, the load, and overruns of the budgets.
@@ -161,7 +129,7 @@ def _milp_bound(problem: Problem, low: float, best: Relaxation) -> tuple[float, 
     """Raise a lower bound by a MILP, in which each table has one option. Return it and its relaxation; None if nothing
     fits. With many tables the MILP would be slow, and the LP has few mixtures anyway: the bound stays.
     """
-    starts, table = problem.table_options[:-1], tables_of(problem)
+    starts, table = problem.table_options[:-1], problem.option_table
     growth = SETTINGS.bound_precision
     while (relaxation := relax(problem, high := low * (1 + growth))) is not None:
         best, feasible = relaxation, np.isfinite(relaxation.cost)
@@ -187,13 +155,13 @@ def solve(problem: Problem) -> Solution | None:
     starts = problem.table_options[:-1]
     # Relax for the first goal, less the common load that the relaxation does not count.
     goal = 1 + float(np.clip(SETTINGS.first_goal * problem.ranks / len(starts), *SETTINGS.first_goal_range))
-    common = problem.option_common + sum_by_option(problem, problem.unit_common * relaxation.min_shards)
+    common = problem.option_common + problem.sum_by_option(problem.unit_common * relaxation.min_shards)
     uncounted = float(common @ relaxation.share - np.minimum.reduceat(common, starts).sum())
     relaxation = relax(problem, goal * bound - max(uncounted, 0.0)) or relaxation
     # Options to search: the selected ones, and those that are alike in memory and cost little more.
-    table = tables_of(problem)
+    table = problem.option_table
     likely = np.lexsort((-relaxation.share, table))[starts]
-    uses = mean_uses(problem, relaxation.min_shards)[:, 1:4]
+    uses = problem.mean_uses(relaxation.min_shards)[:, 1:4]
     selected = _select_options(problem, relaxation, likely, bound)
     few = max(1.0, SETTINGS.few_tables / len(starts))
     alike = (np.abs(uses - uses[selected[table]]) <= few * SETTINGS.alike).all(1)
@@ -211,7 +179,7 @@ def solve(problem: Problem) -> Solution | None:
             assignment, excess = search.improve(assignment, goal, number) if excess > 0 else (assignment, excess)
         search.set_candidates(candidates)
         search.run(assignment, goal)
-    num_shards = np.maximum(sum_by_option(problem, relaxation.min_shards), 1).astype(np.int64)
+    num_shards = np.maximum(problem.sum_by_option(relaxation.min_shards), 1).astype(np.int64)
     violation, load = search.best_score[0], search.best_score[1] * bound  # 0 where nothing costs anything
     return Solution(search.incumbent, violation, load, min(bound, load), greedy, relaxation.cost, num_shards)
 
@@ -239,10 +207,10 @@ def _solve_milp(
     """Select one of the `candidates` of each table, for the least total load within budgets reduced by `spare`. Return
     them or None, and a lower bound of that load: infinite if infeasible.
     """
-    table = tables_of(problem)[candidates]
+    table = problem.option_table[candidates]
     if not np.bincount(table, minlength=len(problem.table_options) - 1).all():
         return None, np.inf
-    means, unit = mean_uses(problem, relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
+    means, unit = problem.mean_uses(relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
     one = _sums_to_one(table, (table[-1] + 1, len(candidates)))
     budgets = optimize.LinearConstraint(means[:, 1:].T, -np.inf, 1 - spare)
     result = optimize.milp(
@@ -258,9 +226,9 @@ def _solve_milp(
 
 def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bound: float) -> Array:
     """Select one option per table, by MILPs over ever larger sets of candidates."""
-    starts, table = problem.table_options[:-1], tables_of(problem)
+    starts, table = problem.table_options[:-1], problem.option_table
     extra_cost = relaxation.cost - np.minimum.reduceat(relaxation.cost, starts)[table]
-    means, best = mean_uses(problem, relaxation.min_shards), np.zeros(len(table), dtype=bool)
+    means, best = problem.mean_uses(relaxation.min_shards), np.zeros(len(table), dtype=bool)
     if len(starts) >= SETTINGS.small_tables * problem.ranks:  # the best option of each table and tier is a candidate
         tier = np.where(means[:, 2:] > 0, [1, 2, 3], 0).max(1)
         order = np.lexsort((relaxation.cost, tier, table))
@@ -292,7 +260,7 @@ class Search:
         # Costs, which depend on the premium of prices over the duals.
         self._min_shards, self._price_factor = min_shards, np.full(4, 1 + SETTINGS.initial_premium)
         self._prices = prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
-        sums = totals(p, min_shards)
+        sums = p.totals(min_shards)
         self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
         self.set_candidates(candidates)
         # The incumbent, and its violation of budgets and largest load.
@@ -305,8 +273,8 @@ class Search:
         num_bins = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
         pairwise = 2 * p.pairwise_load * self._min_shards * width
         per_shard = (p.fixed * num_bins) @ weights[:4] + p.unit_common * p.ranks + pairwise
-        base = totals(p, np.zeros(len(width))) @ weights
-        table, least = tables_of(p), base + sum_by_option(p, per_shard * self._min_shards)
+        base = p.totals(np.zeros(len(width))) @ weights
+        table, least = p.option_table, base + p.sum_by_option(per_shard * self._min_shards)
         least = np.where(candidates, least, np.inf)
         cheapest = np.minimum.reduceat(least, p.table_options[:-1])[table]
         order = np.lexsort((least, table))

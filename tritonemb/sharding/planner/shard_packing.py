@@ -29,9 +29,7 @@ class Problem(NamedTuple):
     local: int
     table_options: Array
     option_units: Array
-    option_replicated: (
-        Array  # [O, 5]: load and device memory of every rank, host memory and disk of every node, servers
-    )
+    option_replicated: Array  # [O, 5]: load and device memory of ranks, host memory and disk of nodes, servers
     option_common: Array  # [O]: load on every rank, independent of the shards
     unit_table: Array  # [U]
     unit_common: Array  # [U]: load on every rank, per shard
@@ -41,6 +39,35 @@ class Problem(NamedTuple):
     fixed: Array  # [U, 4]: load, shares of the budgets of device memory, host memory and disk
     slope: Array  # [U, 4]
     pairwise_load: Array  # [U]: load of a shard per other shard of its unit
+
+    @property
+    def option_table(self) -> Array:
+        """Table of each option."""
+        return np.repeat(np.arange(len(self.table_options) - 1), np.diff(self.table_options))
+
+    def sum_by_option(self, values: Array) -> Array:
+        """Return the sums of `values [U]` over the units of each option."""
+        option = np.repeat(np.arange(len(self.option_replicated)), np.diff(self.option_units))
+        return np.bincount(option, values, len(self.option_replicated))
+
+    def totals(self, num_shards: Array) -> Array:
+        """Return each option's load summed over ranks and usage of each budget, `[O, 5]`, with `num_shards [U]`."""
+        p, nodes = self, self.ranks // self.local
+        sums = p.option_replicated * np.array([p.ranks, p.ranks, nodes, nodes, 1.0])
+        sums[:, 0] += p.ranks * p.option_common
+        width = np.where(p.unit_on_node, p.local, 1)[:, None] * np.array([1, 1, 0, 0]) + np.array([0, 0, 1, 1])
+        units = p.fixed * num_shards[:, None] + p.slope
+        units[:, 0] += p.pairwise_load * num_shards * (num_shards - 1)
+        units *= width
+        units[:, 0] += p.ranks * p.unit_common * num_shards
+        for column in range(4):
+            sums[:, column] += p.sum_by_option(units[:, column])
+        return sums
+
+    def mean_uses(self, num_shards: Array) -> Array:
+        """Return `totals` as means: load of a rank, and shares of all budgets, `[O, 5]`."""
+        nodes = self.ranks // self.local
+        return self.totals(num_shards) / [self.ranks, self.ranks, nodes, nodes, 1]
 
 
 class Assignment(NamedTuple):
