@@ -147,15 +147,13 @@ class LocalShards:
             is_local, counts = index in local_tables, [int(by_rank[rank][index]) for rank in ranks]
             partition = ranks.index(self.groups.shards.rank) if is_local else 0
             # Without a local shard, a table on "meta" has the names and shapes.
-            meta_table = None if is_local else table_type(config)(config, self.optimizer.states, "meta")
-            table = local_tables[index] if is_local else cast(DynamicTable, meta_table)
+            table: Any = local_tables[index] if is_local else table_type(config)(config, self.optimizer.states, "meta")
             # Size of the global tensor, and offset of this rank's rows in it.
             for name, value in table.get_state().items():
                 size, first, is_primary = list(value.shape), (sum(counts[:partition]), 0), True
                 if name in ("clock", "seed"):
                     is_primary = partition == 0
                 elif name in ("sketch", "added"):
-                    assert table.sketch is not None
                     size, first = table.sketch.shard_spec(name)
                 elif name.startswith("rows."):  # all storage slots of a table on disk
                     partitions, (all_partitions, _) = table.index.num_sets.numel(), table.index.shard.tolist()
