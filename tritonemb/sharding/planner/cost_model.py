@@ -295,13 +295,11 @@ class CostModel:
                 rows_of_shards += [(rank, *values) for rank in range(self.ranks)]
                 continue
             blocks, sharding = len({shard.first_column for shard in shards}), plan.tables[table.name]
-            stats = self.stats[table.name]
-            scheme = REPLICAS if sharding.is_replicated else DIRECT
-            if sharding.reduces_in_node and table.pooling != "none" and self.nodes > 1:
-                scheme = HIERARCHICAL
+            in_node = sharding.reduces_in_node and table.pooling != "none" and self.nodes > 1
+            scheme = REPLICAS if sharding.is_replicated else HIERARCHICAL if in_node else DIRECT
             for shard in shards:
                 first, rows = table_rows * shard.first_row / num_units, table_rows * shard.num_rows / num_units
-                share = rows / table_rows if table.is_dynamic else stats.share(first, rows, table_rows)
+                share = rows / table_rows if table.is_dynamic else self.stats[table.name].share(first, rows, table_rows)
                 cached = 0 if tier == DEVICE else min(rows, cache.num_device_rows(math.ceil(rows)))
                 on_host = 0 if tier != DISK else min(rows - cached, cache.num_host_rows(math.ceil(rows)) or 0)
                 values = (number, share, rows, shard.num_columns, blocks, scheme, tier, cached, on_host)
@@ -332,9 +330,7 @@ class CostModel:
         latency = self._latency(set(schemes.tolist()), set(placements.tolist()))
         # Other layers: compute, and a ring all-reduce of their gradients; between nodes it uses all network cards.
         top, parameters = self.topology, self.dense_parameters
-        ring = top.intra_bandwidth
-        if top.nodes > 1:
-            ring = min(ring, top.inter_bandwidth * top.local_world_size)
+        ring = min(top.intra_bandwidth, top.inter_bandwidth * top.local_world_size if top.nodes > 1 else math.inf)
         part = 2 * (top.world_size - 1) / top.world_size
         dense = 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / ring
         by_table = np.bincount(shards.table, costs.seconds.sum(1), len(self.tables))

@@ -160,8 +160,7 @@ def _build(
         shardings[table.name], choice = decode(table, model.stats[table.name], option, rule, *shards)
         cache_share, host_share = option.cache_share or None, option.host_share or None
         placements[table.name] = TablePlacement(option.placement, cache_share=cache_share, host_share=host_share)
-        if number in unmoved:
-            assert previous is not None
+        if previous is not None and number in unmoved:
             previous.require_tables([table.name])
             sharding = previous.tables[table.name]
             shardings[table.name], placements[table.name] = sharding, previous.placement(table.name)
@@ -170,8 +169,7 @@ def _build(
         # The best option of another type or tier.
         num_shards = solution.num_shards[first : first + len(table_options)].tolist()
         alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards, strict=True)]
-        current = choice.kind, choice.placement
-        eligible = [n for n, o in enumerate(alternatives) if (o.kind, o.placement) != current and np.isfinite(cost[n])]
+        eligible = [n for n, option in enumerate(alternatives) if option[:2] != choice[:2] and np.isfinite(cost[n])]
         best = min(eligible, key=cost.__getitem__, default=None)
         runner_up = (None, 0.0) if best is None else (alternatives[best], float(cost[best] - cost[index - first]))
         choices.append((choice, *runner_up))
