@@ -70,9 +70,8 @@ class ReplicatedUpdate(ShardUpdate):
 
     def replica_rows(self, tables: LookupTables) -> FindReplicaRows | None:
         group, cache = self.prefetch_group, tables.cache
-        if group is None:
+        if group is None or cache is None:
             return None
-        assert cache is not None
         row_ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
         is_cached = torch.tensor([*(table is not None for table in cache.tables), False], device=cache.device)
 
