@@ -273,16 +273,14 @@ class Search:
         num_bins = np.stack([width, width, np.ones_like(width), np.ones_like(width)], 1)
         pairwise = 2 * p.pairwise_load * self._min_shards * width
         per_shard = (p.fixed * num_bins) @ weights[:4] + p.unit_common * p.ranks + pairwise
-        base = p.totals(np.zeros(len(width))) @ weights
-        table, least = p.option_table, base + p.sum_by_option(per_shard * self._min_shards)
-        least = np.where(candidates, least, np.inf)
+        base, table = p.totals(np.zeros(len(width))) @ weights, p.option_table
+        least = np.where(candidates, base + p.sum_by_option(per_shard * self._min_shards), np.inf)
         cheapest = np.minimum.reduceat(least, p.table_options[:-1])[table]
         order = np.lexsort((least, table))
         order = order[candidates[order]]
         offsets = np.append(0, np.cumsum(np.bincount(table[order], minlength=self.num_tables)))
-        min_cost = (least - cheapest)[order]
         self._candidates = candidates
-        self._choices = Choices(offsets, order, min_cost, base - cheapest, per_shard, self._size)
+        self._choices = Choices(offsets, order, (least - cheapest)[order], base - cheapest, per_shard, self._size)
 
     def update_incumbent(self, assignment: Assignment) -> None:
         """Replace the incumbent if the assignment is better."""
@@ -357,8 +355,8 @@ class Search:
         evaluations = int(evaluations * np.clip(SETTINGS.longer * ranks_per_table, *SETTINGS.longer_range))
         hot, cold = (temperature or schedule[min(number, 1)] * ranks_per_table for schedule in schedules)
         choices = c._replace(**{name: getattr(c, name) / capacity for name in ("cost", "min_cost", "per_shard")})
-        settings = hot, cold, evaluations, number + 1
-        best, last = ruin_and_recreate(_scale_loads(p, capacity), choices, assignment, *settings)
+        scaled = _scale_loads(p, capacity)
+        best, last = ruin_and_recreate(scaled, choices, assignment, hot, cold, evaluations, number + 1)
         if temperature is not None:
             return Assignment(*best), self._excess(Assignment(*best), goal)
         results = [self._optimized(Assignment(*result), goal) for result in (best, last)]
