@@ -129,7 +129,8 @@ class Callback:
     callbacks at the same steps, with equal numbers except speed, waiting time and memory.
 
     Attributes:
-        essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr.
+        essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr, and after
+            one of `on_start` the callback is not called again.
     """
 
     essential = True
@@ -169,8 +170,8 @@ class CallbackList:
 
     def on_start(self, start: FitStart) -> None:
         for callback in self._callbacks:
-            self._call(callback, "on_start", start)
-            self._started.append(callback)
+            if self._call(callback, "on_start", start):
+                self._started.append(callback)
 
     def on_end(self, end: FitEnd | None) -> None:
         """Call `on_end` of all started callbacks, then raise the first failure, or note it if training has failed."""
@@ -196,9 +197,11 @@ class CallbackList:
     on_checkpoint = partialmethod(_call_all, "on_checkpoint")
     on_message = partialmethod(_call_all, "on_message")
 
-    def _call(self, callback: Callback, method: str, event: object) -> None:
+    def _call(self, callback: Callback, method: str, event: object) -> bool:
+        """Call a method; return False if it failed and training continues."""
         try:
             getattr(callback, method)(event)
+            return True
         except OSError as error:
             if callback.essential:
                 raise
@@ -207,3 +210,4 @@ class CallbackList:
                 text = f"note: {type(callback).__name__} cannot write: {error}. Training continues"
                 with contextlib.suppress(OSError):
                     print(text, file=sys.stderr, flush=True)
+            return False

@@ -13,6 +13,7 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partialmethod
@@ -40,8 +41,6 @@ class RunLog(Callback):
 
     def __init__(self, path: Path | str, resume: bool = False) -> None:
         self._path, self._resume, self._step = Path(path), resume, 0
-        self._file: FileIO | None = None
-        self._unwritten = list[bytes]()  # lines to write again, after a full disk
 
     def on_start(self, start: FitStart) -> None:
         self._step = start.first_step
@@ -52,7 +51,9 @@ class RunLog(Callback):
             events = [event for event in _events(self._path) if event["event"] != "end"]
             atomic_write(self._path, "".join(_line(event) for event in events if _step_of(event) <= start.first_step))
         self._file = FileIO(self._path, "ab")
-        self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
+        self._unwritten = list[bytes]()  # lines to write again, after a full disk
+        with suppress(OSError):  # written with the next event
+            self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def on_step(self, step: StepEnd) -> None:
         self._step = step.step
@@ -74,13 +75,9 @@ class RunLog(Callback):
         try:
             self._write("end", values | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
         finally:
-            if self._file is not None:
-                self._file.close()
-            self._file, self._unwritten = None, []
+            self._file.close()
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        if self._file is None:
-            return
         self._unwritten.append(_line({"event": event, **values}).encode())
         while self._unwritten:
             size = self._file.seek(0, os.SEEK_END)

@@ -61,7 +61,6 @@ class TensorBoard(Scalars):
     def __init__(self, folder: Path | str) -> None:
         require("tensorboard", "tensorboard")
         self._folder = str(folder)
-        self._writer: Any = None  # None if `on_start` failed
 
     def on_start(self, start: FitStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -70,13 +69,12 @@ class TensorBoard(Scalars):
         self._writer = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items() if self._writer is not None else ():
+        for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def on_end(self, end: FitEnd | None) -> None:
         super().on_end(end)
-        if self._writer is not None:
-            self._writer.close()
+        self._writer.close()
 
 
 class Tracker(Scalars):
@@ -102,7 +100,6 @@ class WandB(Tracker):
 
     def __init__(self, **options: Any) -> None:
         self._wandb, self._options = require("wandb", "wandb"), options
-        self._run: Any = None
 
     def start(self, run_id: str | None, start: FitStart) -> str:
         defaults = {} if start.folder is None else {"name": start.folder.name, "dir": str(start.folder)}
@@ -114,13 +111,11 @@ class WandB(Tracker):
         return str(self._run.id)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        if self._run is not None:
-            self._run.log(dict(values), step=step)
+        self._run.log(dict(values), step=step)
 
     def on_end(self, end: FitEnd | None) -> None:
         super().on_end(end)
-        if self._run is not None:
-            self._run.finish(exit_code=int(end is None))
+        self._run.finish(exit_code=int(end is None))
 
 
 class MLflow(Tracker):
@@ -133,7 +128,7 @@ class MLflow(Tracker):
 
     def __init__(self, experiment: str = "tritonemb", tracking_uri: str | None = None) -> None:
         self._mlflow, self._entities = require("mlflow", "mlflow"), require("mlflow.entities", "mlflow")
-        self._experiment, self._tracking_uri, self._client, self._run_id = experiment, tracking_uri, None, ""
+        self._experiment, self._tracking_uri = experiment, tracking_uri
 
     def start(self, run_id: str | None, start: FitStart) -> str:
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
@@ -152,14 +147,12 @@ class MLflow(Tracker):
     def write(self, values: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
         names = ((re.sub(r"[^\w\-. :/]", "_", name), float(value)) for name, value in values.items())
-        if self._run_id:
-            self._call("log_batch", self._run_id, [self._entities.Metric(*pair, now, step) for pair in names])
+        self._call("log_batch", self._run_id, [self._entities.Metric(*pair, now, step) for pair in names])
 
     def on_end(self, end: FitEnd | None) -> None:
         super().on_end(end)
-        if self._run_id:
-            status = "FAILED" if end is None else "KILLED" if end.reason.startswith("SIG") else "FINISHED"
-            self._call("set_terminated", self._run_id, status)
+        status = "FAILED" if end is None else "KILLED" if end.reason.startswith("SIG") else "FINISHED"
+        self._call("set_terminated", self._run_id, status)
 
     def _call(self, method: str, *args: Any, **options: Any) -> Any:
         try:
