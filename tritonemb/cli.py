@@ -104,9 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
         causes = (error, error.__cause__)
-        read_only = errno.EROFS in (getattr(cause, "errno", None) for cause in causes)
-        is_failure = isinstance(error, OSError) and not read_only
-        return _end(1 if is_failure and not any(isinstance(cause, USER_ERRORS) for cause in causes) else 2)
+        is_user_error = any(isinstance(c, USER_ERRORS) or getattr(c, "errno", None) == errno.EROFS for c in causes)
+        return _end(1 if isinstance(error, OSError) and not is_user_error else 2)
     except KeyboardInterrupt:
         return _end(130)
     except Exception as error:

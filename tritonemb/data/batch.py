@@ -202,7 +202,8 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
     """Gather a batch by `indices` (int64 `[B]`, or a slice) into one buffer, by NumPy: torch would start threads."""
     # Size the buffer: multi-hot columns have (positions or slice of the values, lengths) per bag.
     size = indices.stop - indices.start if isinstance(indices, slice) else len(indices)
-    bags = [None if column.offsets is None else _segments(column.offsets.numpy(), indices) for column in rows.columns]
+    offsets_of = (None if column.offsets is None else column.offsets.numpy() for column in rows.columns)
+    bags = [None if offsets is None else _segment_positions(offsets, indices) for offsets in offsets_of]
     counts = [size if bag is None else int(bag[1].sum()) for bag in bags]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), wide)
@@ -246,15 +247,11 @@ def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:
         np.take(source, indices, axis=0, out=target, mode="clip")
 
 
-def _segments(offsets: Array, indices: Array | slice) -> tuple[Array | slice, Array]:
-    if not isinstance(indices, slice):
-        return _segment_positions(offsets, indices)
-    bounds = offsets[indices.start : indices.stop + 1]
-    return slice(int(bounds[0]), int(bounds[-1])), np.diff(bounds)
-
-
-def _segment_positions(offsets: Array, indices: Array) -> tuple[Array, Array]:
+def _segment_positions(offsets: Array, indices: Array | slice) -> tuple[Any, Array]:
     """Return the positions of the values of some segments, concatenated, and the segments' lengths."""
+    if isinstance(indices, slice):
+        bounds = offsets[indices.start : indices.stop + 1]
+        return slice(int(bounds[0]), int(bounds[-1])), np.diff(bounds)
     starts = offsets[indices]
     lengths = offsets[indices + 1] - starts
     shifts = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)

@@ -172,16 +172,12 @@ def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> li
             if not logarithmic:
                 problems.append((name, "a number that fits float32", (np.abs(values) >= INFINITE) & ~infinite))
         if logarithmic and not schema.clamps(name):
-            negative = numeric_values(column) < 0
-            problems.append((name, "0 or more under log_transform, or clamp_negative", negative))
+            problems.append((name, "0 or more under log_transform, or clamp_negative", numeric_values(column) < 0))
     return [entry for entry in problems if entry[2].any()]
 
 
 def valid_row_mask(batch: Any, invalid_values: list[tuple[str, str, Array]]) -> Array:
-    mask = np.ones(batch.num_rows, bool)
-    for _, _, invalid_mask in invalid_values:
-        mask &= ~invalid_mask
-    return mask
+    return ~np.any([np.zeros(batch.num_rows, bool), *(mask for *_, mask in invalid_values)], axis=0)
 
 
 def string_buffers(strings: Any) -> tuple[Array, Array]:
@@ -252,13 +248,10 @@ class Numbering:
         ids: Array = np.where(known[slots] == keys, self._ids[slots], np.int32(0))
         if text:
             hits = np.flatnonzero(ids)  # compared by hash so far; compare the strings
-            equal = compute.equal(_take_strings(self._values, slots[hits]), _take_strings(values, hits))
+            pairs = ((self._values, slots[hits]), (values, hits))
+            equal = compute.equal(*(strings.take(pa.array(at)).cast(pa.large_string()) for strings, at in pairs))
             ids[hits[~compute.fill_null(equal, False).to_numpy(zero_copy_only=False)]] = 0
         return ids
-
-
-def _take_strings(values: Any, positions: Array) -> Any:
-    return values.take(pa.array(positions)).cast(pa.large_string())
 
 
 Numberings = Mapping[str, Numbering]
@@ -315,8 +308,7 @@ def count_values(array: Any) -> Any:
     if is_list(array.type):
         array = compute.list_flatten(array)
     array = array.cast(value_type(array.type)).drop_null()
-    text = is_text(array.type)
-    array = array.cast(pa.large_string()) if text else pa.array(integer_values(array).astype(np.int64))
+    array = array.cast(pa.large_string()) if is_text(array.type) else pa.array(integer_values(array).astype(np.int64))
     counts = compute.value_counts(array)
     return pa.table({"value": counts.field("values"), "count": counts.field("counts")})
 

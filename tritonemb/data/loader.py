@@ -98,8 +98,7 @@ def open_shards(
         shard.report = ReadReport(entry["rows"], entry["skipped"])
     # Open the streams of the shards that have not ended.
     open_all = partial(_open_streams, data) if workers is None else workers.open
-    options = {"split": split, "batch_size": batch_size} | kwargs
-    open_all([shard for shard in local_shards if not shard.ended], options)
+    open_all([shard for shard in local_shards if not shard.ended], {"split": split, "batch_size": batch_size} | kwargs)
     if count == 1 and local_shards and local_shards[0].stream is not None:
         return local_shards[0].stream
     return ShardedStream(count, local_shards)

@@ -166,8 +166,7 @@ def _handle_request(data: Data, stop_event: threading.Event, request: dict[str, 
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
         index, count = request.pop("shard")
-        shard = ShardState(index, count, position=request.pop("position"))
-        for item in read_shards(data, [shard], request):
+        for item in read_shards(data, [ShardState(index, count, position=request.pop("position"))], request):
             if stop_event.is_set():
                 raise ConnectionError("the reader host has been closed")
             yield _to_message(item)

@@ -37,7 +37,7 @@ from tritonemb.training.callbacks.report import write_report
 from tritonemb.training.callbacks.trackers import Profiler, TensorBoard
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import data_changes
-from tritonemb.training.config import TrainConfig
+from tritonemb.training.config import EmbeddingOptimizer, TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
@@ -279,7 +279,7 @@ class PlanOptions(Options):
     ranks: int | None = None
     batch_size: int | None = number(None, least=1)
     global_batch_size: int | None = number(None, least=1)
-    optimizer: str = "row_wise_adagrad"
+    optimizer: EmbeddingOptimizer = "row_wise_adagrad"
     copies: int = number(1, least=1)
     previous: Path | None = None
     explain: str | None = None
@@ -292,8 +292,6 @@ def make_plan(options: PlanOptions) -> str:
     read or has invalid tables; raise PlanError if the tables do not fit."""
     if (options.tables is None) == (options.from_run is None):
         raise ValueError("expected either --tables, a TOML file, or --from-run, the folder of a run")
-    if options.optimizer not in OPTIMIZERS:
-        raise ValueError(f"unknown optimizer {options.optimizer!r}{did_you_mean(options.optimizer, OPTIMIZERS)}")
     # Tables, statistics, constraints, topology and previous plan.
     inputs = _read_tables(options.tables) if options.tables is not None else _read_run(Path(options.from_run or ""))
     tables, stats, constraints, run_batch_size = inputs

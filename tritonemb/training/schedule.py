@@ -92,9 +92,8 @@ class ScheduleOptions:
         _ = self.dense_schedule, self.table_schedule  # checks the options
 
     def _schedule(self, part: str) -> Schedule:
-        values = (getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps", "final_factor"))
-        warmup_steps, decay, decay_steps, final = values
-        return Schedule(warmup_steps, decay, decay_steps, self.decay_power, final)
+        values = {name: getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps")}
+        return Schedule(**values, power=self.decay_power, final=getattr(self, f"{part}_final_factor"))
 
     dense_schedule = property(lambda self: self._schedule("dense"))
     table_schedule = property(lambda self: self._schedule("table"))

@@ -269,8 +269,7 @@ def optimizer_state(model: nn.Module, optimizer: DenseOptimizer, offloaded: bool
         for key, value in states.items():
             state_name = f"optimizer.{name}.{key}"
             if isinstance(value, Tensor) and value.ndim and tensor_slice.is_tile:
-                tiles = tensors.setdefault(state_name, value.new_empty(tensor_slice.shape))
-                tiles[tensor_slice.slices] = value
+                tensors.setdefault(state_name, value.new_empty(tensor_slice.shape))[tensor_slice.slices] = value
             elif isinstance(value, Tensor):
                 tensors[state_name] = value
             elif isinstance(value, PLAIN):

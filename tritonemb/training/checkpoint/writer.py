@@ -113,8 +113,7 @@ class CheckpointWriter(ChecksumWriter):
                 outcomes[0].files.update(metadata_files)
                 rank_files = merge_files(outcomes)
                 self._publish(rank_files)
-                num_bytes = rank_files.num_bytes + metadata_files[METADATA][0]
-                outcomes = [num_bytes, time.perf_counter() - self._start_time]
+                outcomes = [rank_files.num_bytes + metadata_files[METADATA][0], time.perf_counter() - self._start_time]
             except BaseException as error:
                 self._error, outcomes[0] = error, Failure.of(error)
         metadata.storage_data = outcomes  # torch sends it to all ranks; the file has been written
