@@ -253,7 +253,6 @@ class ConvertOptions:
 
 
 def make_vocabulary(options: VocabOptions) -> str:
-    """Run `tritonemb vocab` and return its summary. Raise the errors of `ClickLog` and `build_vocabulary`."""
     log = ClickLog(options.data, options.read)
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress_printer("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
@@ -263,7 +262,6 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 
 def convert_log(options: ConvertOptions) -> str:
-    """Run `tritonemb convert` and return its summary. Raise the errors of `convert`."""
     writing: dict[str, Any] = {"row_group_rows": options.row_group_rows, "compression": options.compression}
     report = convert(options.data, options.out, options.read, **writing, progress=_progress_printer("written"))
     files = f" in {len(find_files(options.data)):,} files" if options.out.is_dir() else ""

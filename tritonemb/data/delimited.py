@@ -253,7 +253,6 @@ def check_criteo(schema: Schema, location: str) -> None:
 
 
 def encoding_hint(line: bytes) -> str:
-    """Return a hint for an error if a line looks like UTF-16 or binary, else an empty string."""
     if line.startswith(b"\xef\xbb\xbf"):
         return "; the file begins with a UTF-8 byte order mark: remove it"
     if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:1000]:

@@ -248,7 +248,6 @@ class DataLoaderWorkers(Closeable):
         self._close()
 
     def free_worker(self) -> "_Worker":
-        """Return a worker without a stream, a new one if there is none."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
         if all(not worker.idle for worker in self._workers):

@@ -280,7 +280,6 @@ class ReaderOptions:
 
 
 def run_reader(options: ReaderOptions) -> None:
-    """Run a reader host until SIGINT or SIGTERM. Raise the errors of `open_dataset` and `ReaderHost`."""
     data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)

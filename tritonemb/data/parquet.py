@@ -165,7 +165,6 @@ class ArrowSource(LogSource):
         return tuple(cuts.even_shard(parts, sizes, shard, ends))
 
     def within(self, split: Split, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """Return the row groups that may have rows of a split by time."""
         groups_within: list[Part] = []
         time = self._rule.time_column
         for number, (file, groups) in enumerate(zip(self.files, self._groups, strict=True)):

@@ -160,19 +160,16 @@ class LogReader:
     parts: Mapping[Split, tuple[Part, ...]]
 
     def split_parts(self, split: Split) -> tuple[Part, ...]:
-        """Return the parts of a split; raise ValueError if the log does not have it."""
         if split not in self.parts:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows, only {', '.join(self.parts)}")
         return self.parts[split]
 
     def num_rows(self, split: Split) -> int | None:
-        """Return the number of rows of a split; None if it is unknown before the split has been read."""
         parts = self.split_parts(split)
         is_exact = self.source.counts_rows and self.kind in ("end", "files") and self.options.on_bad_row == "raise"
         return round(sum(map(self.source.estimated_rows, parts))) if is_exact else None
 
     def estimated_rows(self, split: Split) -> int | None:
-        """Estimate the number of rows of a split; None for a split by time."""
         if self.kind == "time":
             return None
         rows = sum(map(self.source.estimated_rows, self.split_parts(split)))
@@ -182,7 +179,6 @@ class LogReader:
         return round(rows)
 
     def shard(self, split: Split, shard: Shard) -> Self:
-        """Return a reader of one shard of a split."""
         parts = self.split_parts(split)
         if shard == WHOLE:
             return self
@@ -203,7 +199,6 @@ class LogReader:
             )
 
     def scan(self, split: Split, job: Callable[[Any], Any], start: LogPosition | None = None) -> Generator[Chunk]:
-        """See `ClickLog.scan`; from `start` on."""
         parts = self.split_parts(split)
         first = start or LogPosition(offset=parts[0].start if parts else 0)
 

@@ -343,8 +343,6 @@ class Data(Protocol):
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
-    """See `TablesMixin.tables`."""
-
     def config(feature: Feature) -> TableConfig:
         pooling: Pooling = "mean" if feature.multi_hot else "sum"
         size, capacity = (None, feature.num_embeddings) if feature.dynamic else (feature.num_embeddings, None)

@@ -76,7 +76,6 @@ class RequestEncoder:
         return torch.from_numpy(self._ids(items, np.full(len(items), feature_index)).astype(np.int64))
 
     def _number(self, value: Any, name: str) -> float:
-        """Convert a value of a dense column; 0 if missing."""
         if self._from_text and isinstance(value, str) and _NUMBER.fullmatch(value):
             value = float(value) if value else None
         if value is None:
@@ -95,7 +94,6 @@ class RequestEncoder:
         return number
 
     def _items(self, value: Any, feature: Feature) -> Sequence[Any]:
-        """Convert the values of one bag: strings to bytes, integers, None if missing."""
         if not feature.multi_hot:
             return (self._item(value, feature),)
         if value is None or (isinstance(value, float) and math.isnan(value)):

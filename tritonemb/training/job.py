@@ -19,8 +19,7 @@ from torch import nn
 
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
-from tritonemb.data import ClickLog, cached_as_parquet, open_dataset
-from tritonemb.data.protocol import Data
+from tritonemb.data import ClickLog, Data, cached_as_parquet, open_dataset
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server import Servers, connect, start, start_on_ray
 from tritonemb.server.launch import START_TIMEOUT

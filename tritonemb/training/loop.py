@@ -264,7 +264,6 @@ class Loop:
 
 
 def start_of(state: TrainState, folder: Path | None) -> FitStart:
-    """Return the event of a fit's start, with the size of the run."""
     progress, exact = state.progress, state.data.num_rows("train")
     rows = state.data.estimated_rows("train") if exact is None else exact
     return FitStart(

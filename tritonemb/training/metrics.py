@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tritonemb.data.batch import Batch
+from tritonemb.data import Batch, Split
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
-from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero

@@ -377,6 +377,5 @@ def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollect
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Trainable parameters of a model outside collections with a fused optimizer."""
     owned = {id(parameter) for module in fused_collections(model) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]

@@ -59,7 +59,6 @@ class Progress:
 
     @property
     def is_best(self) -> bool:
-        """Return whether the last step is that of the best evaluation."""
         return self.best is not None and self.best_step == self.step
 
     def advance(self, rows: int, position: Any) -> None:
@@ -158,7 +157,6 @@ class TrainState:
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None if they are unknown."""
         rows = self.data.num_rows("train") if "train" in self.data.splits() else None
         by_epochs = None if rows is None else -(-rows // self.samples_per_step) * self.last_epoch
         return min((steps for steps in (by_epochs, self.last_step) if steps is not None), default=None)
@@ -194,7 +192,6 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        """True once the run has reached its last epoch or step."""
         last = self.last_step
         return self.progress.epoch >= self.last_epoch or (last is not None and self.progress.step >= last)
 
@@ -230,7 +227,6 @@ class TrainState:
 
 
 def empty_batch(data: Data) -> Batch:
-    """Make a batch without samples, with the keys of a data set's batches."""
     layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 

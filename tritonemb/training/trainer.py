@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tritonemb.comm.output_exchange import EXACT, ExchangePrecision
-from tritonemb.data.batch import Batch
-from tritonemb.data.protocol import Data, Split
+from tritonemb.data import Batch, Data, Split
 from tritonemb.offloading import close
 from tritonemb.offloading.options import OffloadOptions
 from tritonemb.ops.registry import check_errors

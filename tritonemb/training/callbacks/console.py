@@ -119,7 +119,6 @@ class LiveView(Lines):
 
 
 def start_line(start: FitStart) -> str:
-    """First line: data set, samples, batch size and steps."""
     data, batch, samples = start.config.get("data"), start.config.get("batch_size"), start.total_samples
     work = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
     if samples is not None:
@@ -143,7 +142,6 @@ def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
 
 
 def summary(end: FitEnd) -> str:
-    """Last lines of a run: test metrics, speed, and the reason if it ended early."""
     rows = list[tuple[str, str]]()
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"

@@ -60,7 +60,6 @@ def write_report(path: Path | str, log_path: Path | str) -> None:
 
 
 def render(events: Events) -> str:
-    """Render the report of the events of a run log."""
     kinds = defaultdict[str, list[Event]](list)
     for event in events:
         kinds[event["event"]].append(event)
@@ -211,7 +210,6 @@ def is_finite(value: float) -> bool:
 
 
 def format_compact(value: float) -> str:
-    """Format a number with the suffix k, M or G."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.4g}{suffix}"

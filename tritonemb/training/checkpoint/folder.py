@@ -69,7 +69,6 @@ class CheckpointFolder:
         return self.folder / names[0] if names else None
 
     def best(self) -> Path | None:
-        """Path of the checkpoint of the best evaluation, None if there is none."""
         steps = self.steps("best")
         return self.path(steps[-1], "best") if steps else None
 

@@ -20,14 +20,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.data.click_log import ClickLog
-from tritonemb.data.loader import merge_positions, rank_position
-from tritonemb.data.protocol import Data
+from tritonemb.data import ClickLog, Data, merge_positions, rank_position
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_tables, steps_of_snapshot
+from tritonemb.sharding import HybridParallel, TableShards
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import TableService
@@ -203,7 +200,6 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
 
 
 def services_of(model: nn.Module) -> dict[str, TableService]:
-    """Services of a model's collections on embedding servers, by path."""
     return {path: c.service for path, c in collections_on_servers(model).items() if c.service is not None}
 
 
@@ -243,7 +239,6 @@ class CheckpointManager:
         self._async = AsyncSave(folder.checkpoints, self._control) if folder is not None and asynchronous else None
 
     def save(self, best: bool = False) -> CheckpointSaved:
-        """Write a checkpoint, and mark it as the best one if `best`."""
         assert self._folder is not None
         self.finish()
         step, save = self._state.progress.step, self._folder.checkpoints.save

@@ -31,9 +31,8 @@ from tritonemb.types import TableConfig
 from tritonemb.utils import join_names, on_error
 
 TensorMetadata = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
-# Block of rows: row numbers in the unsharded table, ascending; first column; values by field, some without columns.
-_Block = tuple[Tensor, int, Mapping[str, Tensor]]
-Blocks = Iterator[_Block]
+# Blocks of rows: row numbers in the unsharded table, ascending; first column; values by field, some without columns.
+Blocks = Iterator[tuple[Tensor, int, Mapping[str, Tensor]]]
 Entry = Mapping[str, Any]  # of the manifest
 
 
@@ -169,7 +168,7 @@ def load_store(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
     return _write_rows(table, blocks, seeds.pop() if skip_unwritten else 0)
 
 
-def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
+def _write_rows(table: CachedTable, blocks: Blocks, seed: int = 0) -> DiskRows:
     """Create a store with the rows of blocks; other rows have the initial values of `seed`."""
     store = table.new_store(seed)
     row, column = table.config.row_origin, table.config.column_origin

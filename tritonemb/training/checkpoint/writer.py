@@ -239,7 +239,6 @@ class TableSnapshots:
         return RankFiles(files, tables, num_bytes, self._servers)
 
     def settle(self) -> None:
-        """Wait for all snapshots, ignoring failures."""
         for *_, future in self._snapshots:
             with suppress(OSError):
                 future.wait()
