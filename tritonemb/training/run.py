@@ -292,7 +292,27 @@ class RunTable(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(Options):
+class LoadOptions(Options):
+    """Run that a command loads."""
+
+    POSITIONAL: ClassVar[str] = "checkpoint"
+    checkpoint: Path
+    model: str | None = None
+    batch_size: int = number(8192, least=1)
+    device: str = "cpu"
+
+    def load(self) -> Run:
+        """Load the run, with the model of MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
+        try:
+            factory = None if self.model is None else resolve_name(self.model)
+        except (ImportError, AttributeError, ValueError) as error:
+            text = f"model must be MODULE:FUNCTION that builds a model, got {self.model!r} ({error})"
+            raise ValueError(text) from error
+        return load_run(self.checkpoint, model=factory, device=self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(LoadOptions):
     """Write the click probability of every row of a log.
 
     Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
@@ -307,14 +327,9 @@ class PredictOptions(Options):
         device: device of the model.
     """
 
-    POSITIONAL: ClassVar[str] = "checkpoint"
-    checkpoint: Path
     data: str
     out: Path = Path("scores.parquet")
     keep: tuple[str, ...] = ()
-    model: str | None = None
-    batch_size: int = number(8192, least=1)
-    device: str = "cpu"
 
 
 def predict(options: PredictOptions) -> str:
@@ -324,7 +339,7 @@ def predict(options: PredictOptions) -> str:
         raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
     if len({*options.keep, "score"}) <= len(options.keep):
         raise ValueError(f"keep must name each column once, and not 'score', got {list(options.keep)}")
-    run = open_run(options.checkpoint, options.model, options.device)
+    run = options.load()
     blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, "score"]
     tables = (pa.table([*arrays, scores.numpy()], names) for arrays, scores in blocks)
     num_rows = 0
@@ -342,17 +357,8 @@ def predict(options: PredictOptions) -> str:
     return f"{options.out}: {num_rows:,} scores by {run.path}"
 
 
-def open_run(path: Path, model: str | None, device: str) -> Run:
-    """Load a run, with the model of a function MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
-    try:
-        factory = None if model is None else resolve_name(model)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"model must be MODULE:FUNCTION that builds a model, got {model!r} ({error})") from error
-    return load_run(path, model=factory, device=device)
-
-
-@dataclass(frozen=True)
-class EvaluateOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions(LoadOptions):
     """Print the metrics of a run on rows with labels.
 
     Example: tritonemb evaluate --checkpoint runs/mine --data day_23
@@ -366,18 +372,13 @@ class EvaluateOptions(Options):
         device: device of the model.
     """
 
-    POSITIONAL: ClassVar[str] = "checkpoint"
-    checkpoint: Path
     data: str | None = None
-    model: str | None = None
     json: bool = False
-    batch_size: int = number(8192, least=1)
-    device: str = "cpu"
 
 
 def evaluate(options: EvaluateOptions) -> str:
     """Evaluate a run; return the text. Raise ValueError or FileNotFoundError for an unusable checkpoint or log."""
-    run = open_run(options.checkpoint, options.model, options.device)
+    run = options.load()
     metrics = run.evaluate(options.data, batch_size=options.batch_size)
     return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"
 
