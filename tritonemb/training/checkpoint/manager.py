@@ -241,19 +241,19 @@ class CheckpointManager:
     def save(self, best: bool = False) -> CheckpointSaved:
         assert self._folder is not None
         self.finish()
-        step, save = self._state.progress.step, self._folder.checkpoints.save
-        return save(step, self._finite_tensors(), self.manifest(), self._control, best, services_of(self._state.model))
+        return self._folder.checkpoints.save(**self._contents(), group=self._control, best=best)
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint, or start to; return the latest completed one. Raise CheckpointError if either failed."""
-        if self._async is None:
-            return self.save(best)
-        services, step = services_of(self._state.model), self._state.progress.step
-        return self._async.start(step, self._finite_tensors(), self.manifest(), best, services)
+        return self.save(best) if self._async is None else self._async.start(**self._contents(), best=best)
 
     def finish(self) -> CheckpointSaved | None:
         """Wait for an asynchronous checkpoint, and return it; raise CheckpointError if it could not be written."""
         return None if self._async is None else self._async.wait()
+
+    def _contents(self) -> dict[str, Any]:
+        step, services = self._state.progress.step, services_of(self._state.model)
+        return {"step": step, "tensors": self._finite_tensors(), "manifest": self.manifest(), "services": services}
 
     def _finite_tensors(self) -> dict[str, Tensor]:
         """Return `tensors()`; raise ValueError if training has diverged. Collective."""
