@@ -259,9 +259,7 @@ def _segment_positions(offsets: Array, indices: Array | slice) -> tuple[Any, Arr
 
 
 def lengths_to_offsets(lengths: Array) -> Array:
-    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    return np.cumsum(np.append(0, lengths), dtype=np.int64)
 
 
 def _concat(tensors: Sequence[Tensor], order: Array | None) -> Tensor:

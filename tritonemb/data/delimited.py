@@ -127,8 +127,7 @@ class CsvFormat:
             return None
         if (parsed := self._parse(line + b"\n", {name: self._types[name]})) is None:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
-            is_label = self.labelled and name == self.schema.label
-            return "0 or 1" if is_label else _EXPECTED[str(kind)]
+            return "0 or 1" if self.labelled and name == self.schema.label else _EXPECTED[str(kind)]
         invalid_values = find_invalid_values(parsed, self.schema, self.labelled)
         return invalid_values[0][1] if invalid_values else None
 

@@ -84,8 +84,7 @@ def open_shards(
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in [0, {world}), got {rank}")
-    default = world if shards is None else shards, None
-    count, entries = default if positions is None else _parse_position(positions)
+    count, entries = (world if shards is None else shards, None) if positions is None else _parse_position(positions)
     if shards not in (None, count):
         raise ValueError(f"the position is of an epoch in {count} shards, which cannot resume in {shards}")
     if count < 1:

@@ -66,8 +66,7 @@ class Schema:
             raise ValueError("dense or sparse columns are named, but no label column")
         if self.label and not self.sparse:
             raise ValueError("no sparse columns are named; a click model needs at least one")
-        checked = {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}
-        for option, role in checked.items():
+        for option, role in {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}.items():
             names = value if isinstance(value := getattr(self, option), tuple) else ()
             columns = getattr(self, role)
             if unknown := [name for name in names if columns and name not in columns]:

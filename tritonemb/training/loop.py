@@ -6,7 +6,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from tritonemb.server.attach import flush
 from tritonemb.server.metrics import totals
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.callbacks.console import format_bytes
-from tritonemb.training.checkpoint import CheckpointError
+from tritonemb.training.checkpoint import CheckpointError, RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
@@ -71,7 +70,7 @@ class Loop:
     """
 
     def __init__(
-        self, state: TrainState, checkpointer: CheckpointManager, folder: Path | None, callbacks: CallbackList,
+        self, state: TrainState, checkpointer: CheckpointManager, folder: RunFolder | None, callbacks: CallbackList,
         request: StopRequest,
     ) -> None:  # fmt: skip
         self.state, self.checkpointer, self.folder = state, checkpointer, folder
@@ -263,13 +262,13 @@ class Loop:
         return True
 
 
-def start_of(state: TrainState, folder: Path | None) -> FitStart:
+def start_of(state: TrainState, folder: RunFolder | None) -> FitStart:
     progress, exact = state.progress, state.data.num_rows("train")
     rows = state.data.estimated_rows("train") if exact is None else exact
     return FitStart(
         progress.step, state.total_steps, progress.samples, state.total_samples(rows), rows, exact is None,
-        num_epochs=state.last_epoch, num_ranks=state.ranks.size, folder=folder, config=state.config,
-        versions=versions(state.device),
+        num_epochs=state.last_epoch, num_ranks=state.ranks.size, folder=None if folder is None else folder.path,
+        config=state.config, versions=versions(state.device),
     )  # fmt: skip
 
 

@@ -166,8 +166,7 @@ class Trainer(TrainerOptions):
             callbacks: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
             if folder is not None and state.ranks.is_first:
                 callbacks += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
-            path = None if folder is None else folder.path
-            loop = Loop(state, self.checkpointer, path, CallbackList([*callbacks, *self.callbacks]), request)
+            loop = Loop(state, self.checkpointer, folder, CallbackList([*callbacks, *self.callbacks]), request)
             result = loop.run(test)
         state.fitted = True
         return result
