@@ -171,8 +171,7 @@ class Rows:
         return self.labels.shape[0]
 
     def slice(self, start: int, stop: int) -> "Rows":
-        columns = tuple(column.slice(start, stop) for column in self.columns)
-        return Rows(self.dense[start:stop], columns, self.labels[start:stop])
+        return Rows(self.dense[start:stop], tuple(c.slice(start, stop) for c in self.columns), self.labels[start:stop])
 
     def take(self, rows: Tensor) -> "Rows":
         """Gather rows by index, in the order of the indices."""

@@ -143,8 +143,7 @@ class ShardedStream(Batches):
 
     def _update_position(self) -> None:
         self.position = {"shares": self._count, "at": {str(shard.index): shard.entry() for shard in self._shards}}
-        reports = [shard.report for shard in self._shards] or [ReadReport()]
-        self.report = sum(reports[1:], reports[0])
+        self.report = sum((shard.report for shard in self._shards), ReadReport())
 
     def close(self) -> None:
         """Stop the threads of all streams; no further batches are returned. The position stays."""

@@ -201,9 +201,8 @@ class TrainConfig(RunOptions):
     offload: OffloadOptions = field(default_factory=OffloadOptions)
 
     def trainer_options(self) -> dict[str, Any]:
-        names = [option.name for option in fields(TrainerOptions)]
-        sections = [(section, name) for section in (self, self.schedule, self.evaluation) for name in names]
-        options = {name: getattr(section, name) for section, name in sections if hasattr(section, name)}
+        sections = (self, self.schedule, self.evaluation)
+        options = {f.name: getattr(s, f.name) for f in fields(TrainerOptions) for s in sections if hasattr(s, f.name)}
         return options | {"checkpoints": self.checkpoint, "offload": self.offload, **self.server.trainer_options()}
 
 
