@@ -126,35 +126,27 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Signal that was received; None until then."""
+    """Context that records the first SIGINT or SIGTERM, in the main thread only; a second one has its usual effect."""
 
-    signum: int | None = None
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self._handlers = dict[int, Any]()
 
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            # Signals that the parent process has set to be ignored, as nohup does, remain ignored.
+            self._handlers = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
+        for number in self._handlers:
+            signal.signal(number, self._record)
+        return self
 
-@contextmanager
-def stop_requests() -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM in the block, in the main thread only; a second one has its usual effect."""
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    # Signals that the parent process has set to be ignored, as nohup does, remain ignored.
-    handlers = {n: signal.getsignal(n) for n in SIGNALS if signal.getsignal(n) is not signal.SIG_IGN}
-
-    def restore() -> None:
-        for number, handler in handlers.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def record(signum: int, frame: FrameType | None) -> None:
-        request.signum = signum
-        restore()
-
-    for number in handlers:
-        signal.signal(number, record)
-    try:
-        yield request
-    finally:
-        restore()
+    def _record(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = signum
+        self.__exit__()
 
 
 class Failure(NamedTuple):

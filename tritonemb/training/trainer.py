@@ -26,7 +26,7 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, evaluate, probabilities, score
-from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero, stop_requests
+from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import DEPTH, Progress, TrainState, seed_rank
@@ -160,7 +160,7 @@ class Trainer(TrainerOptions):
                 on_rank_zero(state.ranks.control, lambda: self._lock(folder, stack))
                 json.dumps(self.checkpointer.manifest())
                 self.checkpointer.tensors()
-                request = stack.enter_context(stop_requests())
+                stack.enter_context(request)
 
             # Display, log and report come before the user's callbacks.
             callbacks: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
