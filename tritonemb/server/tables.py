@@ -15,9 +15,8 @@ from torch import Tensor
 
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
 from tritonemb.optimizers import SGD
-from tritonemb.server.lease import Lease
 from tritonemb.server.ordering import ApplyPushes, Ordering
-from tritonemb.server.partitions import NO_ROWS, Partitions, cat
+from tritonemb.server.partitions import NO_ROWS, Lease, Partitions, cat
 from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import Message, Values
 from tritonemb.types import CacheConfig, TableConfig
