@@ -10,10 +10,11 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
-from tritonemb.server import Follower, Publisher, Servers, attach, connection, durable, flush, records
+from tritonemb.server import Follower, Publisher, Servers, attach, connection, durable, flush
 from tritonemb.server.connection import HEARTBEAT
+from tritonemb.server.durable import MessageLog, read_log
 from tritonemb.server.node import EmbeddingServer
-from tritonemb.server.records import MessageLog, read_log, read_records, write_record
+from tritonemb.server.snapshot import read_records, write_record
 from tritonemb.server.transport import LocalTransport
 from tritonemb.storage import StorageError
 
@@ -353,7 +354,7 @@ def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, 
         train(model, 3)
         flush(model)  # the last push has been logged
         with monkeypatch.context() as patch:
-            patch.setattr(records.os, "fdatasync", raising(OSError(28, "No space left on device")))
+            patch.setattr(durable.os, "fdatasync", raising(OSError(28, "No space left on device")))
             own.server.durable.log._durable = True
             with pytest.raises(OSError, match=r"log .* could not be written: .*; make room there"):
                 train(model, 1)

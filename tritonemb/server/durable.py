@@ -4,15 +4,17 @@ The snapshot is a chain of snapshots of the tables, and the inboxes of clients; 
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from tritonemb.server.inbox import Clients
-from tritonemb.server.records import MessageLog, read_log, read_records, with_current_names, write_record
-from tritonemb.server.snapshot import SavedShard, take_snapshot, write_snapshot
+from tritonemb.server.snapshot import SavedShard, read_records, take_snapshot, write_record, write_snapshot
+from tritonemb.server.spec import with_current_names
 from tritonemb.server.tables import ServedTables
 from tritonemb.server.transport import Message
 from tritonemb.storage.io import create_file
@@ -33,6 +35,54 @@ def check_log_mode(mode: LogMode | None, folder: str | Path | None) -> None:
         raise ValueError(f"log must be one of {get_args(LogMode)}, got {mode!r}")
     if mode is not None and folder is None:
         raise ValueError(f"log={mode!r} needs a folder for snapshots")
+
+
+def read_log(path: Path) -> Iterator[Message]:
+    """Yield the messages of a `MessageLog`; a last append that was written partially is skipped."""
+    for values, tensors in read_records(path, torn=True):
+        start = 0
+        for message, num_tensors in zip(values.get("messages", ()), values.get("sizes", ()), strict=True):
+            yield with_current_names(message), tensors[start : start + num_tensors]
+            start += num_tensors
+
+
+class MessageLog(Closeable):
+    """Write-ahead log: requests since the last snapshot, appended to a file, and synced to the disk if `durable`.
+
+    Messages that are appended together are one record, so a power failure loses all of them or none. An empty record
+    follows as an end mark: a damaged record that has one behind it was acknowledged, and is not torn.
+    """
+
+    def __init__(self, path: Path, durable: bool) -> None:
+        self._durable, self.path = durable, path
+        self._problem = f"log {path} could not be written"
+        with storage_errors(self._problem, "check the disk"):
+            self._file: Any = path.open("ab")
+
+    def append(self, messages: Sequence[Message]) -> int:
+        """Append all messages or none, and return their size in bytes; StorageError if the log cannot be written."""
+        values = {"messages": [values for values, _ in messages], "sizes": [len(tensors) for _, tensors in messages]}
+        with storage_errors(self._problem, "check the disk"):
+            if self._file.closed:
+                raise OSError("it could not be reopened after an error")
+            start = self._file.tell()
+            try:
+                size = write_record(self._file, (values, [tensor for _, tensors in messages for tensor in tensors]))
+                self._file.flush()
+                if self._durable:
+                    os.fdatasync(self._file.fileno())
+                size += write_record(self._file, ({}, []))
+                self._file.flush()
+            except OSError:
+                with suppress(OSError):
+                    self._file.close()  # drops its write buffer
+                os.truncate(self.path, start)
+                self._file = self.path.open("ab")
+                raise
+            return size
+
+    def close(self) -> None:
+        self._file.close()
 
 
 class DurableState(Closeable):

@@ -1,25 +1,32 @@
 """Full and incremental snapshots of a collection's tables on one server, and their restoration on any servers.
 
-A snapshot is a file of records (see `records.py`): a header; per table its rows, or, if it is incremental, the ids that
-have lost their rows and the rows that were read or written since its predecessor; pushes that have not been applied;
-and an end mark. The files of all servers at one step are one snapshot of the collection: any number of servers, with
-other partitions, can read them.
+A snapshot is a file of checksummed records, each of which has a message: a header; per table its rows, or, if it is
+incremental, the ids that have lost their rows and the rows that were read or written since its predecessor; pushes that
+have not been applied; and an end mark. The files of all servers at one step are one snapshot of the collection: any
+number of servers, with other partitions, can read them.
 """
 
+import json
+import os
+import struct
 import time
 import uuid
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from io import BufferedReader
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import nonzero
-from tritonemb.server.records import read_records, with_current_names, write_record
-from tritonemb.server.spec import CollectionSpec, TableSpec
+from tritonemb.memory import bytes_of, describe_tensors, tensor_spans, view_tensors
+from tritonemb.server.spec import CollectionSpec, TableSpec, with_current_names
 from tritonemb.server.tables import PushRequest, ServedTables
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
@@ -28,6 +35,69 @@ from tritonemb.utils import on_error, sync
 Chain = list[tuple[Path, Values]]
 """Snapshot files of one server with their headers, in order."""
 RECORD_BYTES = 1 << 24  # of rows, about: bounds the memory of a reader
+_HEADER = struct.Struct("<IQI")  # bytes of JSON, bytes of tensors, CRC-32 of both
+_HEADER_BYTES = _HEADER.size + 4  # with the CRC-32 of the header
+
+
+def write_record(file: BinaryIO, message: Message) -> int:
+    """Append a record, and return its size in bytes."""
+    values, tensors = message
+    arrays = [bytes_of(tensor) for tensor in tensors]
+    text = json.dumps({"values": values, "tensors": describe_tensors(tensors)}).encode()
+    checksum, size = zlib.crc32(text), sum(map(len, arrays))
+    for array in arrays:
+        checksum = zlib.crc32(array, checksum)
+    header = _HEADER.pack(len(text), size, checksum)
+    file.write(header + zlib.crc32(header).to_bytes(4, "little"))
+    file.write(text)
+    for array in arrays:
+        file.write(array)
+    return _HEADER_BYTES + len(text) + size
+
+
+def read_records(path: Path, torn: bool = False) -> Iterator[Message]:
+    """Yield the records of a file in order. StorageError if it is damaged.
+
+    After the first record, which some callers read alone, a thread reads the next record while the caller uses one.
+
+    Args:
+        torn: skip a last record that was written partially, which was never acknowledged.
+    """
+    with (
+        storage_errors(f"file {path} cannot be read", "check the disk"),
+        path.open("rb") as file,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        read = partial(_read_record, file, path, torn)
+        if (record := read()) is not None:
+            yield record
+            next_record = thread.submit(read)
+            while (record := next_record.result()) is not None:
+                next_record = thread.submit(read)
+                yield record
+
+
+def _read_record(file: BufferedReader, path: Path, torn: bool) -> Message | None:
+    start, file_size = file.tell(), os.fstat(file.fileno()).st_size
+    if start == file_size:
+        return None
+    header = file.read(_HEADER_BYTES)
+    is_header_valid = len(header) == _HEADER_BYTES and zlib.crc32(header[:-4]) == int.from_bytes(header[-4:], "little")
+    if is_header_valid:
+        text_size, size, checksum = _HEADER.unpack(header[:-4])
+        end = start + _HEADER_BYTES + text_size + size
+        if end <= file_size:
+            text, data = file.read(text_size), torch.empty(size, dtype=torch.uint8)
+            file.readinto(data.numpy())
+            if hasattr(os, "posix_fadvise"):  # read ahead while the checksum is computed
+                os.posix_fadvise(file.fileno(), end, size, os.POSIX_FADV_WILLNEED)
+            if zlib.crc32(data.numpy(), zlib.crc32(text)) == checksum:
+                parsed = json.loads(text)
+                return parsed["values"], view_tensors(data, tensor_spans(parsed["tensors"]))
+    # A power failure may leave zeros where a write was in progress.
+    if torn and (end >= file_size if is_header_valid else len(header) < _HEADER_BYTES or not any(header)):
+        return None
+    raise StorageError(f"file {path} is damaged at byte {start:,}; use another one")
 
 
 def take_snapshot(served: ServedTables, chain_name: str, changes_only: bool = False) -> Iterator[Message]:

@@ -13,13 +13,23 @@ from torch import Tensor
 from tritonemb.layout import INDEX_BYTES, MAX_PARTITIONS, MIN_PARTITION_ROWS, partition_sizes
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import Custom, Optimizer
-from tritonemb.server.records import with_current_names
 from tritonemb.server.transport import Values
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 from tritonemb.utils import Options
 
 OverMemory = Literal["refuse", "spill"]
 MIN_CACHED_SHARE = 0.001  # of a collection's rows; with fewer in memory it would only wait for the disk
+
+# Names in files of earlier versions: operations of messages, and keys of records of clients, snapshots and collections.
+_OLD_OPERATIONS = {"facts": "describe", "hold": "lease", "assign": "allocate", "move": "transfer"}
+_OLD_KEYS = {"expected": "next_sequence", "answered": "replied", "undone": "in_progress", "held": "is_leased"}
+_OLD_KEYS |= {"owners": "partition_starts", "parts": "shards", "rows_in": "row_codec", "gradients_in": "gradient_codec"}
+
+
+def with_current_names(values: Values) -> Values:
+    """Replace names of earlier versions in the values of a record."""
+    values = {_OLD_KEYS.get(key, key): value for key, value in values.items()}
+    return values | {"op": _OLD_OPERATIONS.get(values["op"], values["op"])} if "op" in values else values
 
 
 @dataclass(frozen=True)
