@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonemb.server.ordering import ApplyPushes, Ordering, ReadPulls
+from tritonemb.server.ordering import Ordering
 
 STEPS = 6
 
@@ -35,17 +35,16 @@ class Run:
             self.advance()
 
     def advance(self) -> None:
-        while (due := self.ordering.next_due()) is not None:
-            if isinstance(due, ApplyPushes):
-                self.events.append(("apply", due.pushes))
+        while (pushes := self.ordering.take_pushes()) or (pulls := self.ordering.take_pulls()):
+            if pushes:
+                self.events.append(("apply", pushes))
                 step = self.ordering.next_push - 1
                 batches = range(step * self.batches, (step + 1) * self.batches)
-                assert due.pushes == [(batch, rank) for batch in batches for rank in range(self.trainers)]
+                assert pushes == [(batch, rank) for batch in batches for rank in range(self.trainers)]
             else:
-                assert isinstance(due, ReadPulls)
-                self.events.append(("read", due.pulls))
-                self.check_read(due.pulls)
-                for _, rank in due.pulls:
+                self.events.append(("read", pulls))
+                self.check_read(pulls)
+                for _, rank in pulls:
                     self.read[rank] += 1
 
     def check_read(self, pulls: list[tuple[int, int]]) -> None:

@@ -14,25 +14,10 @@ Pulls of step k see the updates of steps < k - s, exactly these, or at least the
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 PullT = TypeVar("PullT")
 PushT = TypeVar("PushT")
-
-
-@dataclass(frozen=True)
-class ReadPulls(Generic[PullT]):
-    """Instruction to read the rows of these pulls at once; in the order of trainers."""
-
-    pulls: list[PullT]
-
-
-@dataclass(frozen=True)
-class ApplyPushes(Generic[PushT]):
-    """Instruction to apply the optimizer once to the pushes of a step; in the order of batches, then of trainers."""
-
-    pushes: list[PushT]
 
 
 class Ordering(Generic[PullT, PushT]):
@@ -64,12 +49,19 @@ class Ordering(Generic[PullT, PushT]):
         """Apply the pushes of `steps` steps before the trainer's next pull, once all trainers have requested it."""
         self._flush_steps[rank] = steps
 
-    def next_due(self) -> ReadPulls[PullT] | ApplyPushes[PushT] | None:
-        """Remove the pulls or pushes that are due next, and return them; None if there are none."""
-        if self._is_push_due():
-            due = [self.pushes.pop(batch) for batch in self._batches_of(self.next_push)]
-            self.next_push += 1
-            return ApplyPushes([push for by_rank in due for push in _by_rank(by_rank)])
+    def take_pushes(self) -> list[PushT]:
+        """Remove and return the pushes that are due, those of a step, in the order of batches, then of trainers."""
+        step, min_pull = self.next_push, 0
+        is_flushed = len(self._flush_steps) == self._trainers and step < min(self._flush_steps.values())
+        if self._exact and self._staleness is not None and not is_flushed:
+            min_pull = (step + self._staleness + 1) * self._batches  # no later pull misses this step
+        if self.next_pull < min_pull or not self._is_pushed(step):
+            return []
+        self.next_push += 1
+        return [push for batch in self._batches_of(step) for push in _by_rank(self.pushes.pop(batch))]
+
+    def take_pulls(self) -> list[PullT]:
+        """Remove and return the pulls that are due, those of a batch, in the order of trainers."""
         for batch in sorted(self.pulls):
             step, pulls = batch // self._batches, self.pulls[batch]
             is_complete = batch == self.next_pull and len(pulls) == self._trainers
@@ -77,8 +69,8 @@ class Ordering(Generic[PullT, PushT]):
             if sees_enough and (is_complete or not self._exact):
                 self.next_pull = max(self.next_pull, batch + 1)
                 self.missed_steps[step - self.next_push] += len(pulls)
-                return ReadPulls(_by_rank(self.pulls.pop(batch)))
-        return None
+                return _by_rank(self.pulls.pop(batch))
+        return []
 
     def is_trained(self, steps: int) -> bool:
         """Return whether all trainers have pulled and pushed `steps` steps; applied as far as staleness allows."""
@@ -101,15 +93,6 @@ class Ordering(Generic[PullT, PushT]):
 
     def _is_pushed(self, step: int) -> bool:
         return all(len(self.pushes.get(batch, ())) == self._trainers for batch in self._batches_of(step))
-
-    def _is_push_due(self) -> bool:
-        step = self.next_push
-        if not self._is_pushed(step):
-            return False
-        is_flushed = len(self._flush_steps) == self._trainers and step < min(self._flush_steps.values())
-        if is_flushed or self._staleness is None or not self._exact:
-            return True
-        return self.next_pull >= (step + self._staleness + 1) * self._batches  # no later pull misses this step
 
 
 def _by_rank(values: dict[int, PullT]) -> list[PullT]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
 from tritonemb.optimizers import SGD
-from tritonemb.server.ordering import ApplyPushes, Ordering
+from tritonemb.server.ordering import Ordering
 from tritonemb.server.partitions import NO_ROWS, Lease, Partitions, cat
 from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import Message, Values
@@ -135,11 +135,11 @@ class ServedTables:
     def advance(self) -> None:
         """Apply pushes, read pulls, then respond to deferred requests, as far as the order of events allows."""
         self.is_broken = True
-        while (due := self.ordering.next_due()) is not None:
-            if isinstance(due, ApplyPushes):
-                self._apply(due.pushes)
+        while (pushes := self.ordering.take_pushes()) or (pulls := self.ordering.take_pulls()):
+            if pushes:
+                self._apply(pushes)
             else:
-                self._read(due.pulls)
+                self._read(pulls)
         self.is_broken = False
         due_replies = [item for item in self._deferred if item[0]()]
         self._deferred = [item for item in self._deferred if item not in due_replies]
