@@ -3,7 +3,6 @@
 import math
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -92,16 +91,15 @@ def totals(statistics: Sequence[Values]) -> dict[str, Values]:
     result: dict[str, Values] = {}
     for name in dict.fromkeys(name for server in statistics for name in server["collections"]):
         servers = [server["collections"][name] for server in statistics if name in server["collections"]]
-        tables, staleness = dict[str, Counter[str]](), Counter[str]()
-        for server in servers:
-            staleness.update(server["staleness"])
-            for table, counts in server["tables"].items():
-                tables.setdefault(table, Counter()).update(counts)
-        result[name] = {key: min(server[key] for server in servers) for key in ("pulls", "steps")}
-        result[name] |= {key: sum(server[key] for server in servers) for key in ("waiting_pulls", "waiting_pushes")}
-        result[name]["staleness"] = {steps: staleness[steps] for steps in sorted(staleness, key=int)}
-        result[name]["tables"] = {table: dict(counts) for table, counts in tables.items()}
+        result[name] = _sums(servers) | {key: min(server[key] for server in servers) for key in ("pulls", "steps")}
+        result[name]["staleness"] = dict(sorted(result[name]["staleness"].items(), key=lambda item: int(item[0])))
     return result
+
+
+def _sums(values: Sequence[Values]) -> Values:
+    """Sum numbers by key, also in nested dicts; a dict may lack a key."""
+    columns = {key: [value[key] for value in values if key in value] for key in chain(*values)}
+    return {key: _sums(column) if isinstance(column[0], dict) else sum(column) for key, column in columns.items()}
 
 
 class MetricsServer(Closeable):

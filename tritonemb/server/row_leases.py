@@ -6,7 +6,6 @@ preceded by another one where ids of dynamic tables are inserted.
 
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from torch import Tensor
 from tritonemb.layout import partition_sizes
 from tritonemb.server.client import CollectionClient, TableClient, wait
 from tritonemb.server.connection import Connection
+from tritonemb.server.metrics import totals
 from tritonemb.server.partitions import cat
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.server.transport import Message, Values
@@ -63,10 +63,9 @@ class LeaseClient(CollectionClient, RowStore):
         return by_number[self.spec.numbers[table]]
 
     def statistics(self, table: str) -> dict[str, int]:
-        totals = Counter[str]()
-        for connection in self._connections:
-            totals.update(connection.statistics()["collections"][self._name]["tables"].get(table, {}))
-        return dict(totals)
+        statistics = [connection.statistics() for connection in self._connections]
+        tables: dict[str, dict[str, int]] = totals(statistics)[self._name]["tables"]
+        return tables.get(table, {})
 
     @property
     def updates(self) -> int:
