@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from tritonemb.server.inbox import Clients
 from tritonemb.server.snapshot import SavedShard, read_records, take_snapshot, write_record, write_snapshot
@@ -27,14 +27,6 @@ CHAIN = "state"  # name of the tables' chain of snapshots
 MAX_CHAIN_FILES = 16  # per collection; a full snapshot follows
 MAX_LOG_BYTES = 1 << 28  # of the log, after which a snapshot is saved
 _SERVER_FILE = re.compile(r"(clients|log)-\d+|.*-\d+\.rows")
-
-
-def check_log_mode(mode: LogMode | None, folder: str | Path | None) -> None:
-    """ValueError if the mode is unknown, or needs a folder."""
-    if mode not in (None, *get_args(LogMode)):
-        raise ValueError(f"log must be one of {get_args(LogMode)}, got {mode!r}")
-    if mode is not None and folder is None:
-        raise ValueError(f"log={mode!r} needs a folder for snapshots")
 
 
 def read_log(path: Path) -> Iterator[Message]:

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from operator import index
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from tritonemb.flight import encode_error
-from tritonemb.server.durable import CHAIN, DurableState, LogMode, check_log_mode, discard_reply
+from tritonemb.server.durable import CHAIN, DurableState, LogMode, discard_reply
 from tritonemb.server.inbox import Clients, Inbox
 from tritonemb.server.requests import HANDLERS, TRAINER_OPERATIONS, read_now
 from tritonemb.server.snapshot import restore
@@ -57,7 +57,10 @@ class EmbeddingServer(Closeable):
         self, name: str = "server", folder: str | Path | None = None, log: LogMode | None = None,
         memory: float | None = None, over_memory: OverMemory = "refuse",
     ) -> None:  # fmt: skip
-        check_log_mode(log, folder)
+        if log not in (None, *get_args(LogMode)):
+            raise ValueError(f"log must be one of {get_args(LogMode)}, got {log!r}")
+        if log is not None and folder is None:
+            raise ValueError(f"log={log!r} needs a folder for snapshots")
         self.name, self.log = name, log
         self.clients = Clients()
         self.collections: dict[str, ServedTables] = {}
@@ -190,7 +193,8 @@ class EmbeddingServer(Closeable):
                 f"server order changed for {name!r}: {self.name} was server {served.server}, is now server {server}; "
                 "pass the addresses in the original order"
             )
-        respond(({"pulls": served.ordering.next_pull, "complete": served.is_complete()}, []))
+        is_complete = not served.lease.is_active and served.ordering.is_complete()
+        respond(({"pulls": served.ordering.next_pull, "complete": is_complete}, []))
         if is_new:
             self.save()
 

@@ -4,15 +4,17 @@ A handler gets the tables, the values and tensors of the message, and `respond`,
 the reply or the error; or it returns the reply.
 """
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from operator import index
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from tritonemb.server.snapshot import restore, saved_shards, take_snapshot, write_snapshot
+from tritonemb.server.snapshot import read_snapshot, restore, saved_shards, take_snapshot, write_snapshot
 from tritonemb.server.tables import PulledTable, PullRequest, PushRequest, Respond, ServedTables
 from tritonemb.server.transport import Message, Values
 
@@ -49,7 +51,6 @@ def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 
 def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
     """Read rows for evaluation, when the pushes of `after` steps less the staleness have been applied."""
-    _rank(served, values)
     (ids,), staleness = served.partitions.split(values["sizes"], tensors), served.spec.staleness
     min_steps = 0 if staleness is None else index(values["after"]) - staleness
     served.respond_when(lambda: served.ordering.next_push >= min_steps, respond, partial(read_now, served, ids))
@@ -73,7 +74,6 @@ def _lease(served: ServedTables, values: Values, tensors: Sequence[Tensor], resp
 
 
 def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
-    _rank(served, values)
     ids, occurrences = served.partitions.split(values["sizes"], tensors, served.lease.dynamic_numbers)
     rows, new_masks = served.lease.allocate(ids, occurrences, values["training"])
     return {}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new_masks])]
@@ -134,9 +134,9 @@ def _snapshot(served: ServedTables, values: Values, tensors: Sequence[Tensor], r
 
 def _restore(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     """Restore a collection from the snapshots of all servers at one step: a chain of files per server."""
-    shards = saved_shards(served, [[*map(Path, chain)] for chain in values["chains"]])
-    for shard in shards:
-        shard.check()
+    shards = saved_shards(served, [[*map(Path, files)] for files in values["chains"]])
+    for path in chain.from_iterable(shard.files for shard in shards):
+        deque(read_snapshot(path), maxlen=0)  # raises before the tables change, if the file is damaged
     served.is_broken = True
     restore(served, shards)
     served.advance()

@@ -221,11 +221,6 @@ class SavedShard:
         chain = successors([(path, next(read_snapshot(path))[0]) for path in paths]) or []
         return cls([path for path, _ in chain], chain[-1][1])
 
-    def check(self) -> None:
-        for path in self.files:
-            for _ in read_snapshot(path):
-                pass
-
     def read(self, served: ServedTables, keep_row_numbers: bool) -> None:
         """Load rows that belong to the partitions of `served`. StorageError if a file is damaged."""
         partitions, spec = served.partitions, self.spec
@@ -275,8 +270,8 @@ def saved_shards(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list
 def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers: bool = False) -> None:
     """Restore this server's partitions from the snapshots of all servers at one step.
 
-    StorageError if a file is damaged, which may leave the tables partially restored: call `SavedShard.check` before,
-    where this matters.
+    StorageError if a file is damaged, which may leave the tables partially restored: read the files before, where this
+    matters.
     """
     # Rows and metadata.
     partitions, table_set = served.partitions, served.partitions.tables

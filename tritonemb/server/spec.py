@@ -135,10 +135,6 @@ class CollectionSpec:
         """Return whether the trainer leases rows with their optimizer states, and applies the optimizer itself."""
         return self.exact and self.staleness == 0 and self.trainers == 1
 
-    @functools.cached_property
-    def has_admission(self) -> bool:
-        return any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in self.tables)
-
     def partitions(self, table: int, server: int) -> tuple[int, int]:
         """First partition and number of partitions of a table on a server."""
         end, shard = self.tables[table].num_partitions, self.shards[table]

@@ -19,7 +19,7 @@ from tritonemb.server.ordering import Ordering
 from tritonemb.server.partitions import NO_ROWS, Lease, Partitions, cat
 from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import Message, Values
-from tritonemb.types import CacheConfig, TableConfig
+from tritonemb.types import AdmissionConfig, CacheConfig, TableConfig
 
 Respond = Callable[[Message | Exception], None]
 
@@ -118,12 +118,9 @@ class ServedTables:
         self.lease = Lease(self.partitions)
         self.codecs = RowCodecs(spec)
         self.ordering = Ordering[PullRequest, PushRequest](spec.trainers, spec.staleness, spec.exact, spec.batches)
+        self._has_admission = any(AdmissionConfig(**table.admission) != AdmissionConfig() for table in spec.tables)
         self._deferred: list[tuple[Callable[[], bool], Respond, Callable[[], Message]]] = []
         self.is_broken = False  # whether an operation was interrupted, so that the tables may be inconsistent
-
-    def is_complete(self) -> bool:
-        """Return whether all pulled batches have been pushed, all leases have ended, and no pull is pending."""
-        return not self.lease.is_active and self.ordering.is_complete()
 
     def respond_when(
         self, condition: Callable[[], bool], respond: Respond, reply: Callable[[], Message] = lambda: ({}, [])
@@ -197,7 +194,7 @@ class ServedTables:
         if pull.versions is not None:
             versions = self.partitions.changes.versions_of(self.partitions.numbers[index], row_numbers)
             rows = rows[versions != pull.versions[index]]
-        if self.spec.has_admission:
+        if self._has_admission:
             refused = (row_numbers < 0).nonzero()[:, 0]
         return PulledTable(rows, versions, refused)
 
