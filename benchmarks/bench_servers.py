@@ -25,7 +25,7 @@ from benchmarks.measuring.result_files import Goal
 from tritonemb import flight
 from tritonemb.server import Servers
 from tritonemb.server.launch import ServerProcess
-from tritonemb.server.transport import FlightServer, FlightTransport
+from tritonemb.server.transport import FlightTransport
 
 PULLED, PULL_DIM, CAPACITY = 50_000, 64, 1 << 20
 BATCH_SIZE, STALENESS, MOST_ROUNDS = 2048, 4, 10
@@ -41,10 +41,11 @@ def add_rates(race: Any, unit: str, number: int) -> None:
 
 def serve_bytes(num_bytes: int, pipe: Any) -> None:
     """Of a process: send so many bytes to whoever asks."""
-    data = np.ones(num_bytes, np.uint8)
-    with FlightServer(None, answer=lambda _: iter([({}, data)])) as server:  # type: ignore[arg-type]
-        pipe.send((server.address, server.token))
-        pipe.recv()
+    data, token = np.ones(num_bytes, np.uint8), "x" * 32
+    server = flight.start_server(lambda _: iter([({}, data)]), "grpc://127.0.0.1:0", token)
+    pipe.send((f"grpc://127.0.0.1:{server.port}", token))
+    pipe.recv()
+    server.stop()
 
 
 def bench_pull(race: Any) -> None:

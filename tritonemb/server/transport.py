@@ -155,7 +155,6 @@ class FlightServer(Closeable):
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 selects a free port, which the attribute has.
         token: token that clients must present; default: TRITONEMB_TOKEN of the environment, else a random one.
         certificate, key: PEM files for TLS.
-        answer: handler of `tritonemb.flight.Client.call`.
 
     Raises:
         ValueError, OSError: the address cannot be served, or is reachable from other machines without TLS and a token.
@@ -164,13 +163,12 @@ class FlightServer(Closeable):
     def __init__(
         self, service: Service, address: str = "grpc://127.0.0.1:0", token: str | None = None,
         certificate: str | Path | None = None, key: str | Path | None = None,
-        answer: flight.RequestHandler = flight.reject_request,
     ) -> None:  # fmt: skip
         token = token or os.environ.get(flight.TOKEN)
         flight.check_exposure(address, bool(token))
         self.token = token or secrets.token_hex(32)
         exchange = partial(_serve, service)
-        server = flight.start_server(answer, address, self.token, certificate, key, exchange)
+        server = flight.start_server(flight.reject_request, address, self.token, certificate, key, exchange)
         self.address = f"{address.rpartition(':')[0]}:{server.port}"
         self._stop = weakref.finalize(self, server.stop)  # also at exit, where Arrow would wait for the clients
 
