@@ -315,9 +315,7 @@ def merge_table(spec: TableSpec, shards: Sequence[Mapping[str, Tensor]]) -> dict
     saved = _concatenate(shards)
     saved.pop("row", None)
     ids, order = saved["ids"].sort()
-    num_rows = shards[0]["ids"].shape[0]
-    by_row = {name for name, value in shards[0].items() if value.dim() and value.shape[0] == num_rows}
-    saved |= {name: saved[name][order] for name in by_row - {"sketch", "added", "row"}} | {"ids": ids}
+    saved |= {name: saved[name][order] for name in saved.keys() - {"sketch", "added", "clock", "seed"}}
     if spec.num_embeddings is None:
         return saved
     # A static table: scatter trained rows into initial values.
