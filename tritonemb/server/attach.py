@@ -84,7 +84,7 @@ class Servers(Closeable):
     def close(self) -> None:
         for client in self.clients:
             with suppress(Exception):  # the servers may be gone
-                client.end()
+                client.push_dropped()
         for resource in (*self.connections, *self._local_servers):
             resource.close()
 

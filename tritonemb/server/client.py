@@ -63,8 +63,8 @@ class TableClient(TableService):
             targets = sorted((n for n in targets if ranges[n][1]), key=lambda n: ranges[n][0])
         return wait([self._submit(target, op, values, tensors) for target in targets])
 
-    def end(self) -> None:
-        """End training: send what is still to be sent to servers."""
+    def push_dropped(self) -> None:
+        """Push an empty batch for each pulled batch that was dropped; there are none."""
 
     def return_leases(self) -> None:
         """Return leased rows; there are none."""
@@ -73,6 +73,7 @@ class TableClient(TableService):
 
     def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
         """See `TableService.snapshot`; `changes_only`: since the last snapshot of this chain."""
+        self.push_dropped()
         common = {"steps": self.steps, "changes_only": changes_only, "chain": chain}
         paths = [f"{path.absolute()}{target}.server" for target in range(len(self._targets))]
         pending = [self._submit(n, "snapshot", {**common, "path": path}) for n, path in enumerate(paths)]
@@ -196,19 +197,12 @@ class CollectionClient(TableClient, RowService):
             self._pushed += 1
 
     def push_dropped(self) -> None:
-        """Push an empty batch for each pulled batch that was dropped."""
         with self.lock:
             while not self.dropped.empty():
                 if (pulled := self.dropped.get()).num_restores == self.num_restores:
                     for server in range(len(self._connections)):
                         self._submit(server, "push", {"batch": pulled.batch, "lr": 0.0, "sizes": None})
                     self._pushed += 1
-
-    end = push_dropped
-
-    def snapshot(self, path: Path, changes_only: bool = False, chain: str = "checkpoints") -> list[Values]:
-        self.push_dropped()
-        return super().snapshot(path, changes_only, chain)
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
         self.num_restores += 1

@@ -1,4 +1,4 @@
-"""Rows of a server's partitions of a collection's tables, in memory or on disk, and the changes of these rows."""
+"""Rows of a server's partitions of a collection's tables, in memory or on disk, their changes, and their leases."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
