@@ -8,7 +8,7 @@ servers.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from tritonemb.types import AdmissionConfig, CacheConfig, TableConfig
 Respond = Callable[[Message | Exception], None]
 
 
-@dataclass(frozen=True)
-class PulledTable:
+class PulledTable(NamedTuple):
     """Rows of a table's ids that a trainer has pulled from one server."""
 
     rows: Tensor  # `[n, embedding_dim]`, of all ids, or of those whose versions differ from the trainer's
@@ -58,7 +57,7 @@ class TableCodecs:
 
     def pack_reply(self, numbers: Sequence[int], tables: Sequence[PulledTable], steps: int) -> Message:
         """Encode a reply to a pull, with the number of applied steps."""
-        names = [field.name for field in fields(PulledTable) if tables and getattr(tables[0], field.name) is not None]
+        names = [name for name in PulledTable._fields if tables and getattr(tables[0], name) is not None]
         columns = {name: [getattr(table, name).contiguous() for table in tables] for name in names}
         if tables:
             columns["rows"] = self.pack(numbers, columns["rows"])
@@ -69,8 +68,8 @@ class TableCodecs:
         columns = {name: tensors[n * size : (n + 1) * size] for n, name in enumerate(values["fields"])}
         if numbers:
             columns["rows"] = self.unpack(numbers, columns["rows"])
-        rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-        return {number: PulledTable(**row) for number, row in zip(numbers, rows, strict=True)}
+        rows = zip(*columns.values(), strict=True)
+        return {n: PulledTable(**dict(zip(columns, row, strict=True))) for n, row in zip(numbers, rows, strict=True)}
 
 
 class RowCodecs:
@@ -91,8 +90,7 @@ class RowCodecs:
         return self._precision.scale_below(math.frexp(largest)[1] if math.isfinite(largest) else 128)
 
 
-@dataclass(frozen=True)
-class PullRequest:
+class PullRequest(NamedTuple):
     """Pull of a trainer's batch; per table int64 `[n]`."""
 
     ids: list[Tensor]  # distinct
@@ -101,8 +99,7 @@ class PullRequest:
     respond: Respond  # called with the reply, or with the error of the batch
 
 
-@dataclass(frozen=True)
-class PushRequest:
+class PushRequest(NamedTuple):
     """Gradients of a trainer's batch."""
 
     tables: dict[int, tuple[Tensor, Tensor]]  # by number, ids and sums `[n, embedding_dim]`; none: it was not trained
