@@ -299,8 +299,7 @@ def _lease(served: ServedTables, values: Values, tensors: Sequence[Tensor], resp
 
 def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     ids, occurrences = served.partitions.split(values["sizes"], tensors, served.lease.dynamic_numbers)
-    rows, new_masks = served.lease.allocate(ids, occurrences, values["training"])
-    return {}, [torch.cat([tensors[0][:0], *rows]), torch.cat([tensors[0][:0].bool(), *new_masks])]
+    return {}, served.lease.allocate(ids, occurrences, values["training"])
 
 
 def _transfer(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:

@@ -225,24 +225,23 @@ class Lease:
         }
 
     @torch.no_grad()
-    def allocate(
-        self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], insert: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return rows of a batch's distinct ids in dynamic tables, -1 for refused ids, and masks of newly inserted ids.
+    def allocate(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], insert: bool) -> list[Tensor]:
+        """Return rows of a batch's distinct ids in dynamic tables, -1 for refused ids, and the mask of new ids.
 
         ValueError if a table is full; then the tables are unchanged.
         """
-        partitions, sizes = self._partitions, [*map(len, ids)]
+        partitions = self._partitions
         tables = [partitions.by_number[number] for number in self.dynamic_numbers]
         if not insert or not tables:
-            return find_all(tables, ids), [torch.zeros_like(table_ids, dtype=torch.bool) for table_ids in ids]
+            rows = cat(find_all(tables, ids))
+            return [rows, torch.zeros_like(rows, dtype=torch.bool)]
         rows, keys, _ = insert_batch(tables, *concat_ids(ids), torch.cat(list(occurrences)))
-        by_number = dict(zip(self.dynamic_numbers, rows.split(sizes), strict=True))
+        by_number = dict(zip(self.dynamic_numbers, rows.split([*map(len, ids)]), strict=True))
         partitions.changes.mark(by_number)
         partitions.changes.note_removed()
         if (pinned := partitions.pin([by_number.get(number, NO_ROWS) for number in partitions.numbers])) is not None:
             pinned.release()
-        return [*by_number.values()], [*((keys != NO_KEY) & (rows >= 0)).split(sizes)]
+        return [rows, (keys != NO_KEY) & (rows >= 0)]
 
     def check(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
         """Check keys by table number, and the records of the first of them; ValueError."""
