@@ -193,8 +193,7 @@ def attach(
         else:
             servers.clients.append(client := _client(tables, servers, staleness, accumulate, group, name, exchange))
             tables.attach(client)
-    if group.size > 1:
-        group.all_gather_object(None)  # no trainer pulls before all are attached
+    group.all_gather_object(None)  # no trainer pulls before all are attached
 
 
 def attach_for_reading(model: nn.Module, servers: Servers) -> None:
@@ -291,8 +290,7 @@ def _spec(
         raise ValueError("embedding servers apply a fused optimizer; give the collection one")
     if -1 in seeds:  # created on the meta device
         seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
-    seeds = group.all_gather_object(seeds)[0] if group.size > 1 else seeds
-    pairs = zip(tables.configs, seeds, strict=True)
+    pairs = zip(tables.configs, group.all_gather_object(seeds)[0], strict=True)
     specs = tuple(TableSpec.from_config(config, seed, tables.optimizer) for config, seed in pairs)
     starts = tuple(split_partitions(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
     options |= {"row_codec": exchange.forward, "gradient_codec": exchange.backward}
