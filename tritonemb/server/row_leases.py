@@ -51,11 +51,8 @@ class LeaseClient(CollectionClient, RowStore):
         self._descriptions = self._submit_all("describe", {})
 
     def num_rows(self, table: str) -> int:
-        number = self.spec.numbers[table]
-        if number in self._row_offsets:
-            return int(self._row_offsets[number][-1])
-        shard = self.spec.shards[number]
-        return shard[1] if shard is not None else self.spec.tables[number].num_embeddings or 0
+        offsets = self._row_offsets.get(self.spec.numbers[table])
+        return 0 if offsets is None else int(offsets[-1])
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
         tables = [description for values, _ in self._descriptions for description in values["tables"]]

@@ -83,7 +83,7 @@ class RowStore(TableService, Protocol):
         """Number of updates of the trainers whose results the servers have."""
 
     def num_rows(self, table: str) -> int:
-        """Return the number of rows of a table; row numbers start at 0."""
+        """Return the number of rows of a dynamic table; row numbers start at 0."""
 
     def seed_and_clock(self, table: str) -> tuple[int, int]:
         """Return the seed of initial values, and the number of batches that were trained."""
