@@ -89,6 +89,7 @@ def test_ids_without_rows_read_as_initial_values():
 def test_rows_are_sent_once_while_the_cache_has_them():
     with local_servers(1) as servers:
         model = make(servers, cache=10_000)
+        assert not model.table_set.service.caches  # its rows would be a second copy
         (batch,) = batches(1)
         for _ in range(3):
             model(batch).sum().backward()

@@ -250,9 +250,10 @@ def _client(
     seeds = [cast(ServerTable, table).seed for table in tables.tables]
     options = {"trainers": group.size, "staleness": steps, "exact": exact, "batches": accumulate}
     spec = _spec(tables, seeds, servers, group, exchange, **options)
+    if spec.leases_rows:  # into the cache on the device
+        return LeaseClient(servers.connections, name, spec)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
-    client_class = LeaseClient if spec.leases_rows else CollectionClient
-    return client_class(servers.connections, name, spec, group.rank, caches)
+    return CollectionClient(servers.connections, name, spec, group.rank, caches)
 
 
 def _attach_shards(

@@ -34,8 +34,8 @@ class LeaseClient(CollectionClient, RowStore):
 
     applies_updates = False
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, connections: Sequence[Connection], name: str, spec: CollectionSpec) -> None:
+        super().__init__(connections, name, spec)
         self._lessee: Callable[[], TableSet | None] = lambda: None  # a weak reference, once registered
         self._has_lease = False
         self._pending_transfers: list[Transfer] = []
