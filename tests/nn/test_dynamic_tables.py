@@ -22,7 +22,7 @@ from tritonemb.kernels import dynamic_index, random, triton_utils
 from tritonemb.layout import INDEX_BYTES, WAYS, make_index
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import use_kernels
-from tritonemb.tables import dynamic_table
+from tritonemb.tables import dynamic_rows
 from tritonemb.tables import table as table_module
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.table_set import prefetch
@@ -614,8 +614,8 @@ def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
     table = config(capacity=2, eviction=te.EvictionConfig(protect=1))
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
     collection.table_set.lock.device = torch.device("cuda")
-    call = dynamic_table.kernel
-    for module in (dynamic_table, table_module):
+    call = dynamic_rows.kernel
+    for module in (dynamic_rows, table_module):
         monkeypatch.setattr(
             module, "kernel", lambda op, *device: (done.append((current[0].name, op)), call(op, *device))[1]
         )
@@ -687,11 +687,11 @@ def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, d
     bounds, keys = 8 * torch.arange(num_tables + 1, device=device), range(num_tables)
     with use_kernels("triton"):
         for _ in range(2):  # addresses are uploaded once
-            dynamic_table.insert_batch(of_tables, ids, bounds, keys)
+            dynamic_rows.insert_batch(of_tables, ids, bounds, keys)
         batch = ids if known else ids - 1000
         with Launches(monkeypatch) as counted:
-            rows, _, _ = dynamic_table.insert_batch(of_tables, batch, bounds, keys)
+            rows, _, _ = dynamic_rows.insert_batch(of_tables, batch, bounds, keys)
     assert counted.waits == ["tolist"]
     assert len(counted.launched) == (10 if known else 12), counted.launched
-    assert torch.equal(rows, torch.cat(dynamic_table.find_all(of_tables, batch.split(8))))
+    assert torch.equal(rows, torch.cat(dynamic_rows.find_all(of_tables, batch.split(8))))
     assert bool((rows >= 0).all())

@@ -24,7 +24,8 @@ from tritonemb.server.snapshot import merge_table
 from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.tables import PulledTable, RowCodecs, TableCodecs
 from tritonemb.server.transport import Message, Values
-from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, insert_batch
+from tritonemb.tables.dynamic_rows import concat_ids, insert_batch
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import Pull, RowService, TableService
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 

@@ -17,7 +17,8 @@ from tritonemb.server.spec import CollectionSpec
 from tritonemb.storage.store import cpu_kernels, record_of
 from tritonemb.tables.batch import AssignedRows, RowBatch
 from tritonemb.tables.cached_lookup import PinnedBatch, prefetch_batch
-from tritonemb.tables.dynamic_table import DynamicTable, concat_ids, find_all, insert_batch
+from tritonemb.tables.dynamic_rows import concat_ids, find_all, insert_batch
+from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet

@@ -1,45 +1,19 @@
 """Dynamic tables: hash tables from int64 ids to rows, which are assigned to ids on first use in training."""
 
 import functools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.layout import (
-    DISTINCT,
-    EVICTED,
-    INDEX_BYTES,
-    MAX_ROWS_PER_SET,
-    MAX_USES,
-    MISSING,
-    NEEDED,
-    NO_KEY,
-    POSITION,
-    SET_BYTES,
-    DynamicIndex,
-    PendingInsert,
-    Rule,
-    dynamic_rows,
-    make_index,
-    nonzero,
-    partitions_of,
-    renumber,
-    segment_offsets,
-)
-from tritonemb.ops.registry import kernel
-from tritonemb.ops.row_cache import move_rows_
-from tritonemb.optimizers import StateSpec
-from tritonemb.tables.admission import Sketch, admits
+from tritonemb.layout import SET_BYTES, dynamic_rows, nonzero, partitions_of
 from tritonemb.tables.cached_table import CachedTable, metadata_kind
-from tritonemb.tables.table import Table, draw_seed, initialize, load_named_tensors
-from tritonemb.types import AdmissionConfig, Device, TableConfig
+from tritonemb.tables.dynamic_rows import DynamicRows
+from tritonemb.tables.table import draw_seed, load_named_tensors
 from tritonemb.utils import require
 
 R = TypeVar("R")
@@ -84,167 +58,6 @@ class DynamicStatistics:
         return self.num_bytes / self.rows if self.rows else 0.0
 
 
-def find_all(tables: Sequence["DynamicTable"], ids: Sequence[Tensor]) -> list[Tensor]:
-    """Find rows of ids, one tensor per table; see `DynamicTable.find`."""
-    return list(find_batch(tables, *concat_ids(ids)).split([*map(len, ids)])) if tables else []
-
-
-def find_batch(tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
-    """Find rows of a batch's ids, int64 `[N]`, -1 for ids without one; for arguments see `insert_batch`."""
-    find = kernel("dynamic_find_", values.device)
-    rows: Tensor = find([table.index for table in tables], values, bounds.contiguous(), table_of_key)[0]
-    return rows
-
-
-def concat_ids(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
-    """Concatenate ids of tables, int64, into the arguments of `insert_batch`: values, bounds and tables, a key each."""
-    bounds = segment_offsets(torch.tensor([*map(len, ids)])).to(ids[0].device)
-    return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds, range(len(ids))
-
-
-@torch.no_grad()
-def insert_batch(
-    tables: Sequence["DynamicTable"], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
-    occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
-) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
-    """Find or insert the ids of a batch, and count their uses; new rows get initial values and zero states.
-
-    Waits for the device once, more often with admission or `ttl`. A ValueError, if a table is full, changes nothing.
-
-    Args:
-        tables: on one device.
-        values: int64 `[N]`, the batch.
-        bounds: `[K + 1]`, where its keys begin and end.
-        table_of_key: index of the table that each key looks up, or -1.
-        occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
-        rules: eviction rules of an insertion that is not a step: it admits all ids and does not initialize rows.
-
-    Returns:
-        Rows, int64 `[N]`, -1 for ids that are refused, and the values themselves for other tables; keys, int32 `[N]`,
-        `NO_KEY` except for new ids; and whether any id is refused.
-    """
-    device, indexes, is_step = values.device, [table.index for table in tables], rules is None
-    rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
-    if occurrences is not None:
-        ends = segment_offsets(occurrences)
-        values, bounds = values.repeat_interleave(occurrences), ends[bounds]
-    # Find ids, and count the rows that new ids need. The host reads all counts in one copy.
-    for_host = values.new_zeros(5 * len(tables) + bounds.numel())
-    counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
-    steps = [step for step, _, _ in rules]
-    rows, previous_steps, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
-    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys)
-    if pending.keys.numel():
-        if is_step:
-            _admit(tables, pending)
-        starts = kernel("dynamic_room", device)(indexes, pending, rules, counts)
-    numbers = for_host.tolist()
-    key_bounds = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
-    table_counts = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
-    # Raise before anything changes but uses, which are undone.
-    for table, count in zip(tables, table_counts, strict=True):
-        if count[MISSING]:
-            for number, begin, end in key_bounds:
-                if number >= 0:
-                    undo_use(indexes[number], rows[begin:end], previous_steps[begin:end])
-            raise table.capacity_error(count[NEEDED], count[MISSING], is_step)
-    # Insert new ids and initialize their rows.
-    table_ends = [*accumulate((count[DISTINCT] for count in table_counts), initial=0)]
-    if size := table_ends[-1]:
-        ids, begins, table_numbers = pending.ids[:size], pending.begins[: size + 1], pending.tables[:size]
-        pending = pending._replace(ids=ids, begins=begins, tables=table_numbers)
-        new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
-        for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
-            table.count(inserts=count[NEEDED], evictions=count[EVICTED])
-            if table.removed_ids is not None and count[EVICTED]:
-                table.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
-            if is_step:
-                table.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
-        if is_step and not all(isinstance(table, CachedTable) for table in tables):
-            initialize(tables, tables[0].state_names, ids, new_rows, table_numbers)
-    # Advance the clocks and count.
-    if is_step:
-        for number, (table, count) in enumerate(zip(tables, table_counts, strict=True)):
-            lookups = sum(end - begin for key, begin, end in key_bounds if key == number)
-            table.clock += 1
-            table.count(lookups=lookups, hits=lookups - count[POSITION])
-            table.expire()
-    if occurrences is not None:
-        rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
-    return rows, keys, any(count[NEEDED] < count[DISTINCT] for count in table_counts)
-
-
-def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor) -> None:
-    """Undo the uses that `dynamic_find_` counted for a batch. Counts that were saturated at `MAX_USES` become lower."""
-    rows, previous_steps = rows[rows >= 0], previous_steps[rows >= 0]
-    changed = previous_steps < index.last_used[rows]
-    index.last_used[rows[changed]] = previous_steps[changed]
-    index.counts.index_add_(0, rows, torch.full_like(previous_steps, -1))
-
-
-def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
-    """Return ids of a partition whose rows were not used after the step `last`, int64 `[n]`, ascending."""
-    num_partitions = index.num_sets.numel()
-    rows = slice(partition, int(index.num_allocated[partition]) * num_partitions, num_partitions)
-    return index.ids[rows][index.last_used[rows] <= last].sort().values  # a freed row counts as used
-
-
-def _admit(tables: Sequence["DynamicTable"], pending: PendingInsert) -> None:
-    """Set `pending.admitted` for tables with an admission config."""
-    if all(table.config.admission == AdmissionConfig() for table in tables):
-        return
-    size, device = int(pending.numbers[-1]), pending.ids.device
-    occurrences = pending.begins[: size + 1].diff()
-    numbers = torch.arange(len(tables) + 1, dtype=torch.int32, device=device)
-    bounds = torch.searchsorted(pending.tables[:size], numbers).tolist()
-    for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):
-        if (admission := table.config.admission) != AdmissionConfig():
-            table_ids = pending.ids[begin:end], occurrences[begin:end]
-            pending.admitted[begin:end] = admits(admission, *table_ids, table.seed, table.sketch)
-
-
-class Lock:
-    """A reentrant lock, which also orders streams. A copy of its owner gets a new lock.
-
-    On a GPU a holder's stream waits for the streams of earlier holders and for recorded updates: a row that one holder
-    frees may get initial values from the next one, on another stream.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._lock = threading.RLock()
-        self.device = device
-        self._events: dict[str, torch.cuda.Event] = {}
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        self.wait()
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            self.record("holder")
-        finally:
-            self._lock.release()
-
-    def wait(self) -> None:
-        """Make this thread's stream wait for earlier holders and updates."""
-        if (stream := self._stream()) is not None:
-            for event in tuple(self._events.values()):
-                stream.wait_event(event)
-
-    def record(self, kind: str = "update") -> None:
-        """Make later holders wait for the work submitted to this thread's stream so far."""
-        if (stream := self._stream()) is not None:
-            self._events[kind] = stream.record_event()
-
-    def _stream(self) -> torch.cuda.Stream | None:
-        """Return this thread's stream; None on a CPU, or while the stream is being captured and runs nothing."""
-        on_gpu = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-        return torch.cuda.current_stream(self.device) if on_gpu else None
-
-    def __reduce__(self) -> Any:
-        return Lock, (self.device,)
-
-
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(method)
     def call(table: "DynamicTable", *args: Any, **kwargs: Any) -> R:
@@ -254,7 +67,7 @@ def _locked(method: Callable[..., R]) -> Callable[..., R]:
     return call
 
 
-class DynamicTable(Table):
+class DynamicTable(DynamicRows):
     """Table with a weight `[capacity, embedding_dim]`, states, and an index from ids to rows.
 
     `state_dict` has, sorted by id: `ids` int64 `[rows]`, their `weight` and states, `step` int64, the last step that
@@ -264,41 +77,6 @@ class DynamicTable(Table):
     A step is a batch that was trained, or prefetched for training. Memory is allocated as rows are, not for the
     capacity. Methods are thread-safe; the tables of a collection share one `lock`.
     """
-
-    index: DynamicIndex
-    zeroes_states = False
-
-    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
-        index_device = torch.empty(0, device=device).device
-        index_device = torch.device("cpu") if index_device.type == "meta" else index_device
-        self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
-        self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
-        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
-        self.index = make_index(num_rows, index_device, shard=config.partitions)
-        self._shard: tuple[int, int] = tuple(self.index.shard.tolist())
-        num_rows = len(self.index.ids)
-        first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
-        self._row_config = config.storage_config(num_rows, first)
-        self._counters = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
-        self.state_names = tuple(spec.name for spec in states)
-        self.clock, self.seed = 0, 0
-        self.removed_ids: list[Tensor] | None = None  # evicted or removed since the last snapshot; None: not tracked
-        self._row_numbers: Tensor | None = None  # saved row number by allocated row, see `load_row_state`
-        self.lock = Lock(index_device)
-        self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
-        super().__init__(config, states, device)
-
-    @property
-    def row_config(self) -> TableConfig:
-        return self._row_config
-
-    def row_ids(self) -> Tensor | None:
-        return self.index.ids
-
-    @property
-    def num_rows(self) -> int:
-        """Number of ids that have a row."""
-        return int(self.index.num_rows.sum())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return copies of weight and states of all rows, sorted by id."""
@@ -316,81 +94,11 @@ class DynamicTable(Table):
         c = self.config
         return f"{self.num_rows} of {len(self.index.ids)}, {c.embedding_dim}, pooling={c.pooling!r}, dtype={c.dtype}"
 
-    # For lookups.
-
-    def find(self, ids: Tensor) -> Tensor:
-        """Find rows of ids, int64 `[N]`, -1 for ids without one."""
-        return find_all([self], [ids])[0]
-
-    def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
-        """Return the error for an insertion of `needed` new ids of which `missing` find no row."""
-        title, eviction = f"table {self.config.name!r}", self.config.eviction
-        if not in_batch:
-            return ValueError(f"{title} has no room for {missing:,} of {needed:,} new ids; raise its capacity")
-        return ValueError(
-            f"{title}: cannot insert {missing:,} of {needed:,} new ids of a batch: {self.num_rows:,} of "
-            f"{len(self.index.ids):,} rows are in use, and rows of the last {eviction.protect} batches are protected; "
-            "raise the capacity, make batches smaller, or lower EvictionConfig(protect=...), at least 1"
-        )
-
-    def rule(self, step: int) -> Rule:
-        """Return the eviction rule for a batch of this step."""
-        eviction = self.config.eviction
-        return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
-
-    def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
-        """Record new ids of a step and their rows, -1 if refused; for `begins` see `PendingInsert`."""
-        if self.config.admission != AdmissionConfig():
-            if self.sketch is not None:
-                self.sketch.add(ids, begins.diff())
-            self.count(refused=int(begins.diff()[rows < 0].sum()))
-
-    def expire(self) -> None:
-        """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
-        (num_partitions, first), ttl = self._shard, self.config.eviction.ttl
-        if ttl is not None and 0 <= (partition := self.clock % num_partitions - first) < self.index.num_sets.numel():
-            expired = expired_ids(self.index, partition, self.clock - ttl - 1)
-            self.count(evictions=expired.numel())
-            self._call("dynamic_remove_", expired)
-            self.record_removed(expired)
-
-    def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-        """Find or assign rows of distinct ids; return them and a mask of new ids. Rows are not initialized."""
-        rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
-        return rows, keys != NO_KEY
-
-    def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        """Read weight and states of distinct rows; return copies by name."""
-        return {name: self._memory(name).detach()[rows] for name in ("weight", *self.state_names)}
-
-    def _write(
-        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
-    ) -> None:
-        """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""
-        target = [self._memory(name) for name in values]
-        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), target, strict=True)]
-        move_rows_(target, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
-
     def _to_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         tensor = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
         if tensor.dim() != 1:
             raise ValueError(f"ids must have one dimension, got shape {tuple(tensor.shape)}")
         return tensor.contiguous()
-
-    def record_removed(self, ids: Tensor) -> None:
-        """Add ids that have lost their rows to `removed_ids`."""
-        if self.removed_ids is not None and ids.numel():
-            self.removed_ids.append(ids)
-
-    def count(self, **numbers: int) -> None:
-        """Add to the counters of `statistics`."""
-        for name, number in numbers.items():
-            self._counters[name] += number
-
-    def _call(self, op: str, *args: Any) -> Any:
-        return kernel(op, self.index.ids.device)(self.index, *args)
-
-    # For users.
 
     @_locked
     def ids(self) -> Tensor:
@@ -435,7 +143,7 @@ class DynamicTable(Table):
         """
         distinct = self._to_ids(ids).unique()
         self.record_removed(distinct)
-        return int((self._call("dynamic_remove_", distinct) >= 0).sum())
+        return int((self.discard(distinct) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
         """Return `ids`, `weight`, states, `step` and `count`, sorted by id; with a path also write them to a file.
@@ -464,11 +172,6 @@ class DynamicTable(Table):
             parquet.write_table(pyarrow.table(columns), path)
         return tensors
 
-    def _memory(self, name: str) -> Tensor:
-        memory = self.weight.data if name == "weight" else self._buffers[name]
-        assert memory is not None
-        return memory
-
     def _check_rows(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
         title = f"table {self.config.name!r}"
         if (duplicates := ids[1:][ids[1:] == ids[:-1]]).numel():
@@ -488,18 +191,6 @@ class DynamicTable(Table):
         self.clear()
         if not self.weight.is_meta:  # a meta table leaves torch's generator unchanged
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
-
-    def clear(self) -> None:
-        """Remove all ids."""
-        self.removed_ids = None
-        if self.sketch is not None:
-            self.sketch.clear()
-        if not self.index.num_allocated.any():
-            return  # writing zeros would allocate memory
-        index = self.index
-        for tensor in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
-            tensor.zero_()
-        index.num_sets.fill_(1)
 
     @_locked
     def get_state(self) -> dict[str, Tensor]:
@@ -535,12 +226,6 @@ class DynamicTable(Table):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         load_named_tensors(self.templates(0), self.load_state, state_dict, prefix, *args)
 
-    def owns(self, ids: Tensor) -> Tensor:
-        """Return which ids belong to this shard of the table, bool `[N]`."""
-        num_partitions, first = self.index.shard.tolist()
-        partitions = partitions_of(ids, num_partitions) - first
-        return (partitions >= 0) & (partitions < self.index.num_sets.numel())
-
     @_locked
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Load the tensors of `state_dict`; a shard loads its own ids.
@@ -556,7 +241,7 @@ class DynamicTable(Table):
             self.sketch.check(state, title)
         owned_mask = self.owns(ids)
         ids, order, capacity = ids[owned_mask], order[owned_mask], len(self.index.ids) // self.index.num_sets.numel()
-        if (max_rows := int(partitions_of(ids, int(self.index.shard[0])).bincount(minlength=1).max())) > capacity:
+        if (max_rows := int(partitions_of(ids, self._shard[0]).bincount(minlength=1).max())) > capacity:
             raise ValueError(
                 f"{title} has {ids.numel():,} rows in the state_dict, {max_rows:,} of them in a partition that has "
                 f"room for {capacity:,}; raise its capacity"
@@ -572,57 +257,6 @@ class DynamicTable(Table):
         self.clock, self.seed = int(state["clock"]), int(state["seed"])
         if self.sketch is not None:
             self.sketch.load(state)
-
-    def reserve(self, rows: int) -> None:
-        """Size an empty index for about `rows` rows per partition."""
-        index, partitions = self.index, self.index.num_sets.numel()
-        if self.num_rows == 0:
-            sets = max(1, min(rows // MAX_ROWS_PER_SET, index.overflowed.numel() // partitions))
-            index.num_sets.fill_(sets)
-
-    def load_row_state(self, state: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
-        """Load the tensors of `state_dict` of ids, those at `order`.
-
-        Row numbers in `row` take effect when `apply_row_numbers` is called.
-        """
-        ids, step, count = (state[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
-        rows = self._allocate_rows(ids, step, count)
-        if "row" in state:
-            allocated_rows, rows = rows, state["row"].to(ids)[order] - self.row_config.row_origin
-            if self._row_numbers is None and not torch.equal(allocated_rows, rows):
-                self._row_numbers = torch.arange(len(self.index.ids), device=ids.device)
-            if self._row_numbers is not None:
-                self._row_numbers[allocated_rows] = rows
-        if values := {name: state[name] for name in ("weight", *self.state_names) if name in state}:
-            self._write(rows, values, None if isinstance(order, slice) else order, ids)
-
-    def apply_row_numbers(self) -> None:
-        """Renumber rows to the row numbers that `load_row_state` has loaded."""
-        if self._row_numbers is not None:
-            _, rows = dynamic_rows(self.index)
-            renumber(self.index, rows, self._row_numbers[rows])
-            self._row_numbers = None
-
-    def _allocate_rows(self, ids: Tensor, steps: Tensor, counts: Tensor) -> Tensor:
-        """Assign rows to distinct ids, with these last steps and use counts; there must be room for them."""
-        rows, new_mask = self._insert(ids, (MAX_USES, -1, 0))  # the latest step, so that uses can be undone
-        self.count(inserts=-int(new_mask.sum()))  # do not count loaded rows as inserts
-        uses = torch.stack([steps.int(), counts.clamp(max=MAX_USES).int()], 1)
-        self.index.uses[rows] = uses
-        return rows
-
-    def discard(self, ids: Tensor) -> None:
-        """Remove distinct ids if present, without recording them."""
-        self._call("dynamic_remove_", ids)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        table = super()._apply(fn, recurse)
-        if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
-            self.index = DynamicIndex(*(tensor.to(device) for tensor in self.index))
-            self.lock.device = device
-            if self.sketch is not None:
-                self.sketch.move(device)
-        return table
 
 
 class CachedDynamicTable(DynamicTable, CachedTable):

@@ -15,7 +15,7 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.layout import NUM_ROWS, Layout
 from tritonemb.ops.row_update import accumulate_, update_locks
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
-from tritonemb.tables.dynamic_table import DynamicTable, find_batch, insert_batch
+from tritonemb.tables.dynamic_rows import DynamicRows, find_batch, insert_batch
 from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch
 from tritonemb.tables.server_table import CachedServerTable
 from tritonemb.types import TableConfig
@@ -170,7 +170,7 @@ def assign_rows(
             index_of_key = {key: table_index for table_index, keys in enumerate(keys_of_tables) for key in keys}
             table_of_key, size = [index_of_key.get(key, -1) for key in range(len(batch.keys()))], batch.stride()
             bounds = batch.offsets()[::size] if size else batch.offsets().new_zeros(len(table_of_key) + 1)
-            dynamic_tables = cast(list[DynamicTable], list(dynamic.values()))
+            dynamic_tables = cast(list[DynamicRows], list(dynamic.values()))
             if training:
                 rows, _, any_refused = insert_batch(dynamic_tables, values, bounds, table_of_key, occurrences)
                 all_known = not any_refused

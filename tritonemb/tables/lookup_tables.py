@@ -20,10 +20,10 @@ from tritonemb.optimizers import Optimizer
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, configs_for_keys, split_lookups
 from tritonemb.tables.cache import Pins, PinState, create_cache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable, Lock
+from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable
 from tritonemb.tables.optimizer import OptimizedTables, States
 from tritonemb.tables.server_table import CachedServerTable, ServerTable
-from tritonemb.tables.table import Table
+from tritonemb.tables.table import Lock, Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]

@@ -1,5 +1,6 @@
-"""A table of a collection: its weight and its optimizer states, under their names in `state_dict`."""
+"""A table of a collection: its weight and its optimizer states, under their names in `state_dict`; its lock."""
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -150,3 +151,45 @@ class Table(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         raise TypeError(f"table {self.config.name!r} is part of a collection; call the collection")
+
+
+class Lock:
+    """A reentrant lock, which also orders streams. A copy of its owner gets a new lock.
+
+    On a GPU a holder's stream waits for the streams of earlier holders and for recorded updates: a row that one holder
+    frees may get initial values from the next one, on another stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._lock = threading.RLock()
+        self.device = device
+        self._events: dict[str, torch.cuda.Event] = {}
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.wait()
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self.record("holder")
+        finally:
+            self._lock.release()
+
+    def wait(self) -> None:
+        """Make this thread's stream wait for earlier holders and updates."""
+        if (stream := self._stream()) is not None:
+            for event in tuple(self._events.values()):
+                stream.wait_event(event)
+
+    def record(self, kind: str = "update") -> None:
+        """Make later holders wait for the work submitted to this thread's stream so far."""
+        if (stream := self._stream()) is not None:
+            self._events[kind] = stream.record_event()
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        """Return this thread's stream; None on a CPU, or while the stream is being captured and runs nothing."""
+        on_gpu = self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+        return torch.cuda.current_stream(self.device) if on_gpu else None
+
+    def __reduce__(self) -> Any:
+        return Lock, (self.device,)

@@ -1,0 +1,401 @@
+"""Rows of dynamic tables: assigned to ids on first use, if these are admitted, in memory on the device."""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from tritonemb.layout import (
+    DISTINCT,
+    EVICTED,
+    INDEX_BYTES,
+    MAX_ROWS_PER_SET,
+    MAX_USES,
+    MISSING,
+    NEEDED,
+    NO_KEY,
+    POSITION,
+    DynamicIndex,
+    PendingInsert,
+    Rule,
+    dynamic_rows,
+    make_index,
+    mix64,
+    partitions_of,
+    renumber,
+    segment_offsets,
+)
+from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_cache import move_rows_
+from tritonemb.optimizers import StateSpec
+from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.table import Lock, Table, initialize
+from tritonemb.types import AdmissionConfig, Device, TableConfig
+
+NUM_HASHES = 4  # cells per id
+HALVED_AFTER = 8  # occurrences per cell after which a partition's counts are halved
+
+
+class Sketch:
+    """Count-min sketch (Cormode and Muthukrishnan, 2005) of occurrences of ids without rows, with conservative update.
+
+    Each partition has its own cells, which are halved after `HALVED_AFTER` occurrences per cell.
+    """
+
+    def __init__(self, index: DynamicIndex, appearances: int) -> None:
+        self._num_partitions = index.num_sets.numel()
+        self._global_partitions, self._first_partition = index.shard.tolist()
+        limit = torch.iinfo(torch.int16).max
+        if appearances > limit:
+            raise ValueError(f"AdmissionConfig(appearances=...) must be at most {limit}, got {appearances}")
+        self._width = 1 << (len(index.ids) // self._num_partitions).bit_length()
+        device = index.ids.device
+        self._cells = torch.zeros(NUM_HASHES, self._num_partitions * self._width, dtype=torch.int16, device=device)
+        self._added = torch.zeros(self._num_partitions, dtype=torch.int64, device=device)
+
+    def move(self, device: torch.device) -> None:
+        self._cells, self._added = self._cells.to(device), self._added.to(device)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"sketch": self._cells.int(), "added": self._added.clone()}
+
+    def templates(self) -> dict[str, Tensor]:
+        """Return empty tensors of the counts of the unsharded table."""
+        cells = torch.empty(NUM_HASHES, self._global_partitions * self._width, dtype=torch.int32)  # gloo sends no int16
+        return {"sketch": cells, "added": torch.empty(self._global_partitions, dtype=torch.int64)}
+
+    def shard_spec(self, name: str) -> tuple[list[int], tuple[int, int]]:
+        """Return the shape of the unsharded table's `sketch` or `added`, and this shard's offset in it."""
+        num_partitions, first = self._global_partitions, self._first_partition
+        if name == "added":
+            return [num_partitions], (first, 0)
+        return [NUM_HASHES, num_partitions * self._width], (0, first * self._width)
+
+    def clear(self) -> None:
+        self._cells.zero_()
+        self._added.zero_()
+
+    def check(self, saved: Mapping[str, Tensor], title: str) -> None:
+        if saved["sketch"].shape != (shape := (NUM_HASHES, self._global_partitions * self._width)):
+            actual = tuple(saved["sketch"].shape)
+            raise ValueError(f"{title}: sketch must have shape {shape}, got {actual}: that of another capacity")
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Copy this shard's counts from those of the unsharded table."""
+        self._cells.copy_(saved["sketch"][:, self._first_partition * self._width :][:, : self._cells.shape[1]])
+        self._added.copy_(saved["added"][self._first_partition :][: self._num_partitions])
+
+    def counts(self, ids: Tensor) -> Tensor:
+        """Return upper bounds of the ids' occurrences since the last halving, int64 `[N]`."""
+        return self._cells.gather(1, self._cells_of(ids)[1]).amin(0).long()
+
+    def add(self, ids: Tensor, occurrences: Tensor) -> None:
+        """Add the occurrences of distinct ids."""
+        partitions, cells = self._cells_of(ids)
+        counts = (self._cells.gather(1, cells).amin(0) + occurrences).clamp(max=torch.iinfo(torch.int16).max)
+        self._cells.scatter_reduce_(1, cells, counts.short().expand_as(cells), "amax")
+        self._added.index_add_(0, partitions, occurrences)
+        full = self._added >= HALVED_AFTER * self._width
+        if full.any():
+            self._cells.view(NUM_HASHES, self._num_partitions, self._width)[:, full] >>= 1
+            self._added[full] = 0
+
+    def _cells_of(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        mixed, partitions = mix64(ids), partitions_of(ids, self._global_partitions) - self._first_partition
+        cells = [mix64(mixed + n) & self._width - 1 for n in range(1, NUM_HASHES + 1)]  # the width is a power of two
+        return partitions, partitions * self._width + torch.stack(cells)
+
+
+class DynamicRows(Table):
+    """Base of `DynamicTable`: the index from ids to rows, and the rows of the table's memory on the device."""
+
+    index: DynamicIndex
+    zeroes_states = False
+
+    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
+        index_device = torch.empty(0, device=device).device
+        index_device = torch.device("cpu") if index_device.type == "meta" else index_device
+        self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
+        self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
+        num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
+        self.index = make_index(num_rows, index_device, shard=config.partitions)
+        self._shard: tuple[int, int] = tuple(self.index.shard.tolist())
+        num_rows = len(self.index.ids)
+        first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
+        self._row_config = config.storage_config(num_rows, first)
+        self._counters = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
+        self.state_names = tuple(spec.name for spec in states)
+        self.clock, self.seed = 0, 0
+        self.removed_ids: list[Tensor] | None = None  # evicted or removed since the last snapshot; None: not tracked
+        self._row_numbers: Tensor | None = None  # saved row number by allocated row, see `load_row_state`
+        self.lock = Lock(index_device)
+        self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
+        super().__init__(config, states, device)
+
+    @property
+    def row_config(self) -> TableConfig:
+        return self._row_config
+
+    def row_ids(self) -> Tensor | None:
+        return self.index.ids
+
+    @property
+    def num_rows(self) -> int:
+        """Number of ids that have a row."""
+        return int(self.index.num_rows.sum())
+
+    def find(self, ids: Tensor) -> Tensor:
+        """Find rows of ids, int64 `[N]`, -1 for ids without one."""
+        return find_all([self], [ids])[0]
+
+    def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
+        """Return the error for an insertion of `needed` new ids of which `missing` find no row."""
+        title, eviction = f"table {self.config.name!r}", self.config.eviction
+        if not in_batch:
+            return ValueError(f"{title} has no room for {missing:,} of {needed:,} new ids; raise its capacity")
+        return ValueError(
+            f"{title}: cannot insert {missing:,} of {needed:,} new ids of a batch: {self.num_rows:,} of "
+            f"{len(self.index.ids):,} rows are in use, and rows of the last {eviction.protect} batches are protected; "
+            "raise the capacity, make batches smaller, or lower EvictionConfig(protect=...), at least 1"
+        )
+
+    def rule(self, step: int) -> Rule:
+        """Return the eviction rule for a batch of this step."""
+        eviction = self.config.eviction
+        return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
+
+    def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
+        """Record new ids of a step and their rows, -1 if refused; for `begins` see `PendingInsert`."""
+        if self.config.admission != AdmissionConfig():
+            if self.sketch is not None:
+                self.sketch.add(ids, begins.diff())
+            self.count(refused=int(begins.diff()[rows < 0].sum()))
+
+    def expire(self) -> None:
+        """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
+        (num_partitions, first), ttl = self._shard, self.config.eviction.ttl
+        if ttl is not None and 0 <= (partition := self.clock % num_partitions - first) < self.index.num_sets.numel():
+            expired = expired_ids(self.index, partition, self.clock - ttl - 1)
+            self.count(evictions=expired.numel())
+            self.discard(expired)
+            self.record_removed(expired)
+
+    def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
+        """Find or assign rows of distinct ids; return them and a mask of new ids. Rows are not initialized."""
+        rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
+        return rows, keys != NO_KEY
+
+    def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
+        """Read weight and states of distinct rows; return copies by name."""
+        return {name: self._memory(name).detach()[rows] for name in ("weight", *self.state_names)}
+
+    def _write(
+        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
+    ) -> None:
+        """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""
+        target = [self._memory(name) for name in values]
+        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), target, strict=True)]
+        move_rows_(target, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
+
+    def record_removed(self, ids: Tensor) -> None:
+        """Add ids that have lost their rows to `removed_ids`."""
+        if self.removed_ids is not None and ids.numel():
+            self.removed_ids.append(ids)
+
+    def count(self, **numbers: int) -> None:
+        """Add to the counters of `statistics`."""
+        for name, number in numbers.items():
+            self._counters[name] += number
+
+    def _memory(self, name: str) -> Tensor:
+        memory = self.weight.data if name == "weight" else self._buffers[name]
+        assert memory is not None
+        return memory
+
+    def clear(self) -> None:
+        """Remove all ids."""
+        self.removed_ids = None
+        if self.sketch is not None:
+            self.sketch.clear()
+        if not self.index.num_allocated.any():
+            return  # writing zeros would allocate memory
+        index = self.index
+        for tensor in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
+            tensor.zero_()
+        index.num_sets.fill_(1)
+
+    def owns(self, ids: Tensor) -> Tensor:
+        """Return which ids belong to this shard of the table, bool `[N]`."""
+        num_partitions, first = self._shard
+        partitions = partitions_of(ids, num_partitions) - first
+        return (partitions >= 0) & (partitions < self.index.num_sets.numel())
+
+    def reserve(self, rows: int) -> None:
+        """Size an empty index for about `rows` rows per partition."""
+        index, partitions = self.index, self.index.num_sets.numel()
+        if self.num_rows == 0:
+            sets = max(1, min(rows // MAX_ROWS_PER_SET, index.overflowed.numel() // partitions))
+            index.num_sets.fill_(sets)
+
+    def load_row_state(self, state: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
+        """Load the tensors of `state_dict` of ids, those at `order`; there must be room for them.
+
+        Row numbers in `row` take effect when `apply_row_numbers` is called.
+        """
+        ids, step, count = (state[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
+        rows, new_mask = self._insert(ids, (MAX_USES, -1, 0))  # the latest step, so that uses can be undone
+        self.count(inserts=-int(new_mask.sum()))  # do not count loaded rows as inserts
+        self.index.uses[rows] = torch.stack([step.int(), count.clamp(max=MAX_USES).int()], 1)
+        if "row" in state:
+            allocated_rows, rows = rows, state["row"].to(ids)[order] - self.row_config.row_origin
+            if self._row_numbers is None and not torch.equal(allocated_rows, rows):
+                self._row_numbers = torch.arange(len(self.index.ids), device=ids.device)
+            if self._row_numbers is not None:
+                self._row_numbers[allocated_rows] = rows
+        if values := {name: state[name] for name in ("weight", *self.state_names) if name in state}:
+            self._write(rows, values, None if isinstance(order, slice) else order, ids)
+
+    def apply_row_numbers(self) -> None:
+        """Renumber rows to the row numbers that `load_row_state` has loaded."""
+        if self._row_numbers is not None:
+            _, rows = dynamic_rows(self.index)
+            renumber(self.index, rows, self._row_numbers[rows])
+            self._row_numbers = None
+
+    def discard(self, ids: Tensor) -> Tensor:
+        """Remove distinct ids, without recording them; return the rows that they had, -1 if absent."""
+        rows: Tensor = kernel("dynamic_remove_", ids.device)(self.index, ids)
+        return rows
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        table = super()._apply(fn, recurse)
+        if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
+            self.index = DynamicIndex(*(tensor.to(device) for tensor in self.index))
+            self.lock.device = device
+            if self.sketch is not None:
+                self.sketch.move(device)
+        return table
+
+
+def find_all(tables: Sequence[DynamicRows], ids: Sequence[Tensor]) -> list[Tensor]:
+    """Find rows of ids, one tensor per table; see `DynamicRows.find`."""
+    return list(find_batch(tables, *concat_ids(ids)).split([*map(len, ids)])) if tables else []
+
+
+def find_batch(tables: Sequence[DynamicRows], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
+    """Find rows of a batch's ids, int64 `[N]`, -1 for ids without one; for arguments see `insert_batch`."""
+    find = kernel("dynamic_find_", values.device)
+    rows: Tensor = find([table.index for table in tables], values, bounds.contiguous(), table_of_key)[0]
+    return rows
+
+
+def concat_ids(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
+    """Concatenate ids of tables, int64, into the arguments of `insert_batch`: values, bounds and tables, a key each."""
+    bounds = segment_offsets(torch.tensor([*map(len, ids)])).to(ids[0].device)
+    return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds, range(len(ids))
+
+
+@torch.no_grad()
+def insert_batch(
+    tables: Sequence[DynamicRows], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
+    occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
+) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
+    """Find or insert the ids of a batch, and count their uses; new rows get initial values and zero states.
+
+    Waits for the device once, more often with admission or `ttl`. A ValueError, if a table is full, changes nothing.
+
+    Args:
+        tables: on one device.
+        values: int64 `[N]`, the batch.
+        bounds: `[K + 1]`, where its keys begin and end.
+        table_of_key: index of the table that each key looks up, or -1.
+        occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
+        rules: eviction rules of an insertion that is not a step: it admits all ids and does not initialize rows.
+
+    Returns:
+        Rows, int64 `[N]`, -1 for ids that are refused, and the values themselves for other tables; keys, int32 `[N]`,
+        `NO_KEY` except for new ids; and whether any id is refused.
+    """
+    device, indexes, is_step = values.device, [table.index for table in tables], rules is None
+    rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
+    if occurrences is not None:
+        ends = segment_offsets(occurrences)
+        values, bounds = values.repeat_interleave(occurrences), ends[bounds]
+    # Find ids, and count the rows that new ids need. The host reads all counts in one copy.
+    for_host = values.new_zeros(5 * len(tables) + bounds.numel())
+    counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
+    steps = [step for step, _, _ in rules]
+    rows, previous_steps, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
+    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys)
+    if pending.keys.numel():
+        if is_step:
+            _admit(tables, pending)
+        starts = kernel("dynamic_room", device)(indexes, pending, rules, counts)
+    numbers = for_host.tolist()
+    key_bounds = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
+    table_counts = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
+    # Raise before anything changes but uses, which are undone.
+    for table, count in zip(tables, table_counts, strict=True):
+        if count[MISSING]:
+            for number, begin, end in key_bounds:
+                if number >= 0:
+                    undo_use(indexes[number], rows[begin:end], previous_steps[begin:end])
+            raise table.capacity_error(count[NEEDED], count[MISSING], is_step)
+    # Insert new ids and initialize their rows.
+    table_ends = [*accumulate((count[DISTINCT] for count in table_counts), initial=0)]
+    if size := table_ends[-1]:
+        ids, begins, table_numbers = pending.ids[:size], pending.begins[: size + 1], pending.tables[:size]
+        pending = pending._replace(ids=ids, begins=begins, tables=table_numbers)
+        new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
+        for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
+            table.count(inserts=count[NEEDED], evictions=count[EVICTED])
+            if table.removed_ids is not None and count[EVICTED]:
+                table.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
+            if is_step:
+                table.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
+        if is_step and not all(isinstance(table, CachedTable) for table in tables):
+            initialize(tables, tables[0].state_names, ids, new_rows, table_numbers)
+    # Advance the clocks and count.
+    if is_step:
+        for number, (table, count) in enumerate(zip(tables, table_counts, strict=True)):
+            lookups = sum(end - begin for key, begin, end in key_bounds if key == number)
+            table.clock += 1
+            table.count(lookups=lookups, hits=lookups - count[POSITION])
+            table.expire()
+    if occurrences is not None:
+        rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
+    return rows, keys, any(count[NEEDED] < count[DISTINCT] for count in table_counts)
+
+
+def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor) -> None:
+    """Undo the uses that `dynamic_find_` counted for a batch. Counts that were saturated at `MAX_USES` become lower."""
+    rows, previous_steps = rows[rows >= 0], previous_steps[rows >= 0]
+    changed = previous_steps < index.last_used[rows]
+    index.last_used[rows[changed]] = previous_steps[changed]
+    index.counts.index_add_(0, rows, torch.full_like(previous_steps, -1))
+
+
+def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
+    """Return ids of a partition whose rows were not used after the step `last`, int64 `[n]`, ascending."""
+    num_partitions = index.num_sets.numel()
+    rows = slice(partition, int(index.num_allocated[partition]) * num_partitions, num_partitions)
+    return index.ids[rows][index.last_used[rows] <= last].sort().values  # a freed row counts as used
+
+
+def _admit(tables: Sequence[DynamicRows], pending: PendingInsert) -> None:
+    """Set `pending.admitted` for tables with an admission config."""
+    if all(table.config.admission == AdmissionConfig() for table in tables):
+        return
+    size, device = int(pending.numbers[-1]), pending.ids.device
+    occurrences = pending.begins[: size + 1].diff()
+    numbers = torch.arange(len(tables) + 1, dtype=torch.int32, device=device)
+    bounds = torch.searchsorted(pending.tables[:size], numbers).tolist()
+    for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):
+        admission, ids, admitted = table.config.admission, pending.ids[begin:end], pending.admitted[begin:end]
+        if admission.probability < 1.0:
+            drawn = mix64(mix64(ids) ^ table.seed) >> 11 & 2**53 - 1
+            admitted &= drawn < int(admission.probability * 2.0**53)
+        if table.sketch is not None:
+            admitted &= table.sketch.counts(ids) + occurrences[begin:end] >= admission.appearances
