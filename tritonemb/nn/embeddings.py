@@ -17,7 +17,7 @@ from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.optimizer import States
 from tritonemb.tables.table import new_weight
-from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, Device, Pooling, TableConfig
 
 
 class EmbeddingBag(SingleTable, TorchEmbeddingBag):
@@ -71,8 +71,10 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             unsupported = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
             unsupported |= {"_weight": _weight is not None, f"mode={mode!r}": mode not in ("sum", "mean")}
             attributes = {"mode": mode, "include_last_offset": include_last_offset, "padding_idx": padding_idx}
-            sizes = num_embeddings, embedding_dim, "mean" if mode == "mean" else "sum", device, dtype
-            become_dynamic(self, DynamicEmbeddingBag, *sizes, optimizer, dynamic, unsupported, attributes)
+            sizes, dtype = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
+            pooling: Pooling = "mean" if mode == "mean" else "sum"
+            config = TableConfig(type(self).__name__, *sizes, pooling=pooling, dtype=dtype, **dynamic)
+            become_dynamic(self, config, optimizer, device, dynamic, unsupported, attributes)
             return
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
         TorchEmbeddingBag.__init__(
@@ -244,8 +246,9 @@ class Embedding(SingleTable, TorchEmbedding):
         if num_embeddings is None or dynamic:
             unsupported = {"max_norm": max_norm is not None, "scale_grad_by_freq": scale_grad_by_freq, "sparse": sparse}
             unsupported |= {"_weight": _weight is not None, "_freeze": _freeze}
-            sizes, attributes = (num_embeddings, embedding_dim, "none", device, dtype), {"padding_idx": padding_idx}
-            become_dynamic(self, DynamicEmbedding, *sizes, optimizer, dynamic, unsupported, attributes)
+            sizes, dtype = (num_embeddings, embedding_dim), dtype or torch.get_default_dtype()
+            config = TableConfig(type(self).__name__, *sizes, pooling="none", dtype=dtype, **dynamic)
+            become_dynamic(self, config, optimizer, device, dynamic, unsupported, {"padding_idx": padding_idx})
             return
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
         TorchEmbedding.__init__(
@@ -381,22 +384,22 @@ class DynamicEmbedding(DynamicModule, Embedding):
 
 
 def become_dynamic(
-    module: SingleTable, kind: type[DynamicModule], num_embeddings: int | None, embedding_dim: int, pooling: Any,
-    device: Device, dtype: torch.dtype | None, optimizer: Optimizer | None, dynamic: Mapping[str, Any],
+    module: SingleTable, config: TableConfig, optimizer: Optimizer | None, device: Device, dynamic: Mapping[str, Any],
     unsupported: Mapping[str, Any], attributes: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Construct `module` as the subclass `kind`; raise TypeError or ValueError for unsupported arguments."""
-    name = type(module).__name__
-    dtype = dtype or torch.get_default_dtype()
-    config = TableConfig(name, num_embeddings, embedding_dim, pooling=pooling, dtype=dtype, **dynamic)
+    """Construct `module` with a dynamic table; raise TypeError or ValueError for unsupported arguments."""
+    name, kinds = config.name, {EmbeddingBag: DynamicEmbeddingBag, Embedding: DynamicEmbedding}
     conflicting = [option for option, is_set in unsupported.items() if is_set] if config.is_dynamic else [*dynamic]
     if conflicting or not config.is_dynamic:
-        raise ValueError(f"{name}: {', '.join(conflicting)} conflicts with num_embeddings={num_embeddings}; omit one")
-    if kind.__bases__[-1] is not type(module):
+        raise ValueError(
+            f"{name}: {', '.join(conflicting)} conflicts with num_embeddings={config.num_embeddings}; omit one"
+        )
+    if type(module) not in kinds:
         raise TypeError(f"{name} is a subclass, which needs num_embeddings; use an embedding with None as a submodule")
-    collection = (EmbeddingCollection if pooling == "none" else EmbeddingBagCollection)([config], optimizer, device)
+    collection_type = EmbeddingCollection if config.pooling == "none" else EmbeddingBagCollection
+    collection = collection_type([config], optimizer, device)
     nn.Module.__init__(module)
-    module.__class__ = kind
+    module.__class__ = kinds[type(module)]
     table, plain = collection.tables[0], {"max_norm": None, "norm_type": 2.0, "scale_grad_by_freq": False}
     vars(module).update(plain, sparse=False, num_embeddings=None, embedding_dim=config.embedding_dim, **attributes)
     vars(module).update(_collection=collection, _optimized=collection._optimized, table=table)
