@@ -92,20 +92,6 @@ def find_positions(batch: KeyedJaggedTensor, keys: Mapping[int, list[int]]) -> d
     }
 
 
-def split_lookups(configs: Sequence[TableConfig], batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """Return a batch with one key per lookup.
-
-    Keys keep their order, so that a row's gradients are summed in the order of a device table.
-    """
-    batches = []
-    for feature in batch.keys():  # noqa: SIM118
-        values, offsets, weights = batch[feature].values(), batch[feature].offsets(), batch[feature].weights_or_none()
-        names = [config.name for config in configs if feature in config.feature_names]
-        # A table's name has no dot, so no other pair has the key.
-        batches += [KeyedJaggedTensor([f"{name}.{feature}"], values, weights, offsets=offsets) for name in names]
-    return KeyedJaggedTensor.concat(batches)
-
-
 def configs_for_keys(configs: Sequence[TableConfig], keys: Sequence[str]) -> Sequence[TableConfig]:
     """Return table configs for a batch with these keys, or with one key per lookup; ValueError for missing keys."""
     missing = [feature for config in configs for feature in config.feature_names if feature not in keys]

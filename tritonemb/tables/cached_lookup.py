@@ -15,7 +15,7 @@ from tritonemb.layout import NUM_ROWS
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
 from tritonemb.tables.cache import PinState, RowCache
 from tritonemb.tables.lookup import assign_rows, check_protected, check_trainable, look_up_prepared, raise_no_optimizer
-from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch
+from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
 
 _tickets = itertools.count(1)
 prefetched: WeakValueDictionary[int, "PinnedBatch"] = WeakValueDictionary()  # by ticket
@@ -129,7 +129,7 @@ def prefetch_batch(
         assigned = assign_rows(tables, features, occurrences=occurrences)
     inputs = checked_batch(features) if assigned is None else assigned.features
     # Lay the batch out with one key per lookup, over whole tables and over their slots.
-    batch, table_layout = tables.split_lookups(inputs)
+    batch, table_layout = split_lookups(tables, inputs)
     keys, values, offsets = batch.keys(), batch.values(), batch.offsets()
     slot_layout = cache.storage.slot_layout(tuple(keys), table_layout)
     find_replica_rows = tables.update.replica_rows(tables) if training else None

@@ -16,7 +16,7 @@ from tritonemb.layout import NUM_ROWS, Layout
 from tritonemb.ops.row_update import accumulate_, update_locks
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
 from tritonemb.tables.dynamic_rows import DynamicRows, find_batch, insert_batch
-from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch
+from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
 from tritonemb.tables.server_table import CachedServerTable
 from tritonemb.types import TableConfig
 
@@ -64,8 +64,8 @@ def check_trainable(tables: LookupTables, batch: PreparedBatch) -> bool:
     """Return whether the backward of a lookup made now updates the tables; raise if it must not, or cannot."""
     training = tables.trains()
     check_gradients(tables, batch.rows.sample_weights, batch.training or not training)
-    if training:
-        batch.check_update(tables)
+    if training and not tables.on_servers:  # servers sum the gradients of all ranks, so their tables cannot diverge
+        tables.update.check(tables)
     return training
 
 
@@ -153,7 +153,7 @@ def assign_rows(
     batch, dynamic = checked_batch(features), tables.dynamic
     if tables.bounds_check == "raise" and (problem := find_invalid(tables.configs, batch)):
         raise problem
-    batch, layout = tables.split_lookups(batch)
+    batch, layout = split_lookups(tables, batch)
     # Register the tables' lock with the updates, so that rows are reassigned after updates on other streams.
     training = tables.trains()
     if torch.is_grad_enabled() and not training and any(table.weight.requires_grad for table in dynamic.values()):

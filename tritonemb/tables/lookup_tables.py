@@ -17,7 +17,7 @@ from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of, make_la
 from tritonemb.ops.registry import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, configs_for_keys, split_lookups
+from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, configs_for_keys
 from tritonemb.tables.cache import Pins, PinState, create_cache
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable
@@ -82,10 +82,6 @@ class PreparedBatch:
     training: bool  # whether gradients were recorded when the batch was prepared
     assigned: AssignedRows | None = None  # the batch with rows instead of ids, if tables are dynamic
     pins: Pins | None = None  # if tables are cached
-
-    def check_update(self, tables: "LookupTables") -> None:
-        """Raise in the forward if the tables must not be updated."""
-        tables.update.check(tables)
 
     def unknown_ids(self, tables: "LookupTables") -> UnknownIds | None:
         """Return the temporary tables by which the batch is read, None if all ids have rows."""
@@ -314,14 +310,6 @@ class LookupTables(OptimizedTables):
         options = self.counters["pending"], shared, accumulator, check_bounds, self.dtype_of(fused.weights)
         return ops.FusedBatch(fused, values, offsets, sample_weights, *options, groups, layout).look_up()
 
-    def split_lookups(self, batch: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Layout]:
-        """Return the batch with one key per lookup, so that each value is a row of one table, and its layout."""
-        layout, device = self.layout(batch.keys(), batch.values().device), batch.values().device
-        if layout.multiplicity <= 1:
-            return batch, layout
-        batch = split_lookups(self.configs, batch)
-        return batch, self.layout(batch.keys(), device)
-
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         """Return the dtype of a lookup's result."""
         if self.output_dtype is not None:
@@ -397,6 +385,24 @@ class LookupTables(OptimizedTables):
     def memory(self) -> AbstractContextManager[Any]:
         """Return a lock to hold while the tables' tensors are used; their cache may replace them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.storage.lock
+
+
+def split_lookups(tables: LookupTables, batch: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Layout]:
+    """Return the batch with one key per lookup, so that each value is a row of one table, and its layout.
+
+    Keys keep their order, so that a row's gradients are summed in the order of a device table.
+    """
+    layout, device = tables.layout(batch.keys(), batch.values().device), batch.values().device
+    if layout.multiplicity <= 1:
+        return batch, layout
+    batches = []
+    for feature in batch.keys():  # noqa: SIM118
+        values, offsets, weights = batch[feature].values(), batch[feature].offsets(), batch[feature].weights_or_none()
+        names = [config.name for config in tables.configs if feature in config.feature_names]
+        # A table's name has no dot, so no other pair has the key.
+        batches += [KeyedJaggedTensor([f"{name}.{feature}"], values, weights, offsets=offsets) for name in names]
+    batch = KeyedJaggedTensor.concat(batches)
+    return batch, tables.layout(batch.keys(), device)
 
 
 def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor]) -> bool:

@@ -19,7 +19,7 @@ from tritonemb.ops.row_update import MicroBatch
 from tritonemb.tables.batch import RowBatch, checked_batch, find_invalid, find_positions, row_sums
 from tritonemb.tables.cache import PinState
 from tritonemb.tables.lookup import look_up_prepared
-from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch
+from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
 from tritonemb.tables.server_table import Pull, RowService, ServerTable
 
 Deduplicated = tuple[RowBatch, Sequence[Tensor]]  # values index the ids: per table, int64 `[n]`, distinct and ascending
@@ -43,9 +43,6 @@ class PulledBatch(PreparedBatch):
             return False
         self.state = PinState.ACQUIRED
         return True
-
-    def check_update(self, tables: LookupTables) -> None:
-        """Servers sum the gradients of all ranks, so their tables cannot diverge."""
 
     def read(self, tables: LookupTables) -> Tensor:
         rows, device = self.rows, self.rows.values.device
@@ -100,7 +97,7 @@ class PulledLookup(DeviceLookup):
         batch, service = checked_batch(features), cast(ServerTable, tables.tables[0]).require_service()
         if tables.bounds_check == "raise" and (problem := find_invalid(tables.configs, batch)):
             raise problem
-        batch, layout = tables.split_lookups(batch)
+        batch, layout = split_lookups(tables, batch)
         training = tables.trains()
         with torch.no_grad(), torch.inference_mode(False):
             any_dynamic = any(config.is_dynamic for config in tables.configs)
