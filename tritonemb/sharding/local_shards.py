@@ -103,7 +103,7 @@ class LocalShards:
         steps = [LocalShard(step, is_primary=saves_step and not n) for n, step in enumerate(counters)]
         result: dict[str, Any] = {f"{prefix}step": TableShards((), torch.int64, steps)}
         if self.configs[0].placement == "server":
-            for config in self.configs if not metadata_kind() else ():
+            for config in self.configs if not metadata_kind.get() else ():
                 assert self.service is not None
                 tensors: Mapping[str, Any] = self.service.tensors(config.name)
                 result |= {f"{prefix}{config.name}.{name}": value for name, value in tensors.items()}
@@ -134,7 +134,7 @@ class LocalShards:
     def _dynamic_state(self) -> dict[str, Any]:
         """Return the state of dynamic tables, with rows by rank, then by id; a collective if there are such tables."""
         result: dict[str, Any] = {}
-        if metadata_kind() == "parameters" or not any(config.is_dynamic for config in self.configs):
+        if metadata_kind.get() == "parameters" or not any(config.is_dynamic for config in self.configs):
             return result
         local_tables = {placed.table: table for placed, table in self.dynamic_tables()}
         num_rows = [local_tables[n].num_rows if n in local_tables else 0 for n in range(len(self.configs))]

@@ -182,7 +182,7 @@ class CachedTable(Table):
 
     def disk_tensors(self) -> dict[str, Tensor] | None:
         """Return references to the fields of a table on disk within `metadata_only`, else None."""
-        if not _metadata_only.get() or self.config.placement != "disk":
+        if not metadata_kind.get() or self.config.placement != "disk":
             return None
         sizes = {f.name: [f.size] * (not f.is_scalar) for f in self.record.fields}
         return {
@@ -307,7 +307,8 @@ def _temporary_path(config: TableConfig) -> Iterator[Path]:
         yield Path(path) / f"{config.name.replace('/', '-')[:100]}.rows"
 
 
-_metadata_only: ContextVar[str] = ContextVar("metadata_only", default="")
+# "parameters" in a block of `metadata_only(parameters=True)`, "disk" in another one, else "".
+metadata_kind: ContextVar[str] = ContextVar("metadata_kind", default="")
 
 
 @contextmanager
@@ -316,16 +317,11 @@ def metadata_only(parameters: bool = False) -> Iterator[None]:
 
     With `parameters` it also omits dynamic tables, whose tensors would be copied.
     """
-    token = _metadata_only.set("parameters" if parameters else "disk")
+    token = metadata_kind.set("parameters" if parameters else "disk")
     try:
         yield
     finally:
-        _metadata_only.reset(token)
-
-
-def metadata_kind() -> str:
-    """Return "parameters" in a block of `metadata_only(parameters=True)`, "disk" in another one, else ""."""
-    return _metadata_only.get()
+        metadata_kind.reset(token)
 
 
 class DiskTensor(Tensor):

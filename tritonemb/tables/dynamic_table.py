@@ -219,9 +219,8 @@ class DynamicTable(DynamicRows):
         return empty | ({} if self.sketch is None else self.sketch.templates())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if metadata_kind() == "parameters":
-            return
-        destination.update({prefix + name: tensor for name, tensor in self.get_state().items()})
+        if metadata_kind.get() != "parameters":
+            destination.update({prefix + name: tensor for name, tensor in self.get_state().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         load_named_tensors(self.templates(0), self.load_state, state_dict, prefix, *args)

@@ -164,7 +164,7 @@ class ServerTable(Table):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if not metadata_kind():
+        if not metadata_kind.get():
             tensors = self.require_service().tensors(self.config.name)
             destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
