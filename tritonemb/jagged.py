@@ -46,12 +46,12 @@ class KeyedJaggedTensor:
             raise TypeError(f"keys must be a list of feature names, got {keys!r}")
         self._keys, self._values, self._weights = tuple(keys), values, weights
         lengths = lengths.reshape(-1) if isinstance(lengths, Tensor) and lengths.dim() == 2 else lengths
-        self._check_shapes(lengths, offsets)
+        _check_shapes(self, lengths, offsets)
         self.is_checked = not torch.compiler.is_compiling() and is_host_readable(
             lengths if offsets is None else offsets
         )
         if self.is_checked:
-            self._check_contents(lengths, offsets)
+            _check_contents(self, lengths, offsets)
         # Computed eagerly: a lazily computed attribute would change the batch, and so recompile, at its first use.
         self._lengths = lengths if offsets is None else None
         ends: Any = torch.cumsum(lengths, 0, dtype=lengths.dtype) if offsets is None else offsets  # type: ignore
@@ -88,12 +88,7 @@ class KeyedJaggedTensor:
 
         TypeError or ValueError names the key, and the sample if sizes differ.
         """
-        _check_lists("ids", lists)
-        batch_sizes = {key: len(samples) for key, samples in lists.items()}
-        if len(set(batch_sizes.values())) > 1:
-            raise ValueError(f"each key needs the same number of samples, got {batch_sizes}")
-        if weights is not None:
-            _check_same_lengths(lists, weights)
+        _check_lists(lists, weights)
         values = [_integer(key, id) for key, samples in lists.items() for sample in samples for id in sample]
         flat_weights = [w for key in lists for sample in weights[key] for w in sample] if weights is not None else None
         lengths = [len(sample) for samples in lists.values() for sample in samples]
@@ -175,7 +170,7 @@ class KeyedJaggedTensor:
         """
         if sum(segments) != len(self._keys) or any(size < 0 for size in segments):
             raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
-        return [self._key_range(end - size, end) for size, end in zip(segments, accumulate(segments), strict=True)]
+        return [_key_range(self, end - size, end) for size, end in zip(segments, accumulate(segments), strict=True)]
 
     def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
         """Select the keys at `indices`, in that order; keys may be omitted. Reads the offsets on the host.
@@ -187,8 +182,8 @@ class KeyedJaggedTensor:
                 raise ValueError(f"permute: index {index} is not in [0, {len(self._keys)})")
         if len(set(indices)) != len(indices):
             raise ValueError(f"permute: an index is repeated in {list(indices)}")
-        batches = [self._key_range(index, index + 1) for index in indices]
-        return KeyedJaggedTensor.concat(batches) if batches else self._key_range(0, 0)
+        batches = [_key_range(self, index, index + 1) for index in indices]
+        return KeyedJaggedTensor.concat(batches) if batches else _key_range(self, 0, 0)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -201,7 +196,7 @@ class KeyedJaggedTensor:
         if key not in self._keys:
             raise KeyError(f"no key {key!r} among {self.keys()}")
         index = self._keys.index(key)
-        return self._key_range(index, index + 1)
+        return _key_range(self, index, index + 1)
 
     def to_lists(self) -> dict[str, list[list[Any]]]:
         """Convert to Python lists, the inverse of `from_lists`, without weights."""
@@ -217,86 +212,90 @@ class KeyedJaggedTensor:
             f"{self._values.dtype}, weighted={self._weights is not None}, device={self._values.device})"
         )
 
-    def _key_range(self, first: int, last: int) -> "KeyedJaggedTensor":
-        batch_size = self.stride() if first < last else 0  # without keys, offsets are [0]
-        bag_offsets = self._offsets[first * batch_size : last * batch_size + 1]
-        begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
-        keys, weights = self._keys[first:last], None if self._weights is None else self._weights[begin:end]
-        return KeyedJaggedTensor(keys, self._values[begin:end], weights, offsets=bag_offsets - begin)
-
     def _map(self, function: Any) -> "KeyedJaggedTensor":
         children, context = _flatten(self)
         return _unflatten([None if child is None else function(child) for child in children], context)
 
-    def _check_shapes(self, lengths: Tensor | None, offsets: Tensor | None) -> None:
-        keys = self._keys
-        if any(not isinstance(key, str) for key in keys):
-            raise TypeError(f"keys must be str, got {list(keys)}")
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"duplicate key in {list(keys)}")
-        if lengths is None and offsets is None:
-            raise ValueError("pass lengths or offsets")
-        tensors = {"values": self._values, "weights": self._weights, "lengths": lengths, "offsets": offsets}
-        for title, value in tensors.items():
-            dense = isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
-            if not dense and (value is not None or title == "values"):
-                raise TypeError(
-                    f"{title} must be a dense tensor of at least one dimension, got "
-                    f"{getattr(value, 'layout', type(value).__name__)}; make one with torch.tensor(..) or .to_dense(), "
-                    "or a batch of Python lists with KeyedJaggedTensor.from_lists"
-                )
-        for title, tensor, extra in (("lengths", lengths, 0), ("offsets", offsets, 1)):
-            if tensor is None:
-                continue
-            if tensor.dtype not in OFFSET_DTYPES:
-                raise TypeError(f"{title} must be int32 or int64, got {tensor.dtype}")
-            if tensor.dim() != 1:
-                raise ValueError(f"{title} must be 1-D, got shape {tuple(tensor.shape)}")
-            if keys and (tensor.numel() - extra) % len(keys):
-                raise ValueError(
-                    f"{title} has {tensor.numel()} elements; for {len(keys)} keys, "
-                    f"expected a multiple of {len(keys)}" + (" plus 1" if extra else "")
-                )
-        if offsets is not None and offsets.numel() == 0:
-            raise ValueError("offsets must have at least one element, a leading 0")
-        if lengths is not None and offsets is not None and lengths.numel() != (bags := offsets.numel() - 1):
-            raise ValueError(f"{bags + 1} offsets need {bags} lengths, got {lengths.numel()}; pass only one of them")
-        if self._weights is not None:
-            if self._weights.shape != self._values.shape[:1]:
-                raise ValueError(
-                    f"weights must have one element per value: expected shape {tuple(self._values.shape[:1])}, "
-                    f"got {tuple(self._weights.shape)}"
-                )
-            if not self._weights.is_floating_point():
-                raise TypeError(f"weights must be floating point, got {self._weights.dtype}")
 
-    def _check_contents(self, lengths: Any, offsets: Any) -> None:
-        # NumPy, because PyTorch starts its thread pool for this, which takes longer.
-        total, source = (lengths.sum(), "lengths sum to") if offsets is None else (offsets[-1], "offsets end at")
-        if offsets is not None and int(offsets[0]) != 0:
-            raise ValueError(f"offsets must start with 0, got {int(offsets[0])}")
-        ends = None if offsets is None else offsets.numpy()
-        negative = lengths.numpy() < 0 if ends is None else ends[1:] < ends[:-1]
-        if negative.any():
-            location, bag = self._first(negative)
-            raise ValueError(
-                f"lengths must not be negative: {location} has {int(lengths[bag])}"
-                if offsets is None
-                else f"offsets must ascend: {location} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
-            )
-        if ends is not None and is_host_readable(lengths) and (differ := np.diff(ends) != lengths.numpy()).any():
-            location, bag = self._first(differ)
-            raise ValueError(
-                f"lengths and offsets disagree: {location} has length {int(lengths[bag])}, but by its offsets "
-                f"{int(offsets[bag + 1] - offsets[bag])}; pass only one of them"
-            )
-        if int(total) != self._values.shape[0]:
-            raise ValueError(f"{source} {int(total)} but there are {self._values.shape[0]} values")
+def _key_range(batch: KeyedJaggedTensor, first: int, last: int) -> KeyedJaggedTensor:
+    batch_size = batch.stride() if first < last else 0  # without keys, offsets are [0]
+    bag_offsets, weights = batch._offsets[first * batch_size : last * batch_size + 1], batch._weights
+    begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
+    weights = None if weights is None else weights[begin:end]
+    return KeyedJaggedTensor(batch._keys[first:last], batch._values[begin:end], weights, offsets=bag_offsets - begin)
 
-    def _first(self, bags: np.ndarray) -> tuple[str, int]:
-        """Return the feature and sample, and the index, of the first bag that is flagged."""
-        bag, batch_size = int(bags.argmax()), bags.size // max(1, len(self._keys))
-        return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}", bag
+
+def _check_shapes(batch: KeyedJaggedTensor, lengths: Tensor | None, offsets: Tensor | None) -> None:
+    keys, values, weights = batch._keys, batch._values, batch._weights
+    if any(not isinstance(key, str) for key in keys):
+        raise TypeError(f"keys must be str, got {list(keys)}")
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"duplicate key in {list(keys)}")
+    if lengths is None and offsets is None:
+        raise ValueError("pass lengths or offsets")
+    tensors = {"values": values, "weights": weights, "lengths": lengths, "offsets": offsets}
+    for title, value in tensors.items():
+        dense = isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
+        if not dense and (value is not None or title == "values"):
+            raise TypeError(
+                f"{title} must be a dense tensor of at least one dimension, got "
+                f"{getattr(value, 'layout', type(value).__name__)}; make one with torch.tensor(..) or .to_dense(), "
+                "or a batch of Python lists with KeyedJaggedTensor.from_lists"
+            )
+    for title, tensor, extra in (("lengths", lengths, 0), ("offsets", offsets, 1)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in OFFSET_DTYPES:
+            raise TypeError(f"{title} must be int32 or int64, got {tensor.dtype}")
+        if tensor.dim() != 1:
+            raise ValueError(f"{title} must be 1-D, got shape {tuple(tensor.shape)}")
+        if keys and (tensor.numel() - extra) % len(keys):
+            raise ValueError(
+                f"{title} has {tensor.numel()} elements; for {len(keys)} keys, "
+                f"expected a multiple of {len(keys)}" + (" plus 1" if extra else "")
+            )
+    if offsets is not None and offsets.numel() == 0:
+        raise ValueError("offsets must have at least one element, a leading 0")
+    if lengths is not None and offsets is not None and lengths.numel() != (bags := offsets.numel() - 1):
+        raise ValueError(f"{bags + 1} offsets need {bags} lengths, got {lengths.numel()}; pass only one of them")
+    if weights is not None:
+        if weights.shape != values.shape[:1]:
+            raise ValueError(
+                f"weights must have one element per value: expected shape {tuple(values.shape[:1])}, "
+                f"got {tuple(weights.shape)}"
+            )
+        if not weights.is_floating_point():
+            raise TypeError(f"weights must be floating point, got {weights.dtype}")
+
+
+def _check_contents(batch: KeyedJaggedTensor, lengths: Any, offsets: Any) -> None:
+    # NumPy, because PyTorch starts its thread pool for this, which takes longer.
+    total, source = (lengths.sum(), "lengths sum to") if offsets is None else (offsets[-1], "offsets end at")
+    if offsets is not None and int(offsets[0]) != 0:
+        raise ValueError(f"offsets must start with 0, got {int(offsets[0])}")
+    ends = None if offsets is None else offsets.numpy()
+    negative = lengths.numpy() < 0 if ends is None else ends[1:] < ends[:-1]
+    if negative.any():
+        location, bag = _first(batch, negative)
+        raise ValueError(
+            f"lengths must not be negative: {location} has {int(lengths[bag])}"
+            if offsets is None
+            else f"offsets must ascend: {location} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
+        )
+    if ends is not None and is_host_readable(lengths) and (differ := np.diff(ends) != lengths.numpy()).any():
+        location, bag = _first(batch, differ)
+        raise ValueError(
+            f"lengths and offsets disagree: {location} has length {int(lengths[bag])}, but by its offsets "
+            f"{int(offsets[bag + 1] - offsets[bag])}; pass only one of them"
+        )
+    if int(total) != batch._values.shape[0]:
+        raise ValueError(f"{source} {int(total)} but there are {batch._values.shape[0]} values")
+
+
+def _first(batch: KeyedJaggedTensor, bags: np.ndarray) -> tuple[str, int]:
+    """Return the feature and sample, and the index, of the first bag that is flagged."""
+    bag, batch_size = int(bags.argmax()), bags.size // max(1, len(batch._keys))
+    return f"feature {batch._keys[bag // batch_size]!r}, sample {bag % batch_size}", bag
 
 
 def key_major_order(lengths: Sequence[Tensor], num_values: int) -> Tensor:
@@ -336,19 +335,20 @@ def _checked_batches(method: str, batches: Any) -> list[KeyedJaggedTensor]:
     return checked
 
 
-def _check_lists(title: str, lists: Any) -> None:
-    if not isinstance(lists, Mapping):
-        raise TypeError(f"from_lists expects {{key: a list of {title} for each sample}}, got {lists!r}")
-    for key, samples in lists.items():
-        try:
-            [len(sample) for sample in samples]
-        except TypeError:
-            raise TypeError(f"{key!r} needs a list of {title} for each sample, got {samples!r}") from None
-
-
-def _check_same_lengths(lists: Mapping[str, Sequence[Sequence[Any]]], weights: Mapping[str, Any]) -> None:
-    _check_lists("weights", weights)
-    for key, samples in lists.items():
+def _check_lists(lists: Any, weights: Any) -> None:
+    """Raise TypeError or ValueError unless ids have one list per sample for each key, and weights, if any, the same."""
+    for title, by_key in (("ids", lists), ("weights", {} if weights is None else weights)):
+        if not isinstance(by_key, Mapping):
+            raise TypeError(f"from_lists expects {{key: a list of {title} for each sample}}, got {by_key!r}")
+        for key, samples in by_key.items():
+            try:
+                [len(sample) for sample in samples]
+            except TypeError:
+                raise TypeError(f"{key!r} needs a list of {title} for each sample, got {samples!r}") from None
+    batch_sizes = {key: len(samples) for key, samples in lists.items()}
+    if len(set(batch_sizes.values())) > 1:
+        raise ValueError(f"each key needs the same number of samples, got {batch_sizes}")
+    for key, samples in lists.items() if weights is not None else ():
         if key not in weights:
             raise ValueError(f"weights have no key {key!r}")
         if len(weights[key]) != len(samples):

@@ -177,6 +177,14 @@ class DeviceLookup:
         tables.update.step(tables, grad, batch, [pins for lookup in prepared if (pins := lookup.pins) is not None])
 
 
+def _weights(tables: list[Table]) -> list[Any]:
+    """Return the weights. Reads `_parameters`, as attribute access of modules is slow for many tables."""
+    try:
+        return [*map(itemgetter("weight"), map(attrgetter("_parameters"), tables))]
+    except KeyError:  # parametrized
+        return [table.weight for table in tables]
+
+
 class LookupTables(OptimizedTables):
     """Base of `TableSet`; `update` applies the gradients of rows in a backward pass."""
 
@@ -319,17 +327,9 @@ class LookupTables(OptimizedTables):
 
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
         """Return the weights by table, with cached facts."""
-        weights = self._parameters(self.tables if tables is None else tables)
+        weights = _weights(self.tables if tables is None else tables)
         # Traced or transformed tensors may have no address.
         return TensorList(weights, self._cached_facts, "weights") if plain_eager(*weights) else weights
-
-    @staticmethod
-    def _parameters(tables: list[Table]) -> list[Any]:
-        """Return the weights. Reads `_parameters`, as attribute access of modules is slow for many tables."""
-        try:
-            return [*map(itemgetter("weight"), map(attrgetter("_parameters"), tables))]
-        except KeyError:  # parametrized
-            return [table.weight for table in tables]
 
     def fused_tables(self) -> ops.FusedTables:
         """Return the tables' current tensors, for `ops`."""
@@ -348,7 +348,7 @@ class LookupTables(OptimizedTables):
         """Return whether the backward of a lookup made now updates the tables; ValueError if only some would be."""
         if self.optimizer is None or not torch.is_grad_enabled():
             return False
-        return require_gradients(self.configs, self._parameters(self.tables) if weights is None else weights)
+        return require_gradients(self.configs, _weights(self.tables) if weights is None else weights)
 
     def read(
         self, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
