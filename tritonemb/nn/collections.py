@@ -13,9 +13,8 @@ from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.lookup_tables import BoundsCheck, Groups
-from tritonemb.tables.optimizer import FusedOptimizer, States
+from tritonemb.tables.optimizer import FusedGroup, FusedOptimizer, States
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import PrefetchedFeatures, TableSet, check_tables
 from tritonemb.types import Device, TableConfig

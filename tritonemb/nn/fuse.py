@@ -13,8 +13,7 @@ from tritonemb.nn.collections import FusedModule
 from tritonemb.nn.embeddings import DynamicModule, Embedding, EmbeddingBag
 from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, reason_not_fusable
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
-from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer, hooked_where_needed
+from tritonemb.tables.optimizer import FusedGroup, FusedOptimizer, check_optimizer, hooked_where_needed
 from tritonemb.utils import on_error
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {

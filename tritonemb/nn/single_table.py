@@ -15,9 +15,8 @@ from tritonemb.ops.registry import CPU, choose_cached, plain_eager
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.lookup_tables import check_not_data_parallel
-from tritonemb.tables.optimizer import States, check_optimizer
+from tritonemb.tables.optimizer import FusedGroup, States, check_optimizer
 from tritonemb.tables.table import keep_dtypes, new_states
 from tritonemb.types import TRAINABLE_DTYPES
 

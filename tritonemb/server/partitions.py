@@ -16,12 +16,12 @@ from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.storage.store import cpu_kernels, record_of
 from tritonemb.tables.batch import AssignedRows, RowBatch
-from tritonemb.tables.cached_lookup import PinnedBatch, prefetch_batch
 from tritonemb.tables.dynamic_rows import concat_ids, find_all, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.tier_lookup import PinnedBatch, prefetch_batch
 from tritonemb.types import CacheConfig
 from tritonemb.utils import join_names
 

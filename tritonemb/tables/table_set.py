@@ -13,13 +13,12 @@ from torch.utils import _pytree as pytree
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.tables.batch import RowBatch, checked_batch
 from tritonemb.tables.cache import RowCache, released_before
-from tritonemb.tables.cached_lookup import CachedLookup, prefetched
 from tritonemb.tables.lookup import DynamicLookup
 from tritonemb.tables.lookup_tables import AccumulatedLookups, DeviceLookup, LookupTables, PreparedBatch
 from tritonemb.tables.optimizer import check_optimizer
-from tritonemb.tables.pulled_lookup import PulledLookup
 from tritonemb.tables.server_table import CachedServerTable, RowService, RowStore, ServerTable
 from tritonemb.tables.table import Table
+from tritonemb.tables.tier_lookup import CachedLookup, PulledLookup, prefetched
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 

@@ -1,0 +1,331 @@
+"""Lookup in tables whose rows are not on the device: pinned in slots of a cache, or pulled from embedding servers.
+
+A batch of pulled rows is deduplicated first: each distinct id of a table crosses the network once, and so does the sum
+of its gradients.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+
+from tritonemb import ops
+from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
+from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
+from tritonemb.ops.row_update import MicroBatch
+from tritonemb.tables.batch import (
+    AssignedRows,
+    RowBatch,
+    UnknownIds,
+    checked_batch,
+    find_invalid,
+    find_positions,
+    row_sums,
+)
+from tritonemb.tables.cache import PinState, RowCache
+from tritonemb.tables.lookup import assign_rows, check_protected, check_trainable, look_up_prepared, raise_no_optimizer
+from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
+from tritonemb.tables.server_table import Pull, RowService, ServerTable
+
+Deduplicated = tuple[RowBatch, Sequence[Tensor]]  # values index the ids: per table, int64 `[n]`, distinct and ascending
+_tickets = itertools.count(1)
+prefetched: WeakValueDictionary[int, "PinnedBatch"] = WeakValueDictionary()  # by ticket
+
+
+@dataclass(eq=False)
+class PinnedBatch(PreparedBatch):
+    """A batch whose rows are pinned in slots of a cache until it is released or deleted."""
+
+    replica_rows: Tensor | None = None  # of other ranks' batches, updated as well; None without replicas
+
+    def __post_init__(self) -> None:
+        # The ticket, int64 `[]` on the CPU, is the batch's number in compiled graphs.
+        number = next(_tickets)
+        self.ticket, prefetched[number] = torch.tensor(number), self
+
+    def acquire(self, cache: RowCache) -> bool:
+        """Wait on this stream for the slots; return False if they were used before, ValueError for another cache."""
+        pins, rows = self.pins, self.rows
+        assert pins is not None
+        if pins.state is not PinState.PINNED:
+            return False
+        if pins.cache is not cache:
+            raise ValueError("another collection made these groups; use group() of the one that is called")
+        pins.state = PinState.ACQUIRED
+        if pins.ready is not None:
+            pins.stream = torch.cuda.current_stream(cache.device)
+            pins.stream.wait_event(pins.ready)
+            ids = rows.values, rows.offsets, rows.sample_weights
+            for tensor in (*ids, *rows.groups, pins.tables, pins.rows, pins.slots):
+                if tensor is not None:
+                    tensor.record_stream(pins.stream)
+        return True
+
+    def unknown_ids(self, tables: LookupTables) -> UnknownIds | None:
+        """Return the temporary tables, with slots instead of rows for cached tables."""
+        if self.assigned is None or self.assigned.unknown_ids is None:
+            return None
+        batch, unknown_ids, slots_by_table = self.assigned.features, self.assigned.unknown_ids, dict[int, Tensor]()
+        assert self.pins is not None
+        assert tables.cache is not None
+        layout = self.rows.layout
+        values, slot_layout = self.rows.values.clone(), layout._replace(tables=layout.tables.clone())
+        positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
+        for number, distinct in unknown_ids.rows.items():
+            if tables.cache.tables[number] is None:
+                slots_by_table[number] = distinct
+            else:
+                rows, slots = self.pins.rows_of(number)
+                slots_by_table[number] = slots[torch.searchsorted(rows, distinct)]
+            values[positions[number]] = unknown_ids.values[positions[number]]
+            slot_layout.tables[number, NUM_ROWS] = unknown_ids.layout.tables[number, NUM_ROWS]
+        return UnknownIds(slots_by_table, unknown_ids.initial, values, slot_layout)
+
+
+class CachedLookup(DeviceLookup):
+    """Lookup in tables some of which are cached on the device."""
+
+    moves_rows = True
+
+    def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PinnedBatch:
+        with tables.lock:
+            return prefetch_batch(tables, features, occurrences=occurrences)
+
+    def look_up(
+        self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
+    ) -> Tensor:
+        assert groups is None or isinstance(groups, PinnedBatch)
+        one_graph = not (tables.update.is_shared or tables.dynamic)
+        if one_graph and torch.compiler.is_compiling() and groups is not None:
+            return _look_up_in_graph(tables, groups)
+        return _look_up_pinned(tables, features, groups, occurrences)
+
+
+@_disable_dynamo  # a graph break; does not import the compiler
+def _look_up_pinned(
+    tables: LookupTables, features: Features, batch: PinnedBatch | None, occurrences: Tensor | None
+) -> Tensor:
+    """Look up a batch, which is prefetched unless that is done, or if it was looked up before.
+
+    A second lookup, as of a checkpointed forward, prefetches again, with cache hits.
+    """
+    cache, assigned = tables.cache, None if batch is None else batch.assigned
+    assert cache is not None
+    if tables.dynamic:
+        check_protected(tables, assigned)
+    if batch is None or not batch.acquire(cache):
+        begin = time.perf_counter()
+        with tables.lock:
+            replica_rows = None if batch is None else batch.replica_rows
+            batch = prefetch_batch(tables, features, assigned, replica_rows, occurrences)
+        batch.acquire(cache)
+        cache.stall += time.perf_counter() - begin
+    return look_up_prepared(tables, batch)
+
+
+def prefetch_batch(
+    tables: LookupTables, features: Features, assigned: AssignedRows | None = None, replica_rows: Tensor | None = None,
+    occurrences: Tensor | None = None,
+) -> PinnedBatch:  # fmt: skip
+    """Pin a batch's rows in slots; `assigned` and `replica_rows` are those of an earlier prefetch of the batch.
+
+    Synchronizes like `RowCache`, and again to find replica rows, or to report an id out of range: a ValueError before
+    anything changes. For StorageError see `RowCache.pin`.
+    """
+    training, cache = tables.trains(), tables.cache
+    assert cache is not None
+    if training and tables.service is not None:
+        tables.service.begin_training()
+    if tables.dynamic and assigned is None:
+        assigned = assign_rows(tables, features, occurrences=occurrences)
+    inputs = checked_batch(features) if assigned is None else assigned.features
+    # Lay the batch out with one key per lookup, over whole tables and over their slots.
+    batch, table_layout = split_lookups(tables, inputs)
+    keys, values, offsets = batch.keys(), batch.values(), batch.offsets()
+    slot_layout = cache.storage.slot_layout(tuple(keys), table_layout)
+    find_replica_rows = tables.update.replica_rows(tables) if training else None
+    if find_replica_rows is None:
+        replica_rows = None
+    with torch.no_grad(), torch.inference_mode(False):  # the slots are used in training as well
+        groups, invalid, pinned = ops.row_groups(values, offsets, table_layout), None, None
+        rows = RowBatch(values, offsets, batch.weights_or_none(), groups, slot_layout)
+        # Grouping drops ids out of range, so compare the numbers of ids.
+        if tables.bounds_check == "raise" and values.numel() and not tables.dynamic:
+            num_ids = batch.lengths() * table_layout.key_starts.diff().repeat_interleave(batch.stride())
+            invalid = groups.starts[-1] != num_ids.sum()
+        if find_replica_rows is None:
+            pinned = cache.pin(rows, None, invalid)
+        if pinned is None:
+            is_invalid = invalid is not None and bool(invalid)
+            problem = find_invalid(tables.configs, inputs) if is_invalid else None
+            if find_replica_rows is not None and replica_rows is None:
+                replica_rows = find_replica_rows(groups.rows, problem)
+            elif problem is not None:
+                raise problem
+            pinned = cache.pin(rows, replica_rows, None)
+            assert pinned is not None
+        rows, pins = pinned
+        return PinnedBatch(keys, rows, training, assigned, pins, replica_rows)
+
+
+def _look_up_in_graph(tables: LookupTables, batch: PinnedBatch) -> Tensor:
+    """Look up a prefetched batch in a compiled graph; see `look_up_prepared`."""
+    weights, rows = tables.weights(), batch.rows
+    training = torch.is_grad_enabled() and check_trainable(tables, batch)
+    if torch.is_grad_enabled() and not training and any(weight.requires_grad for weight in weights):
+        raise_no_optimizer(tables)
+    size = batch_size_of(rows.offsets, rows.layout.key_starts) if tables.pooled else rows.values.shape[0]
+    dtype, handle = tables.dtype_of(weights), tables.accumulator.handle
+    return ops.pinned_lookup(weights[0], batch.ticket, handle, training, size, rows.layout.width, dtype)
+
+
+class PulledBatch(PreparedBatch):
+    """A batch whose values index the rows that it has pulled, per table. For `ids` see `Deduplicated`."""
+
+    def __init__(self, keys: Sequence[str], rows: RowBatch, training: bool, ids: Sequence[Tensor], pull: Pull) -> None:
+        super().__init__(keys, rows, training)
+        self.ids, self.pull = ids, pull
+        self.state = PinState.PINNED
+
+    @property
+    def is_released(self) -> bool:
+        return self.state is PinState.RELEASED
+
+    def acquire(self) -> bool:
+        """Use the batch; return False if it was used before."""
+        if self.state is not PinState.PINNED:
+            return False
+        self.state = PinState.ACQUIRED
+        return True
+
+    def read(self, tables: LookupTables) -> Tensor:
+        rows, device = self.rows, self.rows.values.device
+        weights = [table_rows.to(device, non_blocking=True) for table_rows in self.pull.rows()]
+        batch = rows.values, rows.offsets, rows.sample_weights, rows.layout
+        return ops.embedding_bag(weights, *batch, False, tables.dtype_of(weights))
+
+    def apply(self, tables: LookupTables, grad: Tensor) -> None:
+        self.push(tables, grad)
+        tables.counters["step"] += 1
+
+    @torch.no_grad()
+    def push(self, tables: LookupTables, grad: Tensor) -> None:
+        """Push the sums of a batch's gradients.
+
+        With `on_nonfinite="raise"` a sum that is not finite raises ValueError and nothing is pushed; with "skip" such
+        rows are counted, and the servers do not update them.
+        """
+        optimizer = tables.optimizer
+        assert optimizer is not None
+        _, sums = row_sums(grad, self.rows, optimizer.max_gradient)
+        for number, table_sums in enumerate(sums if optimizer.on_nonfinite != "ignore" else ()):
+            if bool(table_sums.sum().isfinite()):  # a cheap test; a finite sum that overflows is checked per row
+                continue
+            config, invalid = tables.configs[number], ~table_sums.isfinite().all(1).cpu()
+            if optimizer.on_nonfinite == "raise" and invalid.any():
+                raise gradient_not_finite(config.name, int(self.ids[number][invalid][0]))
+            if num_skipped := int(invalid.sum()):
+                tables.counters["skipped"][number] += num_skipped
+                warn_of_skipped_rows(config.name)
+        self.state = PinState.RELEASED
+        self.pull.push([table_sums.cpu() for table_sums in sums], tables.current_learning_rate)
+
+    def release(self) -> None:
+        """Push no gradients for a batch that was pulled for training but not trained: the servers wait for its push."""
+        was_released, self.state = self.is_released, PinState.RELEASED
+        if self.training and not was_released:
+            self.pull.push(None, 0.0)
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class PulledLookup(DeviceLookup):
+    """Lookup in tables on servers that apply the optimizer."""
+
+    moves_rows = True
+
+    @_disable_dynamo
+    def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PulledBatch:
+        """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
+        batch, service = checked_batch(features), cast(ServerTable, tables.tables[0]).require_service()
+        if tables.bounds_check == "raise" and (problem := find_invalid(tables.configs, batch)):
+            raise problem
+        batch, layout = split_lookups(tables, batch)
+        training = tables.trains()
+        with torch.no_grad(), torch.inference_mode(False):
+            any_dynamic = any(config.is_dynamic for config in tables.configs)
+            rows, all_ids = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
+            occurrences = rows.groups.starts[: rows.layout.num_rows + 1].diff().cpu()
+            counts = occurrences.split([ids.numel() for ids in all_ids])
+            pull = cast(RowService, service).pull(all_ids, counts, training)
+            return PulledBatch(batch.keys(), rows, training, all_ids, pull)
+
+    @_disable_dynamo
+    def look_up(
+        self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
+    ) -> Tensor:
+        assert groups is None or isinstance(groups, PulledBatch)
+        # Wait for the pull, or start one now.
+        if groups is None or not groups.acquire():
+            groups = self.prepare(tables, features, occurrences)
+            groups.acquire()
+        if tables.trains():
+            return look_up_prepared(tables, groups)
+        result = groups.read(tables)  # differentiable by per-sample weights
+        groups.release()
+        return result
+
+    @torch.no_grad()
+    def apply_accumulated(self, tables: LookupTables, gradients: list[MicroBatch]) -> None:
+        """Push the gradients of the micro-batches, which servers apply one by one."""
+        for batch, pulled in zip(gradients, tables.accumulated.trained, strict=True):
+            cast(PulledBatch, pulled).push(tables, batch.grad)
+        tables.counters["step"] += 1
+
+
+def _deduplicate_rows(_: LookupTables, batch: KeyedJaggedTensor, layout: Layout) -> Deduplicated:
+    """Replace ids by indices of the batch's distinct rows, for static tables. Waits for the device."""
+    groups = ops.row_groups(batch.values(), batch.offsets(), layout)
+    first_rows, num_rows = layout.tables[:, FIRST_ROW].contiguous(), int(groups.num_groups)
+    rows, positions = groups.rows[:num_rows], torch.arange(groups.rows.numel(), device=first_rows.device)
+    starts = torch.searchsorted(rows, first_rows)
+    sizes = starts.diff(append=starts.new_tensor([num_rows]))
+    by_group = torch.full_like(positions, -1)
+    by_group[:num_rows] = positions[:num_rows] - starts.repeat_interleave(sizes, output_size=num_rows)
+    ids = (rows - first_rows.repeat_interleave(sizes, output_size=num_rows)).cpu().split(sizes.tolist())
+    values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
+    pulled_layout = _pulled_layout(layout, sizes, num_rows)
+    groups = groups._replace(rows=positions)
+    return RowBatch(values, batch.offsets(), batch.weights_or_none(), groups, pulled_layout), ids
+
+
+def _deduplicate(tables: LookupTables, batch: KeyedJaggedTensor, layout: Layout) -> Deduplicated:
+    """Replace ids by indices of the batch's distinct ids, for tables some of which are dynamic."""
+    positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
+    values, all_ids = torch.full_like(batch.values(), -1, dtype=torch.int64), list[Tensor]()
+    for number, config in enumerate(tables.configs):
+        ids = batch.values()[positions[number]].long()
+        indices = torch.full_like(ids, -1)
+        valid: Any = slice(None) if config.is_dynamic else (ids >= 0) & (ids < config.num_embeddings)
+        distinct, indices[valid] = ids[valid].unique(return_inverse=True)
+        values[positions[number]] = indices
+        all_ids.append(distinct.cpu())
+    sizes = layout.tables.new_tensor([ids.numel() for ids in all_ids])
+    layout = _pulled_layout(layout, sizes, int(sizes.sum()))
+    groups = ops.row_groups(values, batch.offsets(), layout)
+    return RowBatch(values, batch.offsets(), batch.weights_or_none(), groups, layout), all_ids
+
+
+def _pulled_layout(layout: Layout, sizes: Tensor, num_rows: int) -> Layout:
+    """Return a layout whose tables have the rows that a batch pulls."""
+    table_rows = layout.tables.clone()
+    table_rows[:, NUM_ROWS], table_rows[:, FIRST_ROW] = sizes, sizes.cumsum(0) - sizes
+    return layout._replace(tables=table_rows, num_rows=num_rows)
