@@ -370,6 +370,9 @@ def is_host_readable(tensor: Tensor | None) -> bool:
     return type(tensor) is Tensor and tensor.is_cpu and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+_CHILDREN = [*map(pytree.GetAttrKey, ("values", "weights", "lengths", "offsets"))]
+
+
 def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], tuple[str, ...]]:
     return [kjt._values, kjt._weights, kjt._lengths, kjt._offsets], kjt._keys
 
@@ -382,15 +385,10 @@ def _unflatten(children: Iterable[Any], keys: tuple[str, ...]) -> KeyedJaggedTen
     return kjt
 
 
-def _flatten_with_keys(kjt: KeyedJaggedTensor) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-    children, context = _flatten(kjt)
-    names = ("values", "weights", "lengths", "offsets")
-    return [(pytree.GetAttrKey(name), child) for name, child in zip(names, children, strict=True)], context
-
-
 pytree.register_pytree_node(
     KeyedJaggedTensor, _flatten, _unflatten, serialized_type_name="tritonemb.KeyedJaggedTensor",
-    to_dumpable_context=list, from_dumpable_context=tuple, flatten_with_keys_fn=_flatten_with_keys,
+    to_dumpable_context=list, from_dumpable_context=tuple,
+    flatten_with_keys_fn=lambda kjt: ([*zip(_CHILDREN, _flatten(kjt)[0], strict=True)], kjt._keys),
 )  # fmt: skip
 
 

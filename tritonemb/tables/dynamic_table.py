@@ -261,7 +261,7 @@ class DynamicTable(DynamicRows):
 class CachedDynamicTable(DynamicTable, CachedTable):
     """Dynamic table in host memory or on disk, with a device cache and its index on the device."""
 
-    zeroes_states, _allocate = True, CachedTable._allocate
+    zeroes_states = True
     row_ids = CachedTable.row_ids
 
     def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:

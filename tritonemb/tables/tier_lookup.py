@@ -7,7 +7,7 @@ of its gradients.
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
@@ -186,13 +186,13 @@ def _look_up_in_graph(tables: LookupTables, batch: PinnedBatch) -> Tensor:
     return ops.pinned_lookup(weights[0], batch.ticket, handle, training, size, rows.layout.width, dtype)
 
 
+@dataclass(eq=False)
 class PulledBatch(PreparedBatch):
     """A batch whose values index the rows that it has pulled, per table. For `ids` see `Deduplicated`."""
 
-    def __init__(self, keys: Sequence[str], rows: RowBatch, training: bool, ids: Sequence[Tensor], pull: Pull) -> None:
-        super().__init__(keys, rows, training)
-        self.ids, self.pull = ids, pull
-        self.state = PinState.PINNED
+    ids: Sequence[Tensor] = field(kw_only=True)
+    pull: Pull = field(kw_only=True)
+    state: PinState = PinState.PINNED
 
     @property
     def is_released(self) -> bool:
@@ -266,7 +266,7 @@ class PulledLookup(DeviceLookup):
             occurrences = rows.groups.starts[: rows.layout.num_rows + 1].diff().cpu()
             counts = occurrences.split([ids.numel() for ids in all_ids])
             pull = cast(RowService, service).pull(all_ids, counts, training)
-            return PulledBatch(batch.keys(), rows, training, all_ids, pull)
+            return PulledBatch(batch.keys(), rows, training, ids=all_ids, pull=pull)
 
     @_disable_dynamo
     def look_up(
