@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.memory import empty_pinned
-from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, Memory, PageFile, io_context
+from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, PageFile, io_context
 from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.utils import on_error
 
@@ -233,14 +233,13 @@ class DiskTier:
             host_values.copy_(values)
         array, size = host_values.numpy(), round_to_pages(span.num_bytes)
         assert write or span.checksum is not None, "read of a span that was never written"
-        memory, checksum = Memory(host_values.data_ptr(), memoryview(array)), 0
-        action = "write to" if write else "read from"
+        checksum, action = 0, "write to" if write else "read from"
         segments = [slice(begin, min(begin + SEGMENT_BYTES, size)) for begin in range(0, size, SEGMENT_BYTES)]
         span.checksum, expected = None if write else span.checksum, span.checksum
         advice = "check the disk, and resume from a checkpoint"
         with storage_errors(f"{self.path}: cannot {action} the swap file", advice), io_context() as context:
             try:
-                transfers = [context.submit(self._file, _extents(span, segment), write, memory) for segment in segments]
+                transfers = [context.submit(self._file, _extents(span, segment), write, array) for segment in segments]
                 for segment, transfer in zip(segments, transfers, strict=True):
                     if not write:
                         context.wait(transfer)

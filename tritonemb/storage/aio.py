@@ -75,13 +75,6 @@ def reserve(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class Memory(NamedTuple):
-    """Page-aligned memory outside a context's buffer."""
-
-    address: int
-    view: memoryview
-
-
 class PageFile:
     """An open file, for direct I/O where the file system supports it.
 
@@ -325,17 +318,18 @@ class IoContext:
             self.buffer = IoBuffer(2 * num_bytes)
         return self.buffer
 
-    def submit(self, file: PageFile, extents: Extents, write: bool, memory: Memory | None = None) -> Transfer:
-        """Start to read or write extents, in any order; addresses are relative to the buffer, or to `memory`.
+    def submit(self, file: PageFile, extents: Extents, write: bool, memory: np.ndarray | None = None) -> Transfer:
+        """Start to read or write extents, in any order; addresses are relative to the buffer, or to `memory`,
+        uint8 and page-aligned.
 
         Uses asynchronous I/O for a file that is open for direct I/O, if the system has it, else the shared threads. The
         memory of the extents must not be touched until the transfer is done.
         """
         raise_if_cancelled()
-        buffer, count = memory or self.buffer, extents.sizes.size
-        move = functools.partial(_move_remainder, file, buffer, extents, write)
+        memory, count = self.buffer.array if memory is None else memory, extents.sizes.size
+        move = functools.partial(_move_remainder, file, memory, extents, write)
         if self._queue is not None and file.direct:
-            absolute = extents._replace(addresses=extents.addresses + buffer.address)
+            absolute = extents._replace(addresses=extents.addresses + memory.ctypes.data)
             submitted = self._queue.submit(file.handle, absolute, write)
 
             def transfer() -> None:
@@ -365,14 +359,14 @@ class IoContext:
 
 
 def _move_remainder(
-    file: PageFile, buffer: IoBuffer | Memory, extents: Extents, write: bool, extent: int, num_moved: int
+    file: PageFile, memory: np.ndarray, extents: Extents, write: bool, extent: int, num_moved: int
 ) -> None:
     """Move the remainder of an extent after `num_moved` bytes; a negative number is its errno."""
     begin, size, offset = (int(values[extent]) for values in extents)
     try:
         if num_moved < 0:
             raise OSError(-num_moved, os.strerror(-num_moved))
-        (file.write if write else file.read)(buffer.view[begin + num_moved : begin + size], offset + num_moved)
+        (file.write if write else file.read)(memory[begin + num_moved : begin + size].data, offset + num_moved)
     except (OSError, EOFError) as error:
         raise ExtentError(extent, error) from error
 
