@@ -256,18 +256,17 @@ def digest(path: Path) -> int:
     Holes are not read, and count as zeros, so it does not depend on how a file system stores zeros, nor on the file's
     size. Raise StorageError if the file cannot be read.
     """
-    with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
-        return shielded(lambda: _digest(path))
-
-
-def _digest(path: Path) -> int:
     piece_digests: list[int] = []
-    mix = cpu_kernels("pages").splitmix64  # so that swapped pieces change the sum
 
     def add(begin: int, buffer: IoBuffer, count: int) -> None:
         if buffer.array[:count].any():
+            mix = cpu_kernels("pages").splitmix64  # so that swapped pieces change the sum
             piece_digests.append(mix((begin // DIGEST_BYTES << 32) ^ zlib.crc32(buffer.view[:count])))
 
-    with closing(PageFile(path, writable=False)) as file:
-        _read_pieces(file, DIGEST_BYTES, add)
+    def read() -> None:
+        with closing(PageFile(path, writable=False)) as file:
+            _read_pieces(file, DIGEST_BYTES, add)
+
+    with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
+        shielded(read)
     return sum(piece_digests) % (1 << 64)
