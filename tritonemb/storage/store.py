@@ -161,16 +161,14 @@ class OperationQueue:
 
     def close(self, operation: Callable[[], None]) -> IoFuture:
         """Submit the last operation, and end the thread after it. Without a thread it runs in the caller's."""
-        future = IoFuture()
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
+                future = IoFuture()
                 self._queue.put((operation, future))
                 self._queue.put(None)
-        if thread is None:
-            future.run(operation)
-            future.finish()
-        return future
+                return future
+        return IoFuture.finished(operation)
 
 
 @torch.inference_mode()  # inference tensors can be changed in this mode only, others in any
