@@ -212,10 +212,10 @@ class Buffers:
         n = 0
         for position, group in enumerate(order):
             if group.needs_buffer:
-                self._begin_read(group, self._acquire(wait=True))
+                self._begin_read(group, wait=True)
             # Prefetch sub-groups from the n-th on, as far as buffers are free.
             n = max(n, position + 1)
-            while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n], self._acquire())):
+            while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n])):
                 n += 1
             group.begin_read_values()
             group.wait()
@@ -249,16 +249,8 @@ class Buffers:
             for chunk in group.chunks:
                 chunk.is_ready, chunk.scalars = False, {}
 
-    def _begin_read(self, group: SubGroup, buffer: Tensor | None) -> bool:
-        """Start to read a sub-group; return False without a buffer."""
-        if buffer is None:
-            return False
-        self._resident[group] = None
-        group.begin_read(buffer)
-        return True
-
-    def _acquire(self, wait: bool = False) -> Tensor | None:
-        """Acquire a free buffer; `wait` for one, and evict if need be, else return None."""
+    def _begin_read(self, group: SubGroup, wait: bool = False) -> bool:
+        """Start to read a sub-group into a free buffer; `wait` for one, and evict if need be, else return False."""
         if wait and not self._free and not self._writing:
             self._evict()
         while self._writing and not self._free:
@@ -270,9 +262,12 @@ class Buffers:
             self._writing.popleft()
             self._free.append(written)
         if not self._free:
-            return None
+            return False
         buffer = self._free.pop()
-        return empty_host(self.buffer_bytes, self._device) if buffer is None else buffer
+        buffer = empty_host(self.buffer_bytes, self._device) if buffer is None else buffer
+        self._resident[group] = None
+        group.begin_read(buffer)
+        return True
 
     def _evict(self) -> None:
         """Write back a sub-group that the pass has visited, else the one that it needs last, and free its buffer."""
