@@ -7,7 +7,7 @@ previous ones are written. After a step the order is reversed, so those stepped 
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -346,27 +346,25 @@ class StateStore:
             work(by_group[group])
 
     @torch.no_grad()
-    def update_masters(self, parameter: Any) -> None:
-        """Update master weights after a parameter was written without the optimizer."""
-        self._update_masters(chunk for chunk in self.chunks(parameter) if chunk.is_ready)
+    def update_masters(self, parameter: Any, include_new: bool = False) -> None:
+        """Update master weights after a parameter was written without the optimizer; `include_new`: the first ones."""
 
-    @torch.no_grad()
+        def update(visited: list[StateChunk]) -> None:
+            for chunk in visited:
+                chunk.update_master()
+
+        chunks = [chunk for chunk in self.chunks(parameter) if chunk.has_master]
+        self.visit(update, [chunk for chunk in chunks if chunk.is_ready or include_new])
+
     def finish_load(self, parameter: Any, scalars: dict[str, Any], has_master: bool) -> None:
         """Finish loading a parameter, all of whose arrays are written, but perhaps the master weights."""
         chunks = self.chunks(parameter)
         for chunk in chunks:
             chunk.is_ready, chunk.scalars = has_master, copy.deepcopy(scalars)
         if not has_master:
-            self._update_masters(chunks)
+            self.update_masters(parameter, include_new=True)
         for chunk in chunks:
             chunk.is_ready = True
-
-    def _update_masters(self, chunks: Iterable[StateChunk]) -> None:
-        def update(visited: list[StateChunk]) -> None:
-            for chunk in visited:
-                chunk.update_master()
-
-        self.visit(update, [chunk for chunk in chunks if chunk.has_master])
 
 
 class StateArray(StoredElements):
