@@ -252,19 +252,6 @@ class ModuleCalls:
         """True during a forward or backward pass."""
         return self._depth > 0 or in_backward()
 
-    def offload(self, name: str, parameter: Any, tier: Tier, piece_elements: int) -> OffloadedParam:
-        """Create the offloaded counterpart of a parameter."""
-        param = OffloadedParam(name, parameter, tier, self.device, piece_elements)
-        if not param.sharded:
-            param.parameter = nn.Parameter(OffloadedTensor(param, self), requires_grad=parameter.requires_grad)
-        return param
-
-    def replace_shard(self, param: OffloadedParam) -> None:
-        """Free the shard's memory, and let FSDP2 read an `OffloadedTensor`."""
-        shard = param.parameter._local_tensor
-        shard.untyped_storage().resize_(0)
-        param.parameter._local_tensor = OffloadedTensor(param, self, shard.device)
-
     @_disable_dynamo
     def enter_module(self, *_: Any) -> None:
         """Enter a module call; the outermost installs the hooks of saved tensors."""

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.tiled_linear import TiledLinear
-from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, is_offloaded, source_of
+from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, OffloadedTensor, is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
 from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, tensor_slices, to_local
@@ -217,7 +217,9 @@ class ParameterMove:
                 if p is None or p in self._new_parameter or is_offloaded(p):
                     continue
                 if tier is not None:
-                    param = calls.offload(f"{name}.{attribute}".removeprefix("."), p, tier, elements)
+                    param = OffloadedParam(f"{name}.{attribute}".removeprefix("."), p, tier, calls.device, elements)
+                    if not param.sharded:
+                        param.parameter = nn.Parameter(OffloadedTensor(param, calls), requires_grad=p.requires_grad)
                     self.offloaded[param.parameter], self._new_parameter[p] = param, param.parameter
                 elif to_local(p).is_meta:
                     tensor = torch.empty_like(p, device=calls.device)
@@ -267,8 +269,10 @@ class ParameterMove:
             return
         offloaded.write(to_local(p))
         self._initialized.add(p)
-        if offloaded.sharded:
-            self._calls.replace_shard(offloaded)
+        if offloaded.sharded:  # `new` is `p`: let FSDP2 read an `OffloadedTensor`
+            shard = new._local_tensor
+            shard.untyped_storage().resize_(0)
+            new._local_tensor = OffloadedTensor(offloaded, self._calls, shard.device)
         else:
             new.grad = p.grad
             if p._base is None:  # else it is a view of a tiled layer's parameter
