@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.offloading.dispatch import is_offloaded, source_of
@@ -104,14 +103,6 @@ def _blocks(tensor_slice: TensorSlice, dtype: torch.dtype, elements: StoredEleme
         yield Block((offset[0] + first, *offset[1:]), block_size, first * width, elements)
 
 
-def _is_primary(p: Any) -> bool:
-    """Return whether this rank saves its shard of a parameter: the first replica does."""
-    if not isinstance(p, DTensor):
-        return RankGroup.world().rank == 0
-    coordinates: Any = zip(p.device_mesh.get_coordinate() or (), p.placements, strict=True)
-    return not any(coordinate for coordinate, placement in coordinates if placement.is_replicate())
-
-
 def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: bool) -> dict[str, Any]:
     """Collect the tensors of a checkpoint, nested like torch's `get_state_dict`, with the blocks of this rank."""
     tensors: dict[str, Any] = {}
@@ -119,9 +110,9 @@ def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: 
     names: dict[Any, str] = {}
 
     def add(target: dict[str, Any], name: str, dtype: torch.dtype, elements: StoredElements) -> None:
+        # Replicas have the same blocks; DCP saves one of each.
         tensor = target.setdefault(name, StoredTensor(tensor_slice.shape, dtype))
-        if not for_saving or _is_primary(p):
-            tensor.blocks |= {block.offset: block for block in _blocks(tensor_slice, dtype, elements)}
+        tensor.blocks |= {block.offset: block for block in _blocks(tensor_slice, dtype, elements)}
 
     for p, tensor_slice in tensor_slices(model):
         fqn = tensor_slice.fqn
