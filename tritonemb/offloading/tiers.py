@@ -3,7 +3,6 @@
 import contextlib
 import gc
 import os
-import threading
 import weakref
 import zlib
 from collections import deque
@@ -171,7 +170,7 @@ class DiskTier:
 
     def __init__(self, folder: Path, rank: int = 0, world_size: int = 1) -> None:
         self.path, self.bytes_moved = folder / f"swap-{rank}.bin", [0, 0]
-        self._size, self._lock = 0, threading.Lock()
+        self._size = 0
         with storage_errors(f"offload folder {folder}: cannot create {self.path.name}", "name a writable folder"):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = self._open()
@@ -211,6 +210,7 @@ class DiskTier:
         """Read or write in one of the two threads for it, after the last write."""
         if not self._closed.alive:
             raise StorageError(f"{self.path} is closed")
+        self.bytes_moved[write] += values.nbytes
         previous_write = span.last_write
 
         def move() -> None:
@@ -249,8 +249,6 @@ class DiskTier:
             except ExtentError as error:
                 raise error.reason from error
         # Store the checksum of a write; verify that of a read.
-        with self._lock:
-            self.bytes_moved[write] += size
         if write:
             span.checksum = checksum
         elif checksum != expected:
