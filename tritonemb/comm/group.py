@@ -105,12 +105,10 @@ class RankGroup:
 
         It shares this group's traffic counter, and by default its `backend` and `timeout`.
         """
-        process_group, timeout = None, self.timeout if timeout is None else timeout
-        for ranks in members:
-            if len(ranks) > 1:  # a single rank needs no connections
-                new_group = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
-                process_group = new_group if self.rank in ranks else process_group
         assert any(self.rank in ranks for ranks in members), "this process is in no set"
+        timeout = self.timeout if timeout is None else timeout
+        connected = [[self.ranks[rank] for rank in ranks] for ranks in members if len(ranks) > 1]
+        process_group = dist.new_subgroups_by_enumeration(connected, timeout, backend)[0] if connected else None
         return type(self)(process_group, self.local_world_size, self.traffic, timeout)
 
     def duplicate(self, backend: str | None = None, timeout: timedelta | None = None) -> Self:
