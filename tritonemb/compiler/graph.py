@@ -1,6 +1,5 @@
 """Analysis of Dynamo's graphs: values, effects and dependencies of nodes; insertion of nodes; and Inductor's order."""
 
-import functools
 import inspect
 import operator
 import re
@@ -207,8 +206,7 @@ def depths(predecessors: dict[Node, set[Node]], counted: set[Node]) -> dict[Node
 
 def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
     """Subgraphs of a higher-order operator."""
-    names = [str(other.target) for other in node.all_input_nodes if other.op == "get_attr"]
-    attributes = [functools.reduce(getattr, name.split("."), gm) for name in names]
+    attributes = [operator.attrgetter(str(i.target))(gm) for i in node.all_input_nodes if i.op == "get_attr"]
     return [body for body in attributes if isinstance(body, GraphModule)]
 
 
