@@ -218,26 +218,16 @@ class BlockFile:
 
         Records of rows that were never written are left unchanged. Return uint8 `[n]`: whether each row was written.
         """
-        layout, written = self.layout, np.empty(rows.size, dtype=np.uint8)
-        blocks, starts = layout.request(rows)
+        written, (blocks, starts) = np.empty(rows.size, dtype=np.uint8), self.layout.request(rows)
         positions = self.page_table.find(blocks)
 
         def begin(chunk: _RequestChunk) -> None:
             chunk.sort(blocks, positions)
             self._submit(context, chunk, np.flatnonzero(chunk.positions >= 0), False)
 
-        def finish(chunk: _RequestChunk) -> None:
-            chunk.wait()
-            row_range = slice(int(starts[chunk.block_range.start]), int(starts[chunk.block_range.stop]))
-            num_good = cpu_kernels("pages").copy_out(
-                context.buffer.address + chunk.begin, chunk.blocks, chunk.slots, rows[row_range], layout.rows_per_block,
-                layout.pages_per_block, layout.record_bytes, records + row_range.start * layout.record_bytes,
-                written[row_range],
-            )  # fmt: skip
-            self._raise_damaged(chunk.blocks, num_good)
-
         with io_context() as context:
-            self._overlap(context, blocks.size, begin, finish)
+            copy = partial(self._copy, context, starts, rows, records, written, False)
+            self._overlap(context, blocks.size, begin, copy)
         return written
 
     def write(self, rows: np.ndarray, records: int) -> None:
@@ -258,14 +248,7 @@ class BlockFile:
             self._submit(context, chunk, np.flatnonzero(~clear_mask[chunk.block_range]), False)
 
         def finish(chunk: _RequestChunk) -> None:
-            chunk.wait()
-            row_range = slice(int(starts[chunk.block_range.start]), int(starts[chunk.block_range.stop]))
-            num_good = cpu_kernels("pages").copy_in(
-                context.buffer.address + chunk.begin, chunk.blocks, chunk.slots, clear_mask[chunk.block_range],
-                rows[row_range], layout.rows_per_block, layout.pages_per_block, layout.record_bytes,
-                records + row_range.start * layout.record_bytes,
-            )  # fmt: skip
-            self._raise_damaged(chunk.blocks, num_good)
+            self._copy(context, starts, rows, records, clear_mask.view(np.uint8), True, chunk)
             # Write the chunk while the next one is read.
             self._submit(context, chunk, np.arange(chunk.blocks.size), True)
             writing.append(chunk)
@@ -274,6 +257,21 @@ class BlockFile:
             self._overlap(context, blocks.size, begin, finish)
             for chunk in writing:
                 chunk.wait()
+
+    def _copy(
+        self, context: IoContext, starts: np.ndarray, rows: np.ndarray, records: int, flags: np.ndarray, writes: bool,
+        chunk: _RequestChunk,
+    ) -> None:  # fmt: skip
+        """Copy a chunk's rows of a request after its transfer; `flags` as in the kernel, of the request."""
+        chunk.wait()
+        layout, block_range = self.layout, chunk.block_range
+        row_range = slice(int(starts[block_range.start]), int(starts[block_range.stop]))
+        geometry = layout.rows_per_block, layout.pages_per_block, layout.record_bytes
+        num_good = cpu_kernels("pages").copy(
+            context.buffer.address + chunk.begin, (chunk.blocks, chunk.slots), rows[row_range], geometry,
+            records + row_range.start * layout.record_bytes, flags[block_range if writes else row_range], writes,
+        )  # fmt: skip
+        self._raise_damaged(chunk.blocks, num_good)
 
     def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
         """Read blocks that have positions into consecutive slots from byte `begin` of the buffer on; check them."""

@@ -133,49 +133,36 @@ def _copy_record(slot, record, num_bytes, into_slot):
 
 
 @compiled
-def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, record_bytes, records, written):
+def copy(buffer, blocks_and_slots, rows, geometry, records, flags, writes):
     """Check blocks and copy records out of them, except those never written. Reads each block once.
 
-    `buffer` is the address of the blocks; `blocks` int64 `[b]` the ascending numbers of the rows' blocks; `slots` int64
-    `[b]` their indices in the buffer, negative if never written; `rows` int64 `[n]`, ascending; `records` the address
-    of `n` times `record_bytes` bytes; `written` uint8 `[n]`, output: whether a row was ever written. Stops at, and
-    returns the index of, the first damaged block; the number of blocks if none is.
+    With `writes` copy records into blocks that all have slots, mark the records as written, and seal the blocks.
+
+    `buffer` is the address of the blocks, whose ascending numbers and indices in the buffer, negative if never written,
+    are two int64 `[b]`; `rows` int64 `[n]`, ascending; `geometry` rows and pages per block, and bytes per record;
+    `records` the address of `n` records; `flags` uint8 `[n]`, output: whether a row was ever written; with `writes`
+    uint8 `[b]`: whether a block is zeroed instead of checked. Stops at, and returns the index of, the first damaged
+    block; the number of blocks if none is.
     """
-    i = 0
-    for block in range(blocks.size):
-        address, first_row = buffer + slots[block] * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
-        # Check the block, then copy its records.
-        if slots[block] >= 0 and _is_damaged(address, blocks[block], pages_per_block):
-            return block
-        while i < rows.size and rows[i] < first_row + rows_per_block:
-            slot = address + (rows[i] - first_row) * (record_bytes + 1)
-            written[i] = uint8_row(slot, 1)[0] if slots[block] >= 0 else np.uint8(0)
-            if written[i] != 0:
-                _copy_record(slot, records + i * record_bytes, record_bytes, False)
-            i += 1
-    return blocks.size
-
-
-@compiled
-def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block, record_bytes, records):
-    """Check blocks, copy records into them, mark the records as written, and seal the blocks.
-
-    Arguments as of `copy_out`; every block has a slot. Where `clear`, bool `[b]`, it is zeroed instead of checked.
-    """
-    i = 0
+    i, (blocks, slots), (rows_per_block, pages_per_block, record_bytes) = 0, blocks_and_slots, geometry
     for block in range(blocks.size):
         address, first_row = buffer + slots[block] * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
         # Clear or check the block, copy its records, seal it.
-        if clear[block]:
+        if writes and flags[block] != 0:
             words = int64_row(address, pages_per_block * PAGE_BYTES // 8)
             for word in range(words.size):
                 words[word] = 0
-        elif _is_damaged(address, blocks[block], pages_per_block):
+        elif slots[block] >= 0 and _is_damaged(address, blocks[block], pages_per_block):
             return block
         while i < rows.size and rows[i] < first_row + rows_per_block:
             slot = address + (rows[i] - first_row) * (record_bytes + 1)
-            uint8_row(slot, 1)[0] = 1
-            _copy_record(slot, records + i * record_bytes, record_bytes, True)
+            if writes:
+                uint8_row(slot, 1)[0] = 1
+            else:
+                flags[i] = uint8_row(slot, 1)[0] if slots[block] >= 0 else np.uint8(0)
+            if writes or flags[i] != 0:
+                _copy_record(slot, records + i * record_bytes, record_bytes, writes)
             i += 1
-        _seal_block(address, blocks[block], pages_per_block)
+        if writes:
+            _seal_block(address, blocks[block], pages_per_block)
     return blocks.size
