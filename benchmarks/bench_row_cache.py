@@ -22,7 +22,7 @@ from benchmarks.measuring.cases import OURS, Case, contenders, equal
 from benchmarks.measuring.clock import Clock, Contender
 from benchmarks.measuring.workload import Workload, draw_batches
 from tritonemb import ops
-from tritonemb.layout import FIRST_ROW, make_layout
+from tritonemb.layout import FIRST_ROW, CacheDirectory, make_layout
 
 WAYS_BYTES = ops.WAYS * (8 + 8 + 4)  # of a set: tags, use, pins
 NUM_BATCHES = 12  # of which the last one is measured
@@ -54,21 +54,22 @@ class Directory:
         self.tags = [torch.full((size,), ops.NO_ROW, dtype=torch.int64, device=device) for size in sizes]
         self.used = [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
         self.pins = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
+        self._directory = CacheDirectory(self.tags, self.used, self.pins, layout.tables, num_sets)
         self.first_rows, self.num_rows = layout.tables[:, FIRST_ROW].contiguous(), layout.num_rows
         for now, batch in enumerate(draw_batches(workload, NUM_BATCHES, device)):
             self.groups = ops.row_groups(batch.values, batch.offsets, layout)
             self.num_groups = int(self.groups.num_groups)
             self.rows = self.groups.rows[: self.num_groups]
-            self._rest = layout.tables, num_sets, torch.tensor(now, device=device), "lru"
+            self._use = torch.tensor(now, device=device), "lru"
             if now < NUM_BATCHES - 1:
                 self.allocate(self.look_up())
                 torch._foreach_zero_(self.pins)
 
     def look_up(self) -> Tensor:
-        return ops.row_cache_look_up_(self.tags, self.used, self.pins, self.rows, *self._rest)
+        return ops.row_cache_look_up_(self._directory, self.rows, *self._use)
 
     def allocate(self, slots: Tensor) -> Tensor:
-        return ops.row_cache_allocate_(self.tags, self.used, self.pins, self.rows, slots, *self._rest)
+        return ops.row_cache_allocate_(self._directory, self.rows, slots, *self._use)
 
     def rows_of_slots(self) -> Tensor:
         """The linear row in each slot, -1 in an empty one; tables one behind the other."""

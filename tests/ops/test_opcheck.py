@@ -304,15 +304,13 @@ class TestOpcheck:
     def test_row_cache_look_up_(self, policy):
         cache = make_cache(policy)
         serve(cache)
-        torch.library.opcheck(OPS.row_cache_look_up_.default, tuple(cache))
+        torch.library.opcheck(OPS.row_cache_look_up_.default, (*cache.directory, *cache[1:]))
 
     @pytest.mark.parametrize("policy", breadth(POLICIES, ["lru"]))
     def test_row_cache_allocate_(self, policy):
         cache = make_cache(policy)
-        slots = torch.full_like(cache.rows, -1)
-        torch.library.opcheck(
-            OPS.row_cache_allocate_.default, (*cache.parts, cache.rows, slots, *cache.rest)
-        )  # fmt: skip
+        args = (*cache.directory, cache.rows, torch.full_like(cache.rows, -1), *cache[2:])
+        torch.library.opcheck(OPS.row_cache_allocate_.default, args)
 
     def test_row_cache_translate(self):
         starts, order = torch.tensor([0, 2, 3, 3], dtype=torch.int32), torch.tensor([0, 2, 1], dtype=torch.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +11,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.ops.row_caches import Cache, make_cache, serve
 from tritonemb import ops
-from tritonemb.layout import make_layout
+from tritonemb.layout import DirectoryTensors, make_layout
 
 pytestmark = pytest.mark.public
 
@@ -22,10 +24,10 @@ def test_rows_are_found_where_they_were_put():
     assert (slots >= 0).all()
     rows = cache.rows - torch.tensor([0, 0, 100, 107, 107, 107])
     for table, group in ((0, 0), (0, 1), (2, 3), (2, 4), (2, 5)):
-        assert cache.tags[table][slots[group]] == rows[group]
-    assert [int((pins > 0).sum()) for pins in cache.pins] == [2, 0, 3]
+        assert cache.directory.tags[table][slots[group]] == rows[group]
+    assert [int((pins > 0).sum()) for pins in cache.directory.pins] == [2, 0, 3]
     assert torch.equal(ops.row_cache_look_up_(*cache), slots)
-    assert [int(pins.sum()) for pins in cache.pins] == [4, 0, 6]
+    assert [int(pins.sum()) for pins in cache.directory.pins] == [4, 0, 6]
 
 
 def test_a_batch_reads_its_rows_through_the_cache():
@@ -39,10 +41,10 @@ def test_a_batch_reads_its_rows_through_the_cache():
     for step in range(6):
         ids = torch.randint(-1, 301, (40,))
         groups = ops.row_groups(ids, torch.tensor([0, 40]), layout)
-        rows, rest = groups.rows[: int(groups.num_groups)], (layout.tables, sets, torch.tensor(step), "lru")
-        slots = ops.row_cache_look_up_(tags, used, pins, rows, *rest)
+        rows, directory = groups.rows[: int(groups.num_groups)], DirectoryTensors(tags, used, pins, layout.tables, sets)
+        slots = ops.row_cache_look_up_(directory, rows, torch.tensor(step), "lru")
         absent = slots == -1
-        evicted = ops.row_cache_allocate_(tags, used, pins, rows, slots, *rest)
+        evicted = ops.row_cache_allocate_(directory, rows, slots, torch.tensor(step), "lru")
         # What leaves goes home first; then what was absent comes in.
         ops.move_rows_([weight, state], [slots_weight, slots_state], evicted, slots)
         incoming = torch.where(absent & (slots >= 0), slots, -1)
@@ -72,8 +74,8 @@ def test_compiled_as_one_graph():
     found_to = torch.zeros(100, 3)
     found = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, found_to, source)
     for mine, theirs in zip(
-        [*found, found_to, *compiled.tags, *compiled.used, *compiled.pins],
-        [*expected, to, *eager.tags, *eager.used, *eager.pins],
+        [*found, found_to, *chain.from_iterable(compiled.directory[:3])],
+        [*expected, to, *chain.from_iterable(eager.directory[:3])],
         strict=True,
     ):
         assert torch.equal(mine, theirs)
@@ -81,7 +83,7 @@ def test_compiled_as_one_graph():
 
 def test_autograd_learns_of_changes():
     cache = make_cache()
-    tensors = [*cache.tags, *cache.used, *cache.pins]
+    tensors = [*chain.from_iterable(cache.directory[:3])]
     before = [tensor._version for tensor in tensors]
     slots, _ = serve(cache)
     assert all(tensor._version > old for tensor, old in zip(tensors, before, strict=True))
@@ -101,26 +103,30 @@ def test_inference_mode_serves_too():
 
 def test_caches_that_cannot_be_are_refused():
     cache = make_cache()
+    tags, used, _, tables, _ = cache.directory
 
     def refuse(error: type[Exception], match: str, **changes: object) -> None:
-        changed = cache._replace(**changes)
+        directory = {name: value for name, value in changes.items() if name in DirectoryTensors._fields}
+        others = {name: value for name, value in changes.items() if name not in directory}
+        changed = cache._replace(directory=cache.directory._replace(**directory), **others)
         with pytest.raises(error, match=match):
             ops.row_cache_look_up_(*changed)
+        slots = torch.full_like(changed.rows, -1)
         with pytest.raises(error, match=match):
-            ops.row_cache_allocate_(*changed.parts, changed.rows, torch.full_like(changed.rows, -1), *changed.rest)
+            ops.row_cache_allocate_(changed.directory, changed.rows, slots, changed.now, changed.policy)
 
     refuse(ValueError, "unknown policy 'fifo'", policy="fifo")
-    refuse(ValueError, "got 3 tags, 2 used, 3 pins", used=cache.used[:2])
-    refuse(ValueError, r"used\[2\] must have shape \(70,\), got \(64,\)", used=[*cache.used[:2], cache.used[2][:64]])
-    refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=cache.used)
-    refuse(ValueError, r"tags\[0\] must be contiguous", tags=[torch.zeros(64, dtype=torch.int64)[::2], *cache.tags[1:]])
+    refuse(ValueError, "got 3 tags, 2 used, 3 pins", used=used[:2])
+    refuse(ValueError, r"used\[2\] must have shape \(70,\), got \(64,\)", used=[*used[:2], used[2][:64]])
+    refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=used)
+    refuse(ValueError, r"tags\[0\] must be contiguous", tags=[torch.zeros(64, dtype=torch.int64)[::2], *tags[1:]])
     refuse(TypeError, "rows must be torch.int64", rows=cache.rows.int())
-    refuse(ValueError, r"tables must have shape \(3, 8\)", tables=cache.tables[:, :2])
+    refuse(ValueError, r"tables must have shape \(3, 8\)", tables=tables[:, :2])
     refuse(ValueError, r"num_sets\[2\] is 3, but tags\[2\] has 70", num_sets=torch.tensor([1, 0, 3]))
     refuse(ValueError, r"num_sets\[1\] is -1", num_sets=torch.tensor([1, -1, 2]))
     refuse(ValueError, "now must be on cpu", now=torch.tensor(1, device="meta"))
     with pytest.raises(ValueError, match=r"slots must have shape \(6,\)"):
-        ops.row_cache_allocate_(*cache.parts, cache.rows, torch.full((3,), -1), *cache.rest)
+        ops.row_cache_allocate_(cache.directory, cache.rows, torch.full((3,), -1), cache.now, cache.policy)
     with pytest.raises(TypeError, match=r"starts must be torch.int32"):
         ops.row_cache_translate(torch.zeros(1).long(), torch.zeros(2).long(), torch.zeros(1).int(), torch.tensor(1))
     with pytest.raises(ValueError, match=r"starts must have shape \(2,\)"):

@@ -12,36 +12,30 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS, DirectoryTensors
-from tritonemb.ops.registry import check_tensor, define, kernel
+from tritonemb.ops.registry import SHARED_ARGUMENTS, check_tensor, define, kernel
 
 _STATE = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
 
 
-def row_cache_look_up_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
-    num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
+def row_cache_look_up_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up the slots of a batch's distinct rows; pin each cached row once, and record its use.
 
     Args:
-        tags, used, pins: int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS` elements or more (more
-            are ignored); empty for a table without cache. `used` and `pins` change in place.
+        directory: `tags`, `used` and `pins`, int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS`
+            elements or more (more are ignored), empty for a table without cache; `used` and `pins` change in place.
+            `tables` int64 `[T, 8]`, `Layout.tables`; `num_sets` int64 `[T]`, 0 for a table without cache, not checked
+            on a GPU.
         rows: int64 `[N]`, linear rows, ascending, distinct for cached tables.
-        tables: int64 `[T, 8]`, `Layout.tables`.
-        num_sets: int64 `[T]`, 0 for a table without cache. Not checked on a GPU.
         now: int64 `[]`, time of use for policy "lru"; it should ascend.
         policy: "lru" or "lfu".
 
     Returns int64 `[N]`: the slot of the row in its table; -1 if it is not cached; the row if the table has no cache.
     """
-    _check(tags, used, pins, rows, tables, num_sets, now, policy)
-    return _look_up(tags, used, pins, rows, tables, num_sets, now, policy)
+    _check(directory, rows, now, policy)
+    return _look_up(directory, rows, now, policy)
 
 
-def row_cache_allocate_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
-) -> Tensor:  # fmt: skip
+def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
     """Allocate and pin a slot for each row that has none, in ascending order within a set.
 
     A row gets the first empty way of its set, else that of the unpinned row with the least (use, way), which is
@@ -50,9 +44,9 @@ def row_cache_allocate_(
     Arguments are those of `row_cache_look_up_`; `tags` change, too, and new slots are written to `slots`, int64 `[N]`,
     its result. Returns int64 `[N]`: the evicted row, relative to the first of its table; -1 if none was evicted.
     """
-    _check(tags, used, pins, rows, tables, num_sets, now, policy)
+    _check(directory, rows, now, policy)
     _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
-    return _allocate(tags, used, pins, rows, slots, tables, num_sets, now, policy)
+    return _allocate(directory, rows, slots, now, policy)
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
@@ -93,8 +87,8 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
         raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
 
 
-def _check(*args: Any) -> None:
-    tags, used, pins, rows, tables, num_sets, now, policy = args
+def _check(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> None:
+    tags, used, pins, tables, num_sets = directory
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {list(POLICIES)}")
     num_tables, device = len(tags), rows.device
@@ -109,16 +103,17 @@ def _check(*args: Any) -> None:
     _check_tensor("now", now, torch.int64, (), device)
 
 
-def _check_sets(tags: Sequence[Tensor], num_sets: Tensor) -> None:
-    """Raise if a table is too small for its sets; not on a GPU, which would need a synchronization."""
-    if num_sets.device.type != "cpu":
-        return
-    for table, sets in enumerate(num_sets.tolist()):
-        if not 0 <= sets <= tags[table].numel() // WAYS:
+def _run(op: str, directory: DirectoryTensors, *args: Any) -> Any:
+    """Raise if a table is too small for its sets; not on a GPU, which would need a synchronization. Run the kernel."""
+    device = directory.num_sets.device
+    for table, sets in enumerate(directory.num_sets.tolist() if device.type == "cpu" else ()):
+        size = directory.tags[table].numel()
+        if not 0 <= sets <= size // WAYS:
             raise ValueError(
-                f"num_sets[{table}] is {sets}, but tags[{table}] has {tags[table].numel()} elements, enough for "
-                f"{tags[table].numel() // WAYS} sets of {WAYS}"
+                f"num_sets[{table}] is {sets}, but tags[{table}] has {size} elements, enough for {size // WAYS} sets "
+                f"of {WAYS}"
             )
+    return kernel(op, device)(directory, *args)
 
 
 def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
@@ -150,25 +145,20 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
             raise ValueError(f"destinations[{pair}] has overlapping rows: strides {destination.stride()}")
 
 
-def _run(op: str, tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], *args: Any) -> Any:
-    *rows_and_slots, tables, num_sets, now, policy = args
-    _check_sets(tags, num_sets)
-    directory = DirectoryTensors(tags, used, pins, tables, num_sets)
-    return kernel(op, now.device)(directory, *rows_and_slots, now, policy)
-
-
+SHARED_ARGUMENTS["*DirectoryTensors"] = (
+    DirectoryTensors,
+    "Tensor(a!)[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor tables, Tensor num_sets",
+)
 _look_up = define(
     "row_cache_look_up_",
-    "(Tensor[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor rows, Tensor tables, Tensor num_sets, Tensor now, "
-    "str policy) -> Tensor",
-    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
+    "(*DirectoryTensors, Tensor rows, Tensor now, str policy) -> Tensor",
+    lambda _, rows, *__: torch.empty_like(rows),
     functools.partial(_run, "row_cache_look_up_"),
 )
 _allocate = define(
     "row_cache_allocate_",
-    "(Tensor(a!)[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor rows, Tensor(d!) slots, Tensor tables, "
-    "Tensor num_sets, Tensor now, str policy) -> Tensor",
-    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
+    "(*DirectoryTensors, Tensor rows, Tensor(d!) slots, Tensor now, str policy) -> Tensor",
+    lambda _, rows, *__: torch.empty_like(rows),
     functools.partial(_run, "row_cache_allocate_"),
 )
 _translate = define(

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb import layout
 from tritonemb.layout import NO_ROW, WAYS
 from tritonemb.ops.row_cache import row_cache_allocate_, row_cache_look_up_
 from tritonemb.ops.row_update import fill_initial_
@@ -334,11 +335,14 @@ class CacheDirectory:
     def look_up(self, rows: Tensor, tables: Tensor) -> Tensor:
         """Pin the cached rows of a batch's distinct rows; return slots, -1 for misses. See `ops.row_cache_look_up_`."""
         self.clock += 1
-        return row_cache_look_up_(*self.table_views, rows, tables, self.num_sets, self.clock, self.policy)
+        return row_cache_look_up_(self._by_table(tables), rows, self.clock, self.policy)
 
     def allocate(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
         """Allocate and pin slots for misses; return the evicted rows. See `ops.row_cache_allocate_`."""
-        return row_cache_allocate_(*self.table_views, rows, slots, tables, self.num_sets, self.clock, self.policy)
+        return row_cache_allocate_(self._by_table(tables), rows, slots, self.clock, self.policy)
+
+    def _by_table(self, tables: Tensor) -> layout.CacheDirectory:
+        return layout.CacheDirectory(*self.table_views, tables, self.num_sets)
 
     def clear(self, table: int) -> None:
         for name, empty_value in _EMPTY:
