@@ -31,7 +31,7 @@ from benchmarks.measuring.workload import (
     update_bytes,
     workloads,
 )  # fmt: skip
-from tritonemb.ops import RowGroups, row_update_
+from tritonemb.ops import BatchGradient, RowGroups, row_update_
 
 OP, CUSTOM, BUILT_IN = "group + update", "custom update", te.optim.Adagrad(LR, eps=EPS)
 CUSTOM_WORKLOADS = (
@@ -98,7 +98,7 @@ def make_custom(workload: Workload, clock: Clock) -> list[Contender]:
 
         def run(prepared: tuple[Tensor, RowGroups]) -> None:
             fused = table_set.fused_tables()._replace(optimizer=spec.name, hyperparameters=[*spec.hyperparameters])
-            row_update_(fused, prepared[0], batches[0].offsets, None, prepared[1], layout)
+            row_update_(fused, BatchGradient(prepared[0], batches[0].offsets, None, prepared[1], layout))
 
         return Contender(name, prepare, torch.no_grad()(run), num_bytes)
 

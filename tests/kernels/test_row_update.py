@@ -212,10 +212,9 @@ def test_gradients_of_each_lookup_are_those_of_the_output(pooled, implementation
         )
         sums = [torch.zeros_like(weight) for weight in own]
         with use_kernels(implementation):
-            row_update_op.row_update_(fused, grad, offsets, None, values, layout)
-            row_update_op.row_gradients_(
-                sums, grad, offsets, None, row_update_op.row_groups(values, offsets, layout), layout
-            )
+            row_update_op.row_update_(fused, BatchGradient(grad, offsets, None, values, layout))
+            groups = row_update_op.row_groups(values, offsets, layout)
+            row_update_op.row_gradients_(sums, BatchGradient(grad, offsets, None, groups, layout))
         updated.append([weight.cpu() for weight in own])
         summed.append([each.cpu() for each in sums])
     for n, weight in enumerate(weights):

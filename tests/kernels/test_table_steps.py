@@ -194,7 +194,7 @@ def test_counters_of_each_table_count_its_own_updates_and_skipped_rows(grouped, 
         layout = make_layout(tables.configs, names, True, device)
         groups = ops.row_groups(mine.values(), mine.offsets(), layout) if grouped else mine.values()
         for _ in range(2):
-            ops.row_update_(fused, grad, mine.offsets(), None, groups, layout)
+            ops.row_update_(fused, BatchGradient(grad, mine.offsets(), None, groups, layout))
         return fused
 
     alone = [update(tables.only(table), [step], grads[table]) for table, step in enumerate(STEPS)]

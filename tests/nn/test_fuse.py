@@ -173,7 +173,7 @@ class TestTraining:
         ids = torch.randint(9, (6, 2))
         torch.cat([module(ids) for module in model], 1).sum().backward()
         assert len(calls) == 1
-        assert torch.equal(calls[0][4], ids.reshape(-1).repeat(3)), "which groups the ids of all tables together"
+        assert torch.equal(calls[0][1].groups, ids.reshape(-1).repeat(3)), "which groups the ids of all tables together"
 
     def test_only_what_a_backward_reaches_is_updated(self):
         model = nn.ModuleList([nn.Embedding(5, 3), nn.Embedding(5, 3)])

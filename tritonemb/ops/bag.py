@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.errors import offsets_do_not_ascend
-from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
+from tritonemb.layout import MEAN, SUM, BatchGradient, Layout, TableRow, build_layout
 from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, choose_cached, define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import ID_DTYPES, row_groups
@@ -157,7 +157,7 @@ def _derive(by: int, factors: _Factors, values: Tensor, trained_ids: Tensor | No
     groups = row_groups(values, bags.offsets, layout)
     sum_dtype = torch.promote_types(grad.dtype, torch.float32)
     sums = empty_result((form.num_rows, grad.shape[1]), sum_dtype, grad.device).zero_()
-    row_gradients_([sums], grad, bags.offsets, sample_weights, groups, layout)
+    row_gradients_([sums], BatchGradient(grad, bags.offsets, sample_weights, groups, layout))
     return sums.to(form.weight_dtype)
 
 

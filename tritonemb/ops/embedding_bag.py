@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.layout import FusedTables, Layout, cached_fact, devices_of, dtypes_of, unpack_names
+from tritonemb.layout import BatchGradient, FusedTables, Layout, cached_fact, devices_of, dtypes_of, unpack_names
 from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
@@ -226,7 +226,7 @@ class FusedBatch(NamedTuple):
         if needs_sample_weight_grad:
             sample_weight_grad = _sample_weight_gradient(grad, self.tables.weights, *batch, self.layout)
         if self.accumulator == NOT_ACCUMULATING:
-            row_update_(self.tables, grad, self.offsets, self.sample_weights, groups, self.layout)
+            row_update_(self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
         elif self.shared:
             shared_update(self.accumulator, grad, *batch, groups, self.layout)
         else:
@@ -357,7 +357,8 @@ def look_up_eagerly(*args: Any) -> Tensor:
 def _update_bag(
     table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, grad: Tensor
 ) -> None:
-    row_update.update_rows(table, grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
+    batch = BatchGradient(grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
+    row_update.update_rows(table, batch)
 
 
 _bag_update_ = define(

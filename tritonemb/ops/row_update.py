@@ -19,7 +19,7 @@ from tritonemb.layout import BatchGradient, FusedTables, Layout, TensorList, cac
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, TRITON, choose_cached, define, kernel, plain_eager
-from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups, ungrouped, wait_for_groups
+from tritonemb.ops.row_groups import check_ids, row_groups, ungrouped, wait_for_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite, customs
 
 SKIP = get_args(NonFinite).index("skip")
@@ -47,36 +47,29 @@ SHARED_ARGUMENTS["*FusedTables"] = FusedTables, _TABLES.format(a="", b="", c="",
 SHARED_ARGUMENTS["*MutableTables"] = FusedTables, _TABLES.format(a="(a!)", b="(b!)", c="(c!)", d="(d!)")
 
 
-def row_update_(
-    tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
-    groups: RowGroups | Tensor, layout: Layout,
-) -> None:  # fmt: skip
+def row_update_(tables: FusedTables, batch: BatchGradient) -> None:
     """Sum each row's gradients in order and apply the optimizer once per row.
 
     Raise ValueError for a gradient that is not finite with `on_nonfinite="raise"`, before any table is changed.
 
-    Args:
-        grad: gradient of the output, `[B, width]` or `[N, width]`; in plain eager mode also a list of those of each
-            lookup, `[B, dim]` or `[n, dim]`.
-        offsets, sample_weights: as in the lookup.
-        groups: groups of the batch, or its ids `[N]`, which are grouped first.
+    In plain eager mode `batch.grad` may also be a list of the gradients of each lookup, `[B, dim]` or `[n, dim]`;
+    `batch.groups` may be the ids `[N]`, which are grouped first.
     """
-    groups = ungrouped(groups) if isinstance(groups, Tensor) else groups
-    if isinstance(grad, Tensor) and not plain_eager(grad, tables=tables.weights):
-        torch.ops.tritonemb.row_update_(*tables, grad, offsets, sample_weights, *groups, *layout)
+    if isinstance(batch.groups, Tensor):
+        batch = batch._replace(groups=ungrouped(batch.groups))
+    *arguments, groups, layout = batch
+    if isinstance(batch.grad, Tensor) and not plain_eager(batch.grad, tables=tables.weights):
+        torch.ops.tritonemb.row_update_(*tables, *arguments, *groups, *layout)
         return
-    update_rows(tables, grad, offsets, sample_weights, groups, layout)
+    update_rows(tables, batch)
     torch.autograd.graph.increment_version([*tables.weights, *tables.states, *tables.steps, *tables.skipped])
 
 
-def update_rows(
-    tables: FusedTables, grad: Tensor | list[Tensor], offsets: Tensor, sample_weights: Tensor | None,
-    groups: RowGroups, layout: Layout,
-) -> None:  # fmt: skip
+def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
     """Run `row_update_` in plain eager mode; the caller increments the versions of the tensors."""
     # Choose the kernel.
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
-    device = offsets.device
+    (grad, offsets, _, groups, layout), device = batch, batch.offsets.device
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = weights.without_stale_facts(), states.without_stale_facts()
     dtypes = cached_fact(weights, dtypes_of)
@@ -88,22 +81,19 @@ def update_rows(
     count: Any = skipped if len(skipped) > 1 else skipped[0]
     count = torch.zeros(len(skipped), dtype=torch.int64, device=device) if stacks_counters else count
     grad = grad if by_cpu else _concat_gradients(grad, layout)
-    batch: RowGroups | Tensor = groups
     if groups.is_complete:
         wait_for_groups(device)
     else:
         check_ids(groups.rows, layout.multiplicity)
-        batch = groups.rows if by_cpu else row_groups(groups.rows, offsets, layout)
+        groups = groups.rows if by_cpu else row_groups(groups.rows, offsets, layout)
     # Update the rows, then the counters.
     if optimizer in customs and name in (CPU, TRITON):
         from tritonemb.kernels.optimizers import update_by_user_  # loads the compiler
 
         max_elements = ELEMENTS_AT_ONCE if name == CPU else None
         update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), max_elements)
-    update(
-        FusedTables(weights, states, step, count, learning_rate, optimizer, hyperparameters),
-        BatchGradient(grad, offsets, sample_weights, batch, layout),
-    )
+    fused = tables._replace(weights=weights, states=states, steps=step, skipped=count)
+    update(fused, batch._replace(grad=grad, groups=groups))
     if stacks_counters:
         torch._foreach_copy_(steps, list(step.unbind()))
     skips = stacks_counters and Hyperparameters(*hyperparameters).on_nonfinite == SKIP
@@ -133,29 +123,25 @@ define(
     "row_update_",
     "(*MutableTables, Tensor grad, Tensor offsets, Tensor? sample_weights, *IdsOrGroups, *Layout) -> ()",
     lambda *_: None,
-    update_rows,
+    lambda tables, *batch: update_rows(tables, BatchGradient(*batch)),
 )
 
 
 def row_gradients_(
-    sums: Sequence[Tensor], grad: Tensor | Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None,
-    groups: RowGroups, layout: Layout, compact: bool = False, max_gradient: float = torch.inf,
-) -> None:  # fmt: skip
+    sums: Sequence[Tensor], batch: BatchGradient, compact: bool = False, max_gradient: float = torch.inf
+) -> None:
     """Write the sum of each distinct row's gradients, without autograd.
 
     `sums`: `T` tensors of zeros `[rows, dim]`; if `compact`, `[distinct rows, dim]`, or more rows for a single table.
-    Each element of `grad` is clamped to ±`max_gradient` first. Other arguments as in `row_update_`.
+    Each element of `batch.grad`, a tensor or a sequence as in `row_update_`, is clamped to ±`max_gradient` first.
     """
-    choice = "row_gradients_", offsets.device, dtypes_of(sums)
-    grad = grad if choose_cached(*choice) == CPU else _concat_gradients(grad, layout)
-    batch = BatchGradient(grad, offsets, sample_weights, groups, layout)
+    choice = "row_gradients_", batch.offsets.device, dtypes_of(sums)
+    if choose_cached(*choice) != CPU:
+        batch = batch._replace(grad=_concat_gradients(batch.grad, batch.layout))
     kernel(*choice)(sums, batch, compact, max_gradient)
 
 
-def _dense_gradients(
-    grad: Tensor, weights: Sequence[Tensor], offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
-    layout: Layout,
-) -> list[Tensor]:  # fmt: skip
+def _dense_gradients(grad: Tensor, weights: Sequence[Tensor], *batch: Any) -> list[Tensor]:
     for weight in weights:
         if weight.dtype.itemsize < 2:
             raise TypeError(f"tables of {weight.dtype} cannot be trained; use float32, float16 or bfloat16")
@@ -164,7 +150,7 @@ def _dense_gradients(
                 f"a table on {weight.device} cannot get a dense gradient on {grad.device}; use a fused optimizer"
             )
     sums = [empty_result(weight.shape, weight.dtype, weight.device).zero_() for weight in weights]
-    row_gradients_(sums, grad, offsets, sample_weights, groups, layout)
+    row_gradients_(sums, BatchGradient(grad, *batch))
     return sums
 
 

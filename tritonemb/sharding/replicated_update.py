@@ -254,7 +254,7 @@ def _apply(
     """Apply an optimizer step to rows; several gradients of a row are added in their order."""
     values, offsets, layout = _to_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
-    ops.row_update_(fused, sums.sums, offsets, None, values, layout)
+    ops.row_update_(fused, ops.BatchGradient(sums.sums, offsets, None, values, layout))
 
 
 class _BlockUpdate(NamedTuple):

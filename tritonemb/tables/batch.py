@@ -58,9 +58,8 @@ def row_sums(
     sizes = counts.tolist()
     dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
     sums = [torch.zeros(n, dim, device=rows.device) for n, dim in zip(sizes, dims, strict=True)]
-    ops.row_gradients_(
-        sums, grad, batch.offsets, batch.sample_weights, groups, layout, compact=True, max_gradient=bound
-    )
+    gradient = ops.BatchGradient(grad, batch.offsets, batch.sample_weights, groups, layout)
+    ops.row_gradients_(sums, gradient, compact=True, max_gradient=bound)
     local_rows = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)
     return list(local_rows), sums
 

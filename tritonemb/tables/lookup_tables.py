@@ -56,7 +56,8 @@ class LocalUpdate:
         try:
             with tables.memory():
                 fused = tables.fused_tables()
-                ops.row_update_(fused, grad, batch.offsets, batch.sample_weights, batch.groups, batch.layout)
+                gradient = ops.BatchGradient(grad, batch.offsets, batch.sample_weights, batch.groups, batch.layout)
+                ops.row_update_(fused, gradient)
         finally:
             for pinned in pins:
                 pinned.release()
