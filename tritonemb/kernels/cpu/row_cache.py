@@ -4,6 +4,7 @@ Each set belongs to one task, which serves its misses in ascending order: result
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +37,9 @@ def _table_of(linear, table, tables):
 
 
 @parallel
-def _look_up(task, num_tasks, directory, tables, num_sets, rows, now, lfu, slots):
+def _look_up(task, num_tasks, caches, rows, use, slots):
     """Look up the task's rows, in chunks: each loop over a chunk prefetches what the next one reads."""
+    (directory, tables, num_sets), (now, lfu) = caches, use
     begin, end = rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks
     table_of = np.empty(CHUNK, dtype=np.int64)
     table = 0
@@ -75,9 +77,9 @@ def _look_up(task, num_tasks, directory, tables, num_sets, rows, now, lfu, slots
 
 
 @called
-def _find_misses(task, num_tasks, tables, num_sets, first_sets, rows, slots, sets, task_of):
+def _find_misses(task, num_tasks, caches, first_sets, rows, slots, misses):
     """Write for each miss its set, numbered over all tables, and the task that serves it; task -1 for other rows."""
-    table = 0
+    (_, tables, num_sets), (sets, task_of), table = caches, misses, 0
     for group in range(rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks):
         task_of[group] = -1
         if slots[group] != -1:
@@ -102,8 +104,9 @@ def _choose_way(tags, used, pins):
 
 
 @called
-def _allocate(task, directory, tables, first_sets, rows, sets, task_of, now, lfu, slots, evicted):
+def _allocate(task, caches, first_sets, rows, all_misses, use, results):
     """Serve the task's misses, in chunks: prefetch their sets, then assign slots."""
+    (directory, tables, _), (sets, task_of), (now, lfu), (slots, evicted) = caches, all_misses, use, results
     misses, table_of = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
     table = num_misses = 0
     for group in range(task_of.size):
@@ -135,16 +138,15 @@ def _allocate(task, directory, tables, first_sets, rows, sets, task_of, now, lfu
 
 
 @compiled
-def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, now, lfu, slots, evicted):
+def _allocate_all(num_threads, num_tasks, caches, rows, use, slots, evicted):
     """Number the sets of all tables, assign misses to tasks, serve them."""
+    num_sets = caches[2]
     first_sets = np.zeros(num_sets.size + 1, dtype=np.int64)
     for table in range(num_sets.size):
         first_sets[table + 1] = first_sets[table] + num_sets[table]
-    sets, task_of = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
-    misses = num_tasks, tables, num_sets, first_sets, rows, slots, sets, task_of
-    run_tasks(num_threads, num_tasks, _find_misses, misses)
-    args = directory, tables, first_sets, rows, sets, task_of, now, lfu, slots, evicted
-    run_tasks(num_threads, num_tasks, _allocate, args)
+    misses = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)  # sets, and numbers of tasks
+    run_tasks(num_threads, num_tasks, _find_misses, (num_tasks, caches, first_sets, rows, slots, misses))
+    run_tasks(num_threads, num_tasks, _allocate, (caches, first_sets, rows, misses, use, (slots, evicted)))
 
 
 @parallel
@@ -159,9 +161,11 @@ def _translate(task, num_tasks, slots, starts, order, num_groups, values):
         values[order[entry]] = slots[group]
 
 
-def _directory_args(directory: DirectoryTensors) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _arrays(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> tuple[Any, np.ndarray, Any]:
+    """Return `caches`, `rows` and `use` of kernels."""
     tags, used, pins, tables, num_sets = directory
-    return addresses_of([*tags, *used, *pins]).reshape(3, -1), tables.numpy(), num_sets.numpy()
+    addresses = addresses_of([*tags, *used, *pins]).reshape(3, -1)
+    return (addresses, tables.numpy(), num_sets.numpy()), rows.numpy(), (int(now), policy == "lfu")
 
 
 def tasks_for(num_rows: int) -> int:
@@ -170,15 +174,14 @@ def tasks_for(num_rows: int) -> int:
 
 def row_cache_look_up_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     slots, num_tasks = torch.empty_like(rows), tasks_for(rows.numel())
-    args = *_directory_args(directory), rows.numpy(), int(now), policy == "lfu"
-    _look_up(num_tasks, num_tasks, num_tasks, *args, slots.numpy())
+    _look_up(num_tasks, num_tasks, num_tasks, *_arrays(directory, rows, now, policy), slots.numpy())
     return slots
 
 
 def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor, now: Tensor, policy: str) -> Tensor:
     evicted, num_tasks = torch.full_like(rows, -1), tasks_for(rows.numel())
-    args = *_directory_args(directory), rows.numpy(), int(now), policy == "lfu"
-    _allocate_all(num_tasks, num_tasks, *args, slots.numpy(), evicted.numpy())
+    arrays = _arrays(directory, rows, now, policy)
+    _allocate_all(num_tasks, num_tasks, *arrays, slots.numpy(), evicted.numpy())
     return evicted
 
 
