@@ -53,11 +53,10 @@ def _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales):
 
 
 @parallel
-def _pool_samples(
-    task, num_rows, first_bad, batch_size, weights, layout, values, offsets, sample_weights, zero_row, output, streamed
-):
+def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
     """Pool the task's samples of the output [B, width] at address `output[0]`."""
-    (addresses, dtypes), (tables, lookups, key_starts), (out, width) = weights, layout, output
+    (num_rows, batch_size), (addresses, dtypes), (tables, lookups, key_starts) = sizes, weights, layout
+    (values, offsets, sample_weights), (out, width, zero_row, streamed) = batch, output
     # Buffer for scales of the task's largest feature.
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     max_positions = np.int64(0)
@@ -88,11 +87,10 @@ def _pool_samples(
 
 
 @parallel
-def _gather_values(
-    task, num_rows, first_bad, batch_size, weights, layout, values, offsets, sample_weights, zero_row, output, streamed
-):
+def _gather_values(task, first_bad, sizes, weights, layout, batch, output):
     """Gather the task's rows, one per value, of the output [N, width] at address `output[0]`."""
-    (addresses, dtypes), (tables, lookups, key_starts), (out, width) = weights, layout, output
+    (num_rows, batch_size), (addresses, dtypes), (tables, lookups, key_starts) = sizes, weights, layout
+    (values, offsets, sample_weights), (out, width, zero_row, streamed) = batch, output
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     # Each position is a bag of one id; columns beyond its table's dim are zeroed.
     single_id_offsets = np.arange(2)
@@ -131,9 +129,9 @@ def embedding_bag(
     first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     look_up = _pool_samples if layout.pooled else _gather_values
     tables = cached_fact(weights, addresses_of), cached_fact(weights, dtypes_of)
-    batch = arrays_of(layout), ids, bag_offsets, as_float32(sample_weights), _zero_row(layout.width).data_ptr()
-    target, streamed = (out.data_ptr(), layout.width), out.numel() * out.element_size() >= STREAMED_BYTES
-    look_up(torch.get_num_threads(), first_bad.size, num_rows, first_bad, batch_size, tables, *batch, target, streamed)
+    sizes, batch = (num_rows, batch_size), (ids, bag_offsets, as_float32(sample_weights))
+    target = out.data_ptr(), layout.width, _zero_row(layout.width).data_ptr(), out.nbytes >= STREAMED_BYTES
+    look_up(torch.get_num_threads(), first_bad.size, first_bad, sizes, tables, arrays_of(layout), batch, target)
     if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
         raise errors.invalid_id_error(position, values, offsets, layout)
     return out if output_dtype == torch.float32 else out.to(output_dtype)
@@ -151,8 +149,9 @@ def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:
 
 
 @parallel
-def _sample_weight_gradients(task, num_tasks, batch_size, weights, layout, values, offsets, pooled, grad, width, out):
-    (addresses, dtypes), (tables, lookups, key_starts) = weights, layout
+def _sample_weight_gradients(task, num_tasks, batch_size, weights, layout, batch, output):
+    (addresses, dtypes), (tables, lookups, key_starts), (values, offsets) = weights, layout, batch
+    pooled, grad, width, out = output
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]
@@ -174,7 +173,7 @@ def sample_weight_gradient(
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     num_tasks = _num_tasks(batch_size, values, layout)
-    args = (addresses_of(weights), dtypes_of(weights)), arrays_of(layout), as_int64(values), as_int64(offsets)
+    args = (addresses_of(weights), dtypes_of(weights)), arrays_of(layout), (as_int64(values), as_int64(offsets))
     target = layout.pooled, gradient.ctypes.data, layout.width, out.numpy()
-    _sample_weight_gradients(torch.get_num_threads(), num_tasks, num_tasks, batch_size, *args, *target)
+    _sample_weight_gradients(torch.get_num_threads(), num_tasks, num_tasks, batch_size, *args, target)
     return out
