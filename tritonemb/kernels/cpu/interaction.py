@@ -18,8 +18,9 @@ def _fill_addresses(vectors, dense, sparse, sample, num_features, dim):
 
 
 @parallel
-def _forward(task, num_tasks, num_samples, num_features, dim, dense, sparse, out, width):
+def _forward(task, num_tasks, sizes, dense, sparse, out, width):
     """Forward of a task's samples. Addresses of float32: `dense [B, dim]`, `sparse [B, F * dim]`, `out [B, width]`."""
+    num_samples, num_features, dim = sizes
     vectors = np.empty(num_features + 1, dtype=np.int64)
     for sample in range(num_samples * task // num_tasks, num_samples * (task + 1) // num_tasks):
         prefetch(sparse + (sample + 1) * num_features * dim * 4, num_features * dim * 4)
@@ -36,8 +37,9 @@ def _forward(task, num_tasks, num_samples, num_features, dim, dense, sparse, out
 
 
 @parallel
-def _backward(task, num_tasks, num_samples, num_features, dim, grad, width, dense, sparse, grad_dense, grad_sparse):
+def _backward(task, num_tasks, sizes, grad, width, inputs, gradients):
     """Backward of a task's samples: x_i's gradient is the sum of all x_j, scaled by the gradient of x_i · x_j."""
+    (num_samples, num_features, dim), (dense, sparse), (grad_dense, grad_sparse) = sizes, inputs, gradients
     num_vectors = num_features + 1
     vectors = np.empty(num_vectors, dtype=np.int64)
     pairs = np.zeros((num_vectors, num_vectors), dtype=np.float32)
@@ -69,9 +71,8 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     dense, sparse = _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     out = dense.new_empty(dense.shape[0], dim + num_features * (num_features + 1) // 2)
-    _forward(
-        *_tasks(out, num_features), num_features, dim, dense.data_ptr(), sparse.data_ptr(), out.data_ptr(), out.shape[1]
-    )
+    addresses = map(Tensor.data_ptr, (dense, sparse, out))
+    _forward(*_tasks(out, num_features, dim), *addresses, out.shape[1])
     return out.to(dtype)
 
 
@@ -80,8 +81,8 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     grad, dense, sparse = _float32(grad), _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
-    addresses = map(Tensor.data_ptr, (dense, sparse, grad_dense, grad_sparse))
-    _backward(*_tasks(grad, num_features), num_features, dim, grad.data_ptr(), grad.shape[1], *addresses)
+    inputs, gradients = (dense.data_ptr(), sparse.data_ptr()), (grad_dense.data_ptr(), grad_sparse.data_ptr())
+    _backward(*_tasks(grad, num_features, dim), grad.data_ptr(), grad.shape[1], inputs, gradients)
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 
 
@@ -89,9 +90,9 @@ def _float32(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32).contiguous()
 
 
-def _tasks(products: Tensor, num_features: int) -> tuple[int, int, int, int]:
-    """Return the kernels' first arguments: threads, tasks, tasks again, samples; for products `[B, ..]`."""
+def _tasks(products: Tensor, num_features: int, dim: int) -> tuple[int, int, int, tuple[int, int, int]]:
+    """Return the kernels' first arguments: threads, tasks, tasks again, sizes; for products `[B, ..]`."""
     num_samples, num_threads = products.shape[0], torch.get_num_threads()
     is_small = products.numel() * (num_features + 1) < FEW_ELEMENTS
     num_tasks = 1 if is_small else min(TASKS_PER_THREAD * num_threads, num_samples)
-    return num_threads, num_tasks, num_tasks, num_samples
+    return num_threads, num_tasks, num_tasks, (num_samples, num_features, dim)
