@@ -130,15 +130,16 @@ ELEMENTS_PER_TASK = 1 << 15
 
 
 @parallel
-def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows):
-    """Fill the task's rows at address `out` with initial values of `rows`, or of rows from `first_row` on."""
+def _fill_rows(task, num_tasks, out, seed, scale, origin, rows):
+    """Fill the task's rows at address `out[0]` with initial values of `rows`, or of rows from the first one on."""
+    (address, num_rows, dim), (first_row, first_column) = out, origin
     begin = first_column % UNIFORMS_PER_COUNTER
     counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
     words = np.empty(counters * UNIFORMS_PER_COUNTER, dtype=np.uint32)
     for index in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
         row = rows[index] if rows.size else first_row + index
         fill_philox(words, seed, first_column // UNIFORMS_PER_COUNTER, row, np.int64(0))
-        values = float32_row(out + index * dim * 4, dim)
+        values = float32_row(address + index * dim * 4, dim)
         for column in range(dim):
             values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
 
@@ -146,7 +147,7 @@ def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, firs
 def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
     row_ids = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
-    args = out.data_ptr(), *out.shape, seed, np.float32(bound * UNIT), *origin, row_ids
+    args = (out.data_ptr(), *out.shape), seed, np.float32(bound * UNIT), origin, row_ids
     _fill_rows(torch.get_num_threads(), num_tasks, num_tasks, *args)
 
 
