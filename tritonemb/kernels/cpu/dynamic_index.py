@@ -119,8 +119,9 @@ def _slot_of(index, home, id):
 
 
 @inlined
-def _find_chunked(index, begin, end, ids, table, step, rows, previous_steps, keys, hashes, slots):
+def _find_chunked(index, begin, end, ids, use, results, buffers):
     """Look up ids [begin, end) of one table in chunks: each loop over a chunk prefetches what the next one reads."""
+    (table, step), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
     id_of = np.int64(index.ids.ctypes.data)
     for start in range(begin, end, CHUNK):
@@ -158,17 +159,18 @@ def _find_chunked(index, begin, end, ids, table, step, rows, previous_steps, key
 
 
 @parallel
-def _find(task, num_tasks, indexes, bounds, tables, ids, steps, rows, previous_steps, keys):
+def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
     """Look up the task's values, key by key; if `previous_steps` is not empty, update uses and write `keys`."""
+    steps, rows, previous_steps, keys = uses
     ids, rows = _borrow_int64(ids), _borrow_int64(rows)
-    hashes, slots = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+    results, buffers = (rows, previous_steps, keys), (np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64))
     begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     rows[begin:end], previous_steps[begin:end], keys[begin:end] = ids[begin:end], 0, NO_KEY
     for key in range(tables.size):
         table, first, stop = tables[key], max(begin, bounds[key]), min(end, bounds[key + 1])
         if table >= 0 and first < stop:
             index = _view_index(indexes[table])
-            _find_chunked(index, first, stop, ids, table, steps[table], rows, previous_steps, keys, hashes, slots)
+            _find_chunked(index, first, stop, ids, (table, steps[table]), results, buffers)
 
 
 @called
@@ -310,8 +312,9 @@ def _insert(index, number, ids, begins, rules, table, evicted):
 
 
 @parallel
-def _insert_partitions(task, num_tasks, indexes, tables, ids, begins, admitted, rules, rows, evicted):
+def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
     """Insert new ids of the task's partitions, in the order of ids, which has better locality than by partition."""
+    tables, ids, begins, admitted = pending
     # By chunks of ids, whose digests and rows are prefetched.
     ids, begins, rows = _borrow_int64(ids), _borrow_int64(begins), _borrow_int64(rows)
     chunk, number = np.empty(CHUNK, dtype=np.int64), 0
@@ -337,9 +340,9 @@ def _insert_partitions(task, num_tasks, indexes, tables, ids, begins, admitted, 
 
 
 @compiled
-def _count_room(indexes, tables, ids, begins, admitted, rules, counts):
+def _count_room(indexes, pending, rules, counts):
     """Count the columns of `dynamic_room`, table by table: rows needed by partition, less free, less evictable rows."""
-    number = 0
+    (tables, ids, begins, admitted), number = pending, 0
     while number < ids.size:
         # Rows that the table's admitted ids need, by partition.
         first, table, index = number, tables[number], _view_index(indexes[tables[number]])
@@ -386,8 +389,8 @@ def dynamic_find_(
     num_tasks, size = tasks_for(values.numel()), values.numel() if steps else 0
     rows, previous_steps, keys = np.empty(values.numel(), np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
     starts, all_steps = np.ascontiguousarray(bounds.numpy()).astype(np.int64), np.array(steps or [0] * len(indexes))
-    args = _index_addresses(indexes), starts, np.array(tables), values.contiguous().numpy(), all_steps
-    _find(num_tasks, num_tasks, num_tasks, *args, rows, previous_steps, keys)
+    args = _index_addresses(indexes), starts, np.array(tables), values.contiguous().numpy()
+    _find(num_tasks, num_tasks, num_tasks, *args, (all_steps, rows, previous_steps, keys))
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
@@ -406,7 +409,7 @@ _NO_NEW_IDS = begin_insert_by_torch(torch.empty(0, dtype=torch.int64), torch.emp
 def dynamic_room(
     indexes: Sequence[DynamicIndex], pending: PendingInsert, rules: Sequence[Rule], counts: Tensor
 ) -> Tensor:
-    _count_room(_index_addresses(indexes), *_of_ids(pending), np.array(rules), counts.numpy())
+    _count_room(_index_addresses(indexes), _of_ids(pending), np.array(rules), counts.numpy())
     return pending.begins
 
 
@@ -415,14 +418,14 @@ def dynamic_commit_insert_(
 ) -> tuple[Tensor, Tensor]:
     num_tasks, rows = tasks_for(pending.ids.numel()), torch.full_like(pending.ids, -1)
     evicted = pending.ids.new_full((pending.ids.numel(), 2), -1)
-    args = _index_addresses(indexes), *_of_ids(pending), np.array(rules), rows.numpy(), evicted.numpy()
+    args = _index_addresses(indexes), _of_ids(pending), np.array(rules), rows.numpy(), evicted.numpy()
     _insert_partitions(num_tasks, num_tasks, num_tasks, *args)
     batch_rows.index_copy_(0, pending.order, rows.index_select(0, pending.numbers - 1))
     return rows, evicted
 
 
-def _of_ids(pending: PendingInsert) -> list[np.ndarray]:
-    return [tensor.numpy() for tensor in (pending.tables, pending.ids, pending.begins, pending.admitted)]
+def _of_ids(pending: PendingInsert) -> tuple[np.ndarray, ...]:
+    return tuple(tensor.numpy() for tensor in (pending.tables, pending.ids, pending.begins, pending.admitted))
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
