@@ -125,8 +125,9 @@ def _add_unit(units, num_units, table, first_id, end_id, max_values):
 
 
 @inlined
-def _split_table(table, num_rows, split_size, keys, batch_size, values, offsets, units, num_units):
+def _split_table(table, num_rows, split_size, keys, batch, units, num_units):
     """Append units of `table` with about `split_size` values each, by a histogram of the upper bits of its ids."""
+    batch_size, values, offsets = batch
     shift = max(0, _bit_length(num_rows - 1) - HISTOGRAM_BITS)
     histogram = np.zeros(1 << HISTOGRAM_BITS, dtype=np.int64)
     for key in keys:
@@ -147,9 +148,9 @@ def _split_table(table, num_rows, split_size, keys, batch_size, values, offsets,
 
 
 @inlined
-def _make_units(num_threads, batch_size, tables, by_table, values, offsets):
+def _make_units(num_threads, tables, by_table, batch):
     """Split tables into units: one per table, or more of tables with more values than a thread's share."""
-    counts, total = np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
+    (batch_size, _, offsets), counts, total = batch, np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
     for table in range(tables.shape[0]):
         for key in _keys_of(by_table, table):
             counts[table] += offsets[(key + 1) * batch_size] - offsets[key * batch_size]
@@ -163,7 +164,7 @@ def _make_units(num_threads, batch_size, tables, by_table, values, offsets):
         cuts = 1 if num_threads == 1 else min(2 * num_threads, (count + target - 1) // target)
         if cuts > 1:
             keys, split_size = _keys_of(by_table, table), count // cuts + 1
-            num_units = _split_table(table, num_rows, split_size, keys, batch_size, values, offsets, units, num_units)
+            num_units = _split_table(table, num_rows, split_size, keys, batch, units, num_units)
         elif count > 0:
             num_units = _add_unit(units, num_units, table, first, num_rows, count)
     return units[:num_units]
@@ -195,12 +196,12 @@ def _read_pair(pairs, i, pair_format, values):
 
 
 @inlined
-def _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
+def _fill_pairs(unit, keys, batch, sources, pairs):
     """Fill in the pairs of a unit, unsorted: id and source, or only the source. Returns their number.
 
     Branchless: each value is written, and counted if its id is in the unit; a branch would be mispredicted.
     """
-    first_id, first_source, source_bits, fits, _ = _pair_format(unit)
+    (first_id, first_source, source_bits, fits, _), (batch_size, values, offsets) = _pair_format(unit), batch
     end_id, count, is_by_bag = unit[END_ID], 0, sources.ctypes.data != offsets.ctypes.data
     for key in keys:
         bag = key * batch_size
@@ -265,10 +266,10 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
 
 
 @inlined
-def _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
+def _sort_pairs(unit, keys, batch, sources, pairs):
     """Fill in and sort the pairs of a unit, uint32 or int64. Returns the number of pairs, and of distinct ids."""
-    first_id, first_source, source_bits, fits, _ = _pair_format(unit)
-    count, digit_bits = _fill_pairs(unit, keys, batch_size, values, offsets, sources, pairs), PAIR_BITS - source_bits
+    (first_id, first_source, source_bits, fits, _), values = _pair_format(unit), batch[1]
+    count, digit_bits = _fill_pairs(unit, keys, batch, sources, pairs), PAIR_BITS - source_bits
     pairs, previous, groups = pairs[:count], np.int64(-1), 0
     if fits and count <= FEW_PAIRS:
         _insertion_sort(pairs)
@@ -287,25 +288,25 @@ def _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs):
 
 
 @called
-def _sort_unit(number, units, batch_size, by_table, values, offsets, sources, all_pairs):
+def _sort_unit(number, units, by_table, batch, sources, all_pairs):
     """Sort the pairs of a unit; set its numbers of values and of distinct ids."""
     unit, pairs = units[number], all_pairs[units[number, BEGIN] :]
     keys = _keys_of(by_table, unit[TABLE])
     if _pair_format(unit)[-1]:
         wide_pairs = int64_row(pairs.ctypes.data, unit[MAX_VALUES] + 1)
-        counts = _sort_pairs(unit, keys, batch_size, values, offsets, sources, wide_pairs)
+        counts = _sort_pairs(unit, keys, batch, sources, wide_pairs)
     else:
-        counts = _sort_pairs(unit, keys, batch_size, values, offsets, sources, pairs)
+        counts = _sort_pairs(unit, keys, batch, sources, pairs)
     unit[NUM_VALUES], unit[NUM_GROUPS] = counts
 
 
 @inlined
-def _write_groups(unit, begin, end, values, first_row, pairs, first_value, groups):
-    """Write rows, ends of segments and sources of a unit's sorted values [begin, end). Returns the number of rows.
+def _write_groups(unit, bounds, values, first_row, pairs, first_value, groups):
+    """Write rows, ends of segments and sources of a unit's sorted values in `bounds`. Returns the number of rows.
 
     Branchless: each value writes its group's row, and the group's end so far.
     """
-    split, group, previous, (rows, starts, order) = _pair_format(unit), -1, -1, groups
+    split, group, previous, (begin, end), (rows, starts, order) = _pair_format(unit), -1, -1, bounds, groups
     for i in range(begin, end):
         row, order[i - begin] = _read_pair(pairs, i, split, values)
         group += 1 if row != previous else 0
@@ -328,19 +329,20 @@ def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
     count = bounds[1] - bounds[0]
     rows, starts = np.empty(count, dtype=np.int64), np.zeros(count + 1, dtype=np.int32)
     order = np.empty(count, dtype=np.int32)
-    num_groups = _write_groups(unit, bounds[0], bounds[1], values, first_row, pairs, 0, (rows, starts, order))
+    num_groups = _write_groups(unit, (bounds[0], bounds[1]), values, first_row, pairs, 0, (rows, starts, order))
     return rows, starts, order, num_groups
 
 
 @called
-def _write(task, num_tails, unit_starts, units, tables, values, all_pairs, rows, starts, order):
+def _write(task, num_tails, unit_starts, tables, values, sorted_units, groups):
     """Write sorted unit `task`, or one of `num_tails` slices of the padding after the last group."""
+    (units, all_pairs), (rows, starts, order) = sorted_units, groups
     num_units = units.shape[0]
     if task < num_units:
         unit, first_value, group = units[task], unit_starts[task, 0], unit_starts[task, 1]
-        pairs, groups = all_pairs[unit[BEGIN] :], (rows[group:], starts[group:], order[first_value:])
-        first_row = tables[unit[TABLE], FIRST_ROW]
-        _write_groups(unit, 0, unit[NUM_VALUES], values, first_row, pairs, first_value, groups)
+        pairs, unit_groups = all_pairs[unit[BEGIN] :], (rows[group:], starts[group:], order[first_value:])
+        bounds, first_row = (np.int64(0), unit[NUM_VALUES]), tables[unit[TABLE], FIRST_ROW]
+        _write_groups(unit, bounds, values, first_row, pairs, first_value, unit_groups)
         return
     num_values, num_groups = unit_starts[num_units]
     tail, size = task - num_units, rows.size - num_groups
@@ -356,8 +358,9 @@ def _write(task, num_tails, unit_starts, units, tables, values, all_pairs, rows,
 
 
 @compiled
-def _sort(num_threads, batch_size, tables, lookups, key_starts, values, offsets, by_bag):
+def _sort(num_threads, layout, batch, by_bag):
     """Sort: return the first bad bag, if any; sources by bag (`offsets` or bag numbers); units; and sorted pairs."""
+    (tables, lookups, key_starts), (batch_size, values, offsets) = layout, batch
     # Check offsets; use bags as sources if all pairs with them fit.
     num_threads, bad_bag = 1 if values.size < MIN_SPLIT_VALUES else num_threads, _find_bad_bag(offsets, values.size)
     by_table = lookups_by_table(lookups, key_starts, tables.shape[0])
@@ -367,26 +370,26 @@ def _sort(num_threads, batch_size, tables, lookups, key_starts, values, offsets,
     # Split tables, and allocate pairs.
     units, size = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.int64(0)
     if bad_bag == GOOD_OFFSETS:
-        units = _make_units(num_threads, batch_size, tables, by_table, values, offsets)
+        units = _make_units(num_threads, tables, by_table, batch)
     for number in range(units.shape[0]):
         keys = _keys_of(by_table, units[number, TABLE])
         size = _set_pair_format(units[number], size, keys, batch_size, sources)
     all_pairs = np.empty(size, dtype=np.uint32)
-    args = units, batch_size, by_table, values, offsets, sources, all_pairs
-    run_tasks(num_threads, units.shape[0], _sort_unit, args)
+    run_tasks(num_threads, units.shape[0], _sort_unit, (units, by_table, batch, sources, all_pairs))
     return bad_bag, sources, units, all_pairs
 
 
 @compiled
-def _group(num_threads, tables, values, units, all_pairs, rows, starts, order):
+def _group(num_threads, tables, values, sorted_units, groups):
     """Write rows, starts and order. Returns the number of groups."""
+    units, starts = sorted_units[0], groups[1]
     num_threads, num_units = 1 if values.size < MIN_SPLIT_VALUES else num_threads, units.shape[0]
     unit_starts = np.zeros((num_units + 1, 2), dtype=np.int64)
     for unit in range(num_units):
         unit_starts[unit + 1, 0] = unit_starts[unit, 0] + units[unit, NUM_VALUES]
         unit_starts[unit + 1, 1] = unit_starts[unit, 1] + units[unit, NUM_GROUPS]
     starts[0] = 0
-    args = num_threads, unit_starts, units, tables, values, all_pairs, rows, starts, order
+    args = num_threads, unit_starts, tables, values, sorted_units, groups
     run_tasks(num_threads, num_units + num_threads, _write, args)
     return unit_starts[num_units, 1]
 
@@ -395,19 +398,18 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     capacity = values.numel() * layout.multiplicity
     ids = as_int64(values)
     _, units, pairs = sort_pairs(ids, as_int64(offsets), layout, by_bag=False)
-    rows, starts = np.empty(capacity, dtype=np.int64), np.empty(capacity + 1, dtype=np.int32)
-    order = np.empty(capacity, dtype=np.int32)
-    num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, units, pairs, rows, starts, order)
-    return torch.from_numpy(rows), torch.from_numpy(starts), torch.from_numpy(order), torch.tensor(num_groups)
+    groups = np.empty(capacity, np.int64), np.empty(capacity + 1, np.int32), np.empty(capacity, np.int32)
+    num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, (units, pairs), groups)
+    rows, starts, order = map(torch.from_numpy, groups)
+    return rows, starts, order, torch.tensor(num_groups)
 
 
 def sort_pairs(
     ids: np.ndarray, offsets: np.ndarray, layout: Layout, by_bag: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return sources by bag (offsets or, with `by_bag` if they fit, bag numbers), units, and sorted pairs."""
-    tables, lookups, key_starts = arrays_of(layout)
-    batch_size, num_threads = (offsets.size - 1) // max(1, key_starts.size - 1), torch.get_num_threads()
-    bad_bag, *sorted_pairs = _sort(num_threads, batch_size, tables, lookups, key_starts, ids, offsets, by_bag)
+    batch = (offsets.size - 1) // max(1, layout.key_starts.numel() - 1), ids, offsets
+    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), arrays_of(layout), batch, by_bag)
     if bad_bag != GOOD_OFFSETS:
         raise errors.offsets_error(bad_bag, torch.from_numpy(offsets), ids.size, layout)
     return sorted_pairs
