@@ -96,8 +96,9 @@ def _ftrl(w, linear, total, g, lr, h):
 
 
 @inlined
-def apply(kind, w, first, second, g, lr, step, h):
-    """Apply one step of optimizer `kind` to row `w` with states `first` and `second`; overwrites `g`."""
+def apply(kind, w, states, g, lr, step, h):
+    """Apply one step of optimizer `kind` to row `w` with two states; overwrites `g`."""
+    first, second = states
     # Weight decay that is not part of a trust ratio.
     decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
     if decay != ZERO and mode == L2_DECAY:

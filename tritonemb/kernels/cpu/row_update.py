@@ -190,14 +190,15 @@ def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
 
 
 @called
-def _update_rows(task, check_only, tasks, output, optimizer, pointers, per_element, tables, reads, sorted_ids, groups):
+def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, groups):
     """Update the task's groups: those at costs [bounds[task], bounds[task + 1]) of all items.
 
     An item is the groups of a table, or the pairs of a unit, from `costs[item]` to `costs[item + 1]`. With "raise"
     the task's first row with a gradient that is not finite goes into `bad_rows`.
     """
-    (bounds, costs, table_groups), (bad_rows, skipped), (values, _, units, pairs) = tasks, output, sorted_ids
+    (bounds, costs, table_groups, bad_rows, skipped), (values, _, units, pairs) = tasks, sorted_ids
     (kind, learning_rate, steps, hyperparameters), (rows, starts, order, _) = optimizer, groups
+    pointers, per_element, tables = arrays
     batch, per_lookup, scaled, prefetch_gradients = reads
     addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
     # Buffers for one row.
@@ -278,7 +279,7 @@ def _update_rows(task, check_only, tasks, output, optimizer, pointers, per_eleme
             weight = float32_row(address if dtype == FLOAT32 else row_address, dim)
             if dtype != FLOAT32:
                 widen_row(uint16_row(address, dim), dtype, weight)
-            apply(kind, weight, state1, state2, sums, learning_rate, step, hyperparameters)
+            apply(kind, weight, (state1, state2), sums, learning_rate, step, hyperparameters)
             if dtype != FLOAT32 and stochastic:
                 words = words_buffer[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
                 global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
@@ -300,15 +301,14 @@ def _groups_by_table(tables, rows, num_groups):
 
 
 @compiled
-def _update(
-    num_threads, kind, pointers, per_element, layout, batch_size, width, offsets, pooled, sorted_ids, groups, grads,
-    per_lookup, sample_weights, learning_rate, hyperparameters,
-):  # fmt: skip
+def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_ids, groups, gradients):
     """Update all rows and the counters. Returns -1, or -2 - t if rows of table t were skipped.
 
     With "raise" and a gradient that is not finite: change nothing, and return the first such row.
     """
     (tables, lookups, key_starts), (_, sources, units, _), (rows, starts, _, num_groups) = layout, sorted_ids, groups
+    (kind, learning_rate, hyperparameters), (pointers, per_element) = optimizer, table_arrays
+    (batch_size, offsets, pooled), (grads, per_lookup, width, sample_weights) = segmentation, gradients
     # Cumulative cost of the items, to balance tasks.
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
     costs = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
@@ -344,10 +344,9 @@ def _update(
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
-        tasks, output = (bounds, costs, table_groups), (bad_rows, skipped)
-        optimizer = kind, learning_rate, steps, hyperparameters
-        reads = batch, per_lookup, scaled, prefetch_gradients
-        args = check_only, tasks, output, optimizer, pointers, per_element, tables, reads, sorted_ids, groups
+        tasks, reads = (bounds, costs, table_groups, bad_rows, skipped), (batch, per_lookup, scaled, prefetch_gradients)
+        step_args, arrays = (kind, learning_rate, steps, hyperparameters), (pointers, per_element, tables)
+        args = check_only, tasks, step_args, arrays, reads, sorted_ids, groups
         run_tasks(num_threads, num_tasks, _update_rows, args)
         if bad_rows.min() != NO_ROW:
             return bad_rows.min()
@@ -367,8 +366,8 @@ def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
     assert all(map(Tensor.is_contiguous, states))
     pointers = [pointer for counters in (step, skipped) for pointer in _counter_addresses(counters, len(weights))]
     pointers += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
-    constants = np.array(hyperparameters, dtype=np.float64)
-    outcome = _run(KINDS[optimizer], weights, pointers, _per_element(optimizer), learning_rate.item(), constants, batch)
+    step_args = KINDS[optimizer], np.float32(learning_rate.item()), np.array(hyperparameters, dtype=np.float64)
+    outcome = _run(step_args, weights, pointers, _per_element(optimizer), batch)
     if outcome >= 0:
         raise errors.nonfinite_gradient_error(outcome, batch.layout)
     if outcome <= -2:
@@ -386,7 +385,7 @@ def row_gradients_(
 ) -> None:
     constants, kind = _SGD_CONSTANTS.copy(), COMPACT_SUMS if compact else SUMS
     constants[MAX_GRADIENT] = max_gradient
-    _run(kind, sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), 0.0, constants, batch)
+    _run((kind, np.float32(0), constants), sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), batch)
 
 
 @functools.cache
@@ -397,13 +396,13 @@ def _per_element(optimizer: str) -> np.ndarray:
 
 
 def _run(
-    kind: int, weights: Sequence[Tensor], pointers: list[int], per_element: np.ndarray, learning_rate: float,
-    constants: np.ndarray, batch: BatchGradient,
+    optimizer: tuple[int, np.float32, np.ndarray], weights: Sequence[Tensor], pointers: list[int],
+    per_element: np.ndarray, batch: BatchGradient,
 ) -> int:  # fmt: skip
     """Run `_update` and return its result; `pointers` are the rows from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
     grad, offsets, sample_weights, groups, layout = batch
-    limit, per_lookup, bag_offsets = constants[MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
+    limit, per_lookup, bag_offsets = optimizer[2][MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
     # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
     grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]
     grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors] if limit < np.inf else grad_tensors
@@ -419,8 +418,8 @@ def _run(
     else:
         group_arrays = *map(Tensor.numpy, groups[:3]), int(groups[3])
     pointers = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *pointers]
-    return _update(
-        torch.get_num_threads(), kind, np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element,
-        arrays_of(layout), batch_size_of(offsets, layout.key_starts), layout.width, bag_offsets, layout.pooled,
-        sorted_ids, group_arrays, grads, per_lookup, as_float32(sample_weights), np.float32(learning_rate), constants,
-    )  # fmt: skip
+    table_arrays = np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element
+    bags = batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled
+    gradients = grads, per_lookup, layout.width, as_float32(sample_weights)
+    num_threads, arrays = torch.get_num_threads(), arrays_of(layout)
+    return _update(num_threads, optimizer, table_arrays, arrays, bags, sorted_ids, group_arrays, gradients)
