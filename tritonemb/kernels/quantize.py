@@ -128,9 +128,8 @@ def quantize_pack(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    num_rows = matrix.shape[0]
-    message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
-    _launch(True, matrix, message, packing, num_rows, saturated, scale, rows)
+    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
+    _launch(True, matrix, message, packing, saturated, scale, rows)
     return message
 
 
@@ -139,19 +138,19 @@ def quantize_unpack(
     rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     message = message.contiguous()
-    num_message_rows = message.numel() // max(1, packing.row_bytes)
-    num_rows = num_message_rows if rows is None else rows.numel()
+    num_rows = message.numel() // max(1, packing.row_bytes) if rows is None else rows.numel()
     matrix = torch.empty(num_rows, packing.width, dtype=dtype, device=message.device)
-    _launch(False, matrix, message, packing, num_message_rows, saturated, scale, rows)
+    _launch(False, matrix, message, packing, saturated, scale, rows)
     return matrix
 
 
 def _launch(
-    packs: bool, matrix: Tensor, message: Tensor, packing: Packing, num_message_rows: int, saturated: Tensor,
-    scale: Tensor | None, rows: Tensor | None,
+    packs: bool, matrix: Tensor, message: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None,
+    rows: Tensor | None,
 ) -> None:  # fmt: skip
     """Launch over tiles of rows and pieces; vectorize if all of them are aligned."""
     codec, num_rows = CODECS[packing.codec], matrix.shape[0]
+    num_message_rows = message.numel() // max(1, packing.row_bytes)
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
     aligned = matrix.data_ptr() % 16 == 0 and message.data_ptr() % 16 == 0 and stride % packing.vector == 0
     vector, COLUMNS = packing.vector if aligned else 1, next_power_of_2(packing.widest)
