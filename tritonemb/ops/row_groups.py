@@ -27,11 +27,6 @@ class RowGroups(NamedTuple):
     order: Tensor
     num_groups: Tensor
 
-    @property
-    def is_complete(self) -> bool:
-        """Return whether the ids are grouped, unlike those of `ungrouped`."""
-        return self.starts is not None
-
 
 def ungrouped(ids: Tensor) -> RowGroups:
     """Wrap ids `[N]` that the update will group: `rows` are the ids, the other fields are None."""

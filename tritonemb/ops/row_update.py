@@ -81,7 +81,7 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
     count: Any = skipped if len(skipped) > 1 else skipped[0]
     count = torch.zeros(len(skipped), dtype=torch.int64, device=device) if stacks_counters else count
     grad = grad if by_cpu else _concat_gradients(grad, layout)
-    if groups.is_complete:
+    if groups.starts is not None:
         wait_for_groups(device)
     else:
         check_ids(groups.rows, layout.multiplicity)
