@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tritonemb import layout
-from tritonemb.layout import NO_ROW, WAYS
 from tritonemb.ops.row_cache import row_cache_allocate_, row_cache_look_up_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
@@ -319,11 +318,11 @@ class CacheDirectory:
         self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
         self.clock = torch.zeros((), dtype=torch.int64, device=device)  # number of batches that were looked up
         # Slots per table: of its sets, and with its overflow.
-        self.in_sets = [sets * WAYS for sets in num_sets]
+        self.in_sets = [sets * layout.WAYS for sets in num_sets]
         self.num_slots = list(self.in_sets)
         size = sum(self.num_slots)
         # The row in each slot, or `NO_ROW`.
-        self.tags = torch.full((size,), NO_ROW, dtype=torch.int64, device=device)
+        self.tags = torch.full((size,), layout.NO_ROW, dtype=torch.int64, device=device)
         # The batch that used it last, or the number of its uses.
         self.used = torch.zeros(size, dtype=torch.int64, device=device)
         # Number of batches that have pinned it.
@@ -364,7 +363,7 @@ class CacheDirectory:
     def free_overflow(self, table: int) -> Tensor:
         """Return the free slots of a table's overflow, ascending."""
         first = self.in_sets[table]
-        return (self.table_views[0][table][first:] == NO_ROW).nonzero()[:, 0] + first
+        return (self.table_views[0][table][first:] == layout.NO_ROW).nonzero()[:, 0] + first
 
     def _update_views(self) -> None:
         # First slot of each table.
@@ -380,4 +379,4 @@ class CacheDirectory:
         self.overflow = torch.cat([slots[begin + sets : end] for begin, sets, end in bounds])
 
 
-_EMPTY = ("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # values of an empty slot
+_EMPTY = ("tags", layout.NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # values of an empty slot
