@@ -354,16 +354,11 @@ def look_up_eagerly(*args: Any) -> Tensor:
     return _look_up_checked(lookup, partial(_look_up_bag, *arguments), lambda gradient: _bag_update_(*gradient))
 
 
-def _update_bag(
-    table: FusedTables, name: str, ids: Tensor, sample_weights: Tensor | None, bags: Bags, grad: Tensor
-) -> None:
-    batch = BatchGradient(grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
-    row_update.update_rows(table, batch)
-
-
 _bag_update_ = define(
     "bag_update_",
     "(*MutableTables, str name, Tensor values, Tensor? sample_weights, *Bags, Tensor grad) -> ()",
     lambda *_: None,
-    _update_bag,
+    lambda table, name, ids, sample_weights, bags, grad: row_update.update_rows(
+        table, BatchGradient(grad, bags.offsets, sample_weights, ungrouped(ids), _layout(table, name, bags))
+    ),
 )
