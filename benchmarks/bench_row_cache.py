@@ -22,7 +22,7 @@ from benchmarks.measuring.cases import OURS, Case, contenders, equal
 from benchmarks.measuring.clock import Clock, Contender
 from benchmarks.measuring.workload import Workload, draw_batches
 from tritonemb import ops
-from tritonemb.layout import FIRST_ROW, CacheDirectory, make_layout
+from tritonemb.layout import FIRST_ROW, DirectoryTensors, make_layout
 
 WAYS_BYTES = ops.WAYS * (8 + 8 + 4)  # of a set: tags, use, pins
 NUM_BATCHES = 12  # of which the last one is measured
@@ -54,7 +54,7 @@ class Directory:
         self.tags = [torch.full((size,), ops.NO_ROW, dtype=torch.int64, device=device) for size in sizes]
         self.used = [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
         self.pins = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
-        self._directory = CacheDirectory(self.tags, self.used, self.pins, layout.tables, num_sets)
+        self._directory = DirectoryTensors(self.tags, self.used, self.pins, layout.tables, num_sets)
         self.first_rows, self.num_rows = layout.tables[:, FIRST_ROW].contiguous(), layout.num_rows
         for now, batch in enumerate(draw_batches(workload, NUM_BATCHES, device)):
             self.groups = ops.row_groups(batch.values, batch.offsets, layout)

@@ -340,8 +340,8 @@ class CacheDirectory:
         """Allocate and pin slots for misses; return the evicted rows. See `ops.row_cache_allocate_`."""
         return row_cache_allocate_(self._by_table(tables), rows, slots, self.clock, self.policy)
 
-    def _by_table(self, tables: Tensor) -> layout.CacheDirectory:
-        return layout.CacheDirectory(*self.table_views, tables, self.num_sets)
+    def _by_table(self, tables: Tensor) -> layout.DirectoryTensors:
+        return layout.DirectoryTensors(*self.table_views, tables, self.num_sets)
 
     def clear(self, table: int) -> None:
         for name, empty_value in _EMPTY:

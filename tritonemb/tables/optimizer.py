@@ -382,7 +382,7 @@ def _update(gradients: list[ops.BagGradient]) -> None:
     grads = [gradient.grad for gradient in gradients]
     tables = first.table if len(gradients) == 1 else join_tables([gradient.table for gradient in gradients])
     grad = grads[0] if len(grads) == 1 else grads
-    ops.row_update_(tables, grad, offsets, _concat_sample_weights(gradients), values, layout)
+    ops.row_update_(tables, ops.BatchGradient(grad, offsets, _concat_sample_weights(gradients), values, layout))
 
 
 def _concat_ids(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
