@@ -307,10 +307,10 @@ def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_pat
     trainer = make_trainer(data, tmp_path / "a", epochs=1, checkpoints=every, callbacks=[record])
     real = CheckpointFolder.save
 
-    def fail_once(self, step, *rest):
+    def fail_once(self, step, **contents):
         if step == 4:
-            raise self._failure(step, 123_456, OSError("disk full"), rest[2])
-        return real(self, step, *rest)
+            raise self._failure(step, 123_456, OSError("disk full"), contents["group"])
+        return real(self, step, **contents)
 
     monkeypatch.setattr(CheckpointFolder, "save", fail_once)
     assert trainer.fit().steps == 6
