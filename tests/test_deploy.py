@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 pytest.importorskip("tyro")
 
 from torch.distributed.run import get_args_parser

@@ -32,13 +32,12 @@ def run_python(program: str) -> list[str]:
 
 def test_import_loads_only_what_every_user_needs():
     """The trainer is loaded when it is first used."""
-    pytest.importorskip("torchmetrics")
     program = """
 import sys, torch
 before = set(sys.modules)
 import tritonemb as te
 loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
-late = {"numba", "llvmlite", "triton", "pyarrow", "torchmetrics", "rich", "tyro", "ray"} & loaded
+late = {"numba", "llvmlite", "triton", "pyarrow", "rich", "tyro", "ray"} & loaded
 late |= {name for name in ("tritonemb.training", "tritonemb.data", "tritonemb.cli") if name in sys.modules}
 print(sorted(late), te.Trainer.__name__, "tritonemb.training" in sys.modules)
 """

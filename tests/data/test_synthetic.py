@@ -1,7 +1,7 @@
 import pytest
 import torch
-
-pytest.importorskip("torchmetrics")
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from tritonemb.data import datasets as synthetic
 from tritonemb.data import make_synthetic
@@ -13,9 +13,13 @@ def test_best_auc_leaves_room_for_learning_and_for_chance():
     assert 0.7 < data.best_auc < 0.95
 
 
-def test_auc_counts_pairs():
-    logits, labels = torch.tensor([-1.0, 0.5, 2.0, 1.0]), torch.tensor([0.0, 1.0, 1.0, 0.0])
-    assert synthetic.exact_auc(logits, labels) == pytest.approx(3 / 4)
+@given(st.lists(st.tuples(st.sampled_from([-1e30, -1.0, 0.0, 36.0, 37.0, 1e30]), st.booleans()), min_size=2))
+def test_auc_is_the_share_of_pairs_in_order(rows):
+    clicks, others = ([logit for logit, label in rows if label == wanted] for wanted in (True, False))
+    assume(clicks and others)
+    wins = sum((click > other) + (click == other) / 2 for click in clicks for other in others)
+    logits, labels = torch.tensor([row[0] for row in rows]), torch.tensor([float(row[1]) for row in rows])
+    assert synthetic.exact_auc(logits, labels) == wins / (len(clicks) * len(others))
 
 
 def test_labels_follow_the_hidden_effects():

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 pytest.importorskip("rich")
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")

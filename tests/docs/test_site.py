@@ -17,7 +17,7 @@ MODULES = ("compiler", "data", "interop", "nn", "offloading", "optim", "server",
 
 def public_names() -> list[str]:
     """The full names of what users are meant to use."""
-    for package in ("pyarrow", "torchmetrics", "rich", "filelock"):
+    for package in ("pyarrow", "rich", "filelock"):
         pytest.importorskip(package)
     import tritonemb
     import tritonemb.compiler

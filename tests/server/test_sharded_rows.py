@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te

@@ -119,7 +119,6 @@ def test_unbounded_staleness_waits_for_nobody():
 
 
 def test_without_a_bound_a_trainer_pulls_as_far_ahead_as_it_prefetches():
-    pytest.importorskip("torchmetrics")
     data = make_synthetic(num_train=1_000, num_test=10)
     tables = [replace(table, placement="server") for table in data.tables(4)]
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.SGD(lr=0.1))

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te

@@ -7,7 +7,6 @@ import os
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 from tests.durability import LINUX, Durability

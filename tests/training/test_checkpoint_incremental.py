@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 from tests.training.disk_job import Probe, in_memory

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te

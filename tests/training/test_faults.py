@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 pytest.importorskip("rich")
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits

@@ -7,8 +7,6 @@ import dataclasses
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
-
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tritonemb.data import Dataset, make_synthetic, open_dataset

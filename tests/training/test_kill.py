@@ -13,7 +13,6 @@ import pytest
 import torch
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
 pytest.importorskip("psutil")

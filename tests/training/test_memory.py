@@ -13,7 +13,6 @@ import pytest
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
 

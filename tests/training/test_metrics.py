@@ -4,8 +4,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
-
 from tritonemb.training import binary_metrics
 from tritonemb.training.metrics import predict_logits
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
 

@@ -14,7 +14,6 @@ import torch
 
 import tritonemb as te
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits, breadth

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te

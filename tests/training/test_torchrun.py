@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("psutil")
 pytest.importorskip("pyarrow")
-pytest.importorskip("torchmetrics")
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
 

@@ -5,8 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("torchmetrics")
-
 import tritonemb as te
 from tritonemb.data import Column, Dataset, Feature, Rows, make_synthetic
 from tritonemb.training import Schedule

@@ -22,7 +22,7 @@ from tritonemb.utils import align_columns, cpu_model, kernel_folder
 
 # Largest difference between kernels and references: values are fp32 sums of at most 8 products of numbers near 1.
 TOLERANCE = 1e-5
-PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchmetrics")
+PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow")
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
