@@ -65,7 +65,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --num-workers N       data loader workers per rank; --parser-threads N
   --plan FILE           sharding plan for the ranks that torchrun starts
   --offload-states disk of the dense optimizer, with --offload-path FOLDER;
-                        --offload-params, --offload-activations
+                        --offload-params, --offload-grads, --offload-activations
   --servers N           tables on embedding servers; or ray:N, or HOST:PORT,...; --staleness S
   --help-all            every option, with its default
 

@@ -20,6 +20,7 @@ import torch
 from benchmarks.measuring import result_files
 from benchmarks.measuring.report import publish
 from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.offloading import Machine, estimate_offload
 from tritonemb.optimizers import Adagrad, RowWiseAdagrad
 from tritonemb.sharding.plan import DataParallel, ShardingPlan, TablePlacement, uniform_plan
 from tritonemb.sharding.planner import PlanError, Topology, cost_model, plan
@@ -434,29 +435,38 @@ class Offloaded(NamedTuple):
 
 OFFLOADED = (Offloaded("1 T, one GPU", 128, 25_600, 1, 1), Offloaded("1 T, one DGX-2", 128, 25_600, 1, 16),
              Offloaded("32 T, 32 DGX-2", 100, 163_840, 32, 512))  # fmt: skip
-DGX2 = {"hbm": 32e9, "host": 1.5e12, "nvme": 28e12, "nvme_bandwidth": 25e9, "flops": 70e12}
 SEQUENCE, SEQUENCES = 1024, 8  # tokens, and sequences a GPU
 
 
+def dgx2(gpus: int) -> Machine:
+    """The share of each of `gpus` GPUs in a node: 1.5 TB of memory, 28 TB of NVMe; rates are recalled or assumed."""
+    host, link = {"host": 1.5e12 / gpus, "host_rate": 100e9 / gpus}, min(12e9, 48e9 / gpus)
+    disk = {"disk": 28e12 / gpus, "disk_read": 25e9 / gpus, "disk_write": 25e9 / gpus}
+    return Machine(device=32e9, flops=70e12, link=link, **host, **disk)
+
+
 def offload(case: Offloaded) -> list[dict[str, Any]]:
-    """Memory with 16 and 20 bytes a parameter: 2 of weights, 2 of gradients, 12 or 16 of states."""
+    """The fastest setting that fits, and the same with gradients in host memory."""
     parameters, tokens = 12 * case.layers * case.hidden**2, SEQUENCE * SEQUENCES
-    largest = 16 * case.hidden**2  # bytes of the largest layer's weights and gradients, in 16 bits
-    kept, found = 2 * tokens * case.hidden * case.layers, []  # bytes of activations of a GPU
-    for states in (12, 16):
-        size, nvme = parameters * (4 + states), case.nodes * DGX2["nvme"]
-        flop, moved = 8 * parameters * tokens * case.gpus, parameters * 2 * states
-        times = flop / (case.gpus * DGX2["flops"]), moved / (case.nodes * DGX2["nvme_bandwidth"])
-        found.append({
-            "study": "offload", "case": case.name, "parameters": parameters, "state_bytes": states, "bytes": size,
-            "gpus_without": math.ceil(size / DGX2["hbm"]), "nodes_of_host": math.ceil(size / DGX2["host"]),
-            "nodes_of_nvme": math.ceil(size / DGX2["nvme"]), "fits": size <= nvme, "nvme": nvme,
-            "checkpoints_a_node": kept * case.gpus / case.nodes,
-            "sequences_in_host": int(SEQUENCES * DGX2["host"] * case.nodes / case.gpus / kept),
-            "largest_layer": largest, "tiles": math.ceil(largest / (DGX2["hbm"] / 4)),
-            "compute_s": times[0], "states_s": times[1],
+    per_node, largest = case.gpus // case.nodes, 16 * case.hidden**2  # the latter: of a layer's weights and gradients
+    activations = 2.0 * tokens * case.hidden * case.layers  # bytes of a GPU
+    machine, rows = dgx2(per_node), []
+    estimates = estimate_offload(
+        parameters, case.gpus, batch_tokens=tokens, activation_bytes=activations, machine=machine
+    )
+    fitting = estimates.best
+    assert fitting is not None
+    tiers = fitting.params, fitting.states, fitting.activations
+    for grads in ("host", fitting.grads):
+        best = next(s for s in estimates.settings if (s.params, s.states, s.activations, s.grads) == (*tiers, grads))
+        rows.append({
+            "study": "offload", "case": case.name, "parameters": parameters, "grads": grads, "params": best.params,
+            "states": best.states, "activations": best.activations, "fits": best.fits, "step_s": best.step,
+            "device": best.device, "host_a_node": best.host * per_node, "disk_a_node": best.disk * per_node,
+            "bytes": 16 * parameters, "gpus_without": math.ceil(16 * parameters / 32e9), "largest_layer": largest,
+            "tiles": math.ceil(largest / (32e9 / 4)), "compute_s": 8 * parameters * tokens / 70e12,
         })  # fmt: skip
-    return found
+    return rows
 
 
 def shown(name: str, pipeline: bool) -> dict[str, Any]:

@@ -162,16 +162,19 @@ def servers(rows: Rows) -> str:
 def offload(rows: Rows) -> str:
     columns = {
         "parameters, machine": "{case}",
-        "bytes a parameter": lambda row: f"{4 + row['state_bytes']}",
         "TB": lambda row: f"{row['bytes'] / 1e12:,.1f}",
         "GPUs to hold it": "{gpus_without:,}",
-        "nodes, by host memory": "{nodes_of_host}",
-        "nodes, by NVMe": "{nodes_of_nvme}",
-        "TB of activations a node": lambda row: f"{row['checkpoints_a_node'] / 1e12:.2f}",
-        "sequences a GPU that fit": "{sequences_in_host}",
+        "parameters": "{params}",
+        "states": "{states}",
+        "gradients": "{grads}",
+        "activations": "{activations}",
+        "GB a GPU": lambda row: f"{row['device'] / 1e9:.1f}",
+        "TB of memory a node": lambda row: f"{row['host_a_node'] / 1e12:.2f}",
+        "TB of NVMe a node": lambda row: f"{row['disk_a_node'] / 1e12:.2f}",
+        "fits": lambda row: "yes" if row["fits"] else "no",
         "tiles of the largest layer": "{tiles}",
         "s of compute a step": "{compute_s:,.0f}",
-        "s of NVMe for states": "{states_s:,.0f}",
+        "s a step": "{step_s:,.0f}",
     }
     return table_of(of(rows, "offload"), columns)
 

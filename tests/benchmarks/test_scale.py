@@ -105,11 +105,15 @@ def test_twelve_trillion_parameters_do_not_fit_into_16_tb_of_host_memory():
         scale.planned("F1", 128, (), 1e12)
 
 
-def test_offloaded_states_need_disks():
-    one, node, cluster = (scale.offload(case)[1] for case in scale.OFFLOADED)
-    assert one["bytes"] == node["bytes"] == pytest.approx(20e12, rel=0.01)
-    assert (node["nodes_of_nvme"], node["fits"], cluster["fits"]) == (1, True, True)
-    assert cluster["nodes_of_nvme"] <= 32 < cluster["nodes_of_host"]
+def test_offloaded_layers_need_gradients_on_disk():
+    for case in scale.OFFLOADED:
+        on_host, on_disk = scale.offload(case)
+        assert (on_host["grads"], on_disk["grads"]) == ("host", "disk")
+        assert (on_host["fits"], on_disk["fits"]) == (False, True)
+        assert on_disk["bytes"] == pytest.approx(16e12 if case.nodes == 1 else 16 * 32e12, rel=0.01)
+        assert on_disk["host_a_node"] <= 1.5e12 < on_host["host_a_node"]
+        assert on_disk["disk_a_node"] * case.nodes >= on_disk["bytes"]
+        assert on_disk["step_s"] > on_disk["compute_s"]
 
 
 def test_the_page_has_the_figures_of_the_file():

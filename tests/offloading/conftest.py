@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import errno
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from tritonemb.offloading.tiers import DiskTier, HostTier
+from tritonemb.storage import aio
 
 
 @pytest.fixture(autouse=True)
@@ -30,3 +34,21 @@ def _no_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if thread.name.startswith("tritonemb-offload"):
             thread.join(60)
             assert not thread.is_alive(), f"{thread.name} is left"
+
+
+@pytest.fixture
+def failing_disk(monkeypatch):
+    """`with failing_disk("preadv"):` all calls of this name fail; threads make them, not the kernel's queues."""
+    monkeypatch.setattr(aio, "make_queue", lambda: None)
+    monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())
+
+    def fail(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    @contextmanager
+    def failing(call):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, fail)
+            yield
+
+    return failing

@@ -89,8 +89,10 @@ def steps(
         for _ in range(accumulate):
             loss = loss_of(model, random)
             loss.backward()
-        if clip:
+        if clip and any(p.grad is not None for p in model.parameters()):
             nn.utils.clip_grad_norm_(model.parameters(), clip)
+        elif clip:  # gradients are not in `.grad`
+            optimizer.clip_grad_norm_(clip)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

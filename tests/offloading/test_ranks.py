@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 import tritonemb as te
 from tests.offloading.models import Transformer, loss_of
@@ -89,38 +88,6 @@ def test_ranks_train_as_one(ranks, size, optimizer, tmp_path):
         for one, other in zip(state, gradients, strict=True):
             # Samples are summed in another order. Relative to the largest: single elements are near 0.
             assert (one - other).abs().max() <= 1e-6 * other.abs().max() + 1e-9
-
-
-def clipped(rank: int, ranks: int, on_host: bool, norm_type: float) -> tuple[float, list[torch.Tensor]]:
-    """The norm, and the whole gradients after it is clipped; `on_host` as a GPU moves them."""
-    torch.manual_seed(0)
-    model: Any = Transformer(dim=20, blocks=2, tied=False)
-    fully_shard(model)
-    model, optimizer = te.offload(model, OPTIMIZERS["sgd"](model.parameters()), states="host")
-    loss_of(model, torch.Generator().manual_seed(1)).backward()
-    meshes = [(p, p.device_mesh, p.placements) if isinstance(p, DTensor) else (p,) for p in model.parameters()]
-    for p, *_ in meshes if on_host else ():
-        optimizer._gradients.move(p)
-    norm = optimizer.clip_grad_norm_(0.1, norm_type)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    gradients = [optimizer._gradients.of(p) for p, *_ in meshes]
-    if on_host:
-        of = zip(gradients, meshes, strict=True)
-        gradients = [
-            DTensor.from_local(g, *mesh, shape=p.shape, stride=p.stride()) if mesh else g for g, (p, *mesh) in of
-        ]
-    return norm.item(), [g.full_tensor() if isinstance(g, DTensor) else g for g in gradients]
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
-def test_gradients_in_host_memory_are_clipped_by_the_norm_of_all_ranks(ranks, norm_type):
-    for (norm, gradients), (of_device, expected) in zip(
-        *(ranks(2).run(clipped, 2, on_host, norm_type) for on_host in (True, False)), strict=True
-    ):
-        assert norm == pytest.approx(of_device, rel=1e-6)  # sums in another order
-        for one, other in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
 
 
 @pytest.mark.more

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
 import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 
@@ -20,7 +17,7 @@ import torch
 import tritonemb as te
 from tests.offloading.models import Transformer, adam, mlp, steps, train, weights_of
 from tritonemb.offloading.tiers import Arena, DiskTier, HostTier, empty_host
-from tritonemb.storage import StorageError, aio
+from tritonemb.storage import StorageError
 
 CPU = torch.device("cpu")
 
@@ -232,24 +229,6 @@ def test_bits_that_changed_and_words_that_were_exchanged_are_noticed(size, tmp_p
     path.write_bytes(whole)
     span.read(empty_host(size, CPU)).wait()
     tier.close()
-
-
-@pytest.fixture
-def failing_disk(monkeypatch):
-    """`with failing_disk("preadv"):` all calls of this name fail; threads make them, not the kernel's queues."""
-    monkeypatch.setattr(aio, "make_queue", lambda: None)
-    monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())
-
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    @contextmanager
-    def failing(call):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, call, fail)
-            yield
-
-    return failing
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])

@@ -146,8 +146,10 @@ def test_tiled_layers_are_saved_whole(tmp_path):
 )
 def test_other_ways_to_step_have_the_same_bits(tmp_path, options_of_run):
     run(tmp_path, "plain", **options_of_run)
-    run(tmp_path, "run", options(tmp_path / "swap", params="disk"), **options_of_run)
-    assert_same_bits(tensors_of(tmp_path / "run"), tensors_of(tmp_path / "plain"))
+    on_disk = options(tmp_path / "swap", params="disk")
+    for name, offload in {"run": on_disk, "grads": replace(on_disk, offload_grads="disk")}.items():
+        run(tmp_path, name, offload, **options_of_run)
+        assert_same_bits(tensors_of(tmp_path / name), tensors_of(tmp_path / "plain"))
 
 
 def on_ranks(rank, folder, offload, steps):

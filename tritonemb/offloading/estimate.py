@@ -53,6 +53,7 @@ class OffloadEstimate:
 
     params: TierName
     states: TierName
+    grads: TierName
     activations: TierName
     device: float
     host: float
@@ -65,7 +66,7 @@ class OffloadEstimate:
     def __str__(self) -> str:
         wear = f", {self.written / 1e9:.1f} GB written, {self.days:,.0f} days" if self.written else ""
         return (
-            f"params={self.params} states={self.states} activations={self.activations}: device "
+            f"params={self.params} states={self.states} grads={self.grads} activations={self.activations}: device "
             f"{self.device / 1e9:.2f} GB, host {self.host / 1e9:.2f} GB, disk {self.disk / 1e9:.2f} GB, "
             f"{self.step:.2f} s per step{wear}{'' if self.fits else ' (does not fit)'}"
         )
@@ -95,8 +96,9 @@ def estimate_offload(
 
     With P parameters of b bytes per rank (ZeRO-Infinity, section 3): parameters P·b, gradients P·b, states P·s, plus
     4·P for fp32 master weights if b is 2. A step reads and writes the states once. It reads the parameters for the
-    forward and the backward, and once more for the update if they are fp32 and on disk. Computation, which overlaps,
-    takes 6 operations per parameter and token, 8 with activation checkpointing.
+    forward and the backward, and once more for the update if they are fp32 and on disk. Gradients on disk are written
+    during the backward, and read for the update. Computation, which overlaps with transfers, takes 6 operations per
+    parameter and token, 8 with activation checkpointing. Collectives of several ranks are not included.
 
     Args:
         model: a model, which may be on "meta", or a number of parameters.
@@ -104,56 +106,66 @@ def estimate_offload(
         state_bytes: bytes of optimizer states per parameter; 8 for Adam, 4 for SGD with momentum.
         dtype: of the parameters; by default that of the model, or bfloat16.
         activation_bytes: bytes that autograd saves per rank and step.
-        working_bytes: device memory for offloaded parameters in use; by default twice the largest parameter's.
+        working_bytes: device memory for offloaded parameters in use; by default twice the largest parameter's, or half
+            of the device memory if that is less, as `te.offload` splits larger linear layers.
         budget: device memory per rank, in place of the machine's.
         machine: this machine by default.
         path: folder on the disk of this machine to measure.
     """
     if isinstance(model, int):
-        total, itemsize, largest = model, (dtype or torch.bfloat16).itemsize, model // 100
+        total, itemsize, largest, largest_unsplit = model, (dtype or torch.bfloat16).itemsize, model // 100, 0
     else:
         parameters = list(model.parameters())
         total = sum(p.numel() for p in parameters)
         itemsize = dtype.itemsize if dtype else max((p.dtype.itemsize for p in parameters), default=4)
         largest = max((p.numel() for p in parameters), default=0)
+        weights = {module.weight for module in model.modules() if type(module) is nn.Linear}
+        largest_unsplit = max((p.numel() for p in parameters if p not in weights), default=0)
     if total < 1 or world_size < 1:
         raise ValueError(f"needs at least one parameter and one rank, got {total:,} and {world_size}")
     machine = machine or Machine.here(path, world_size)
     device_limit = machine.device if budget is None else float(parse_bytes(budget))
     rank_parameters = total / world_size
     parameter_bytes = rank_parameters * itemsize
-    working = working_bytes if working_bytes is not None else 2.0 * largest * itemsize
+    working = max(min(2.0 * largest * itemsize, device_limit / 2), 2.0 * largest_unsplit * itemsize)
+    working = working if working_bytes is None else working_bytes
     compute = (8 if activation_bytes else 6) * total * batch_tokens / machine.flops
     estimates = []
-    for params, states_tier, activations_tier in product(*[get_args(TierName)] * 3):
-        if activations_tier != "device" and not activation_bytes:
+    for params, states_tier, grads, activations_tier in product(*[get_args(TierName)] * 4):
+        on_device = params == states_tier == "device"  # otherwise a GPU's gradients are in host memory
+        if (activations_tier != "device" and not activation_bytes) or (grads == "device" and not on_device):
             continue
         # Bytes by tier: parameters, gradients, states, activations, arena and buffers.
         states = rank_parameters * (state_bytes + 4 * (itemsize == 2))
         tier_bytes = dict.fromkeys(get_args(TierName), 0.0)
         tier_bytes[params] += parameter_bytes
-        tier_bytes["device" if params == states_tier == "device" else "host"] += parameter_bytes  # gradients
+        tier_bytes[grads] += parameter_bytes
         tier_bytes[states_tier] += states
         tier_bytes[activations_tier] += activation_bytes
         tier_bytes["device"] += working if params != "device" else 0.0
         buffers = 3 * min(states, (16 << 20) * (state_bytes + 4))
-        tier_bytes["host"] += buffers if states_tier == "disk" else 0.0
-        # Traffic per step: over the link to the device, and to and from the disk.
+        tier_bytes["host"] += buffers if "disk" in (states_tier, grads) else 0.0
+        # Traffic of forward and backward: over the link to the device, and to and from the disk.
         fetched = 2 * parameter_bytes if params != "device" else 0.0
-        disk_written = states * (states_tier == "disk") + parameter_bytes * (params == "disk")
-        disk_read = disk_written - parameter_bytes * (params == "disk" and itemsize == 2)  # by the update
-        link = fetched + (2 * parameter_bytes if states_tier != "device" else 0.0)
+        link = fetched + (2 * parameter_bytes if states_tier != "device" or grads != "device" else 0.0)
         link += 2 * activation_bytes * (activations_tier != "device")
-        # Time: forward and backward overlap with their transfers, the update with its I/O.
+        written = parameter_bytes * (grads == "disk") + activation_bytes * (activations_tier == "disk")
+        read = fetched * (params == "disk") + activation_bytes * (activations_tier == "disk")
+        transfer = read / machine.disk_read + written / machine.disk_write
+        # Of the update, on the CPU if states are off the device.
         update = (2 * states + 3 * parameter_bytes) / machine.host_rate if states_tier != "device" else 0.0
-        step = max(compute, link / machine.link, fetched / machine.disk_read * (params == "disk"))
+        disk_written = states * (states_tier == "disk") + parameter_bytes * (params == "disk")
+        disk_read = disk_written - parameter_bytes * (params == "disk" and itemsize == 2)
+        disk_read += parameter_bytes * (grads == "disk")
+        # Time: forward and backward overlap with their transfers, the update with its I/O.
+        step = max(compute, link / machine.link, transfer)
         step += max(update, disk_read / machine.disk_read + disk_written / machine.disk_write)
-        disk_written += activation_bytes * (activations_tier == "disk")
+        disk_written += written
         days = machine.rated_writes / disk_written * step / 86_400 if disk_written else math.inf
         shared_memory = machine.device == machine.host  # without a GPU
         fits = tier_bytes["device"] + shared_memory * tier_bytes["host"] <= device_limit
         fits = fits and tier_bytes["host"] <= machine.host and tier_bytes["disk"] <= machine.disk
         fields: Any = {**tier_bytes, "step": step, "written": disk_written, "days": days, "fits": fits}
-        estimates.append(OffloadEstimate(params, states_tier, activations_tier, **fields))
+        estimates.append(OffloadEstimate(params, states_tier, grads, activations_tier, **fields))
     estimates.sort(key=lambda estimate: (not estimate.fits, estimate.step, estimate.disk, estimate.host))
     return OffloadEstimates(total, tuple(estimates))

@@ -14,14 +14,12 @@ from itertools import groupby
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tritonemb.layout import ALIGNMENT
-from tritonemb.offloading.parameters import add_gradient_hook
-from tritonemb.offloading.shards import as_dtensor, flat_like, to_local
+from tritonemb.offloading.gradients import Gradients
+from tritonemb.offloading.shards import as_dtensor, to_local
 from tritonemb.offloading.states import MASTER, Offloaded, StateArray, StateChunk, StatePlacement, StateStore
 from tritonemb.utils import join_names
 
@@ -64,8 +62,9 @@ class ElementwiseOptimizer:
 
     @torch.no_grad()
     def step_chunks(
-        self, param_groups: Groups, gradient_of: Callable[[Any], Any], store: StateStore, chunks: Sequence[StateChunk]
-    ) -> None:
+        self, param_groups: Groups, gradient_of: Callable[[StateChunk], Tensor], store: StateStore,
+        chunks: Sequence[StateChunk],
+    ) -> None:  # fmt: skip
         """Step chunks of a sub-group of `store`, and store the values in their parameters."""
         for chunk in chunks:
             if not chunk.is_ready:
@@ -79,8 +78,7 @@ class ElementwiseOptimizer:
             used = 0
             for chunk, value in run:
                 leaf, arrays = nn.Parameter(value), chunk.arrays()
-                gradient = flat_like(to_local(gradient_of(chunk.parameter)), to_local(chunk.parameter))
-                gradient = gradient[chunk.begin : chunk.end]
+                gradient = gradient_of(chunk)
                 if (gradient.device, gradient.dtype) != (leaf.device, leaf.dtype):
                     begin = -(-used // ALIGNMENT) * ALIGNMENT
                     used = begin + leaf.nbytes
@@ -133,49 +131,11 @@ class ElementwiseOptimizer:
         return examples
 
 
-class Gradients:
-    """Gradients of parameters: `.grad`, or in host memory those that `move` took off the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._moved: dict[Any, Tensor] = {}
-
-    def of(self, parameter: Any) -> Any:
-        """Return the gradient of a parameter, or None."""
-        return self._moved.get(parameter, parameter.grad)
-
-    def move(self, parameter: Any) -> None:
-        """Add a gradient to that in host memory, and free it on the device."""
-        gradient, parameter.grad = to_local(parameter.grad).to("cpu"), None
-        previous = self._moved.get(parameter)
-        self._moved[parameter] = gradient if previous is None else previous.add_(gradient)
-
-    def clear(self) -> None:
-        self._moved.clear()
-
-    def total_norm(self, parameters: list[Any], norm_type: float) -> Tensor:
-        """Return the norm of all gradients; all-reduces those of shards in host memory, which are not DTensors."""
-        shards: dict[Any, list[Any]] = {}
-        for p in parameters:
-            key = (p.device_mesh, p.placements) if isinstance(p, DTensor) and p in self._moved else (None, ())
-            if (gradient := self.of(p)) is not None:
-                shards.setdefault(key, []).append(gradient)
-        norms, is_max = [], norm_type == torch.inf
-        for (mesh, placements), gradients in shards.items():
-            norm = torch.nn.utils.get_total_norm(gradients, norm_type)
-            for dim in [dim for dim, placement in enumerate(placements) if placement.is_shard()]:
-                norm = (norm if is_max else norm**norm_type).to(self._device)
-                dist.all_reduce(norm, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, mesh.get_group(dim))
-                norm = (norm if is_max else norm ** (1 / norm_type)).cpu()
-            norms.append(norm)
-        return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
-
-
 class OffloadedOptimizer(Optimizer):
     """`torch.optim` optimizer with offloaded states; created by `te.offload`.
 
     `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as of the original optimizer. Its `fused`
-    implementation is used, if it has one. Gradients are read from `.grad` of the parameters.
+    implementation is used, if it has one. Gradients are read from `.grad` of the parameters, or from their tier.
     """
 
     def __init__(
@@ -195,16 +155,12 @@ class OffloadedOptimizer(Optimizer):
         examples = [self._inner.example_states(group) for group in self.param_groups]
         params = [(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
         self.store = StateStore(params, examples, offloaded, placement)
-        self._gradients = Gradients(placement.device)
+        self._gradients = Gradients(self.store, offloaded, placement)
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
         self._versions: dict[Any, int] = {p: 0 for p, _ in params if p not in offloaded}
         for param in offloaded.values():
             param.on_write = lambda param=param: self.store.update_masters(param.parameter)  # type: ignore[misc]
-        # On a GPU, gradients move to host memory.
-        if placement.device.type == "cuda" and placement.tier is not None:
-            for p in self._versions:
-                add_gradient_hook(p, self._gradients.move)
 
     def load_plain_states(self, plain_states: Mapping[Any, Mapping[str, Any]], replacements: Replacements) -> None:
         """Load the states of the original optimizer."""
@@ -222,7 +178,8 @@ class OffloadedOptimizer(Optimizer):
         """Step every parameter that has a gradient.
 
         Raises:
-            StorageError: states could not be read or written. Some parameters are then stepped and some are not, so
+            StorageError: a gradient could not be stored, and nothing is stepped: call `zero_grad`, and repeat the
+                backward. Or states could not be read or written. Some parameters are then stepped and some are not, so
                 every later step raises, too: resume from a checkpoint.
         """
         loss = None
@@ -230,13 +187,14 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.raise_if_failed()
+        self._gradients.wait()
         with self._record_failure():
-            with_gradient = [p for p in self._parameters() if self._gradients.of(p) is not None]
+            with_gradient = [p for p in self._parameters() if self._gradients.has(p)]
             for p in with_gradient:
                 if p in self._versions and self._versions[p] != to_local(p)._version:
                     self.store.update_masters(p)
-            step_chunks = partial(self._inner.step_chunks, self.param_groups, self._gradients.of, self.store)
-            self.store.visit(step_chunks, self.store.chunks(*with_gradient))
+            step_chunks = partial(self._inner.step_chunks, self.param_groups, self._gradients.of_chunk, self.store)
+            self.store.visit(step_chunks, self.store.chunks(*with_gradient), gradients=True)
             self.store.buffers.drain()
             self.store.reverse = not self.store.reverse
             for p in with_gradient:
@@ -251,20 +209,28 @@ class OffloadedOptimizer(Optimizer):
             self._versions[parameter] = to_local(parameter)._version
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        self._gradients.clear()
+        self._gradients.clear(set_to_none)
         super().zero_grad(set_to_none)
 
-    def gradients(self) -> list[Any]:
-        """Return all gradients, on the device or in host memory."""
-        return [gradient for p in self._parameters() if (gradient := self._gradients.of(p)) is not None]
+    def read_gradient(self, parameter: Any) -> Tensor | None:
+        """Return the gradient of a parameter: `.grad`, or of a stored one a copy in host memory."""
+        return self._gradients.read(parameter)
 
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> bool:
+        """Multiply all gradients by a number; return whether those of this rank are finite afterwards."""
+        self._gradients.scale(self._parameters(), factor)
+        gradients = (to_local(self.read_gradient(p)) for p in self._parameters() if self._gradients.has(p))
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients like `torch.nn.utils.clip_grad_norm_`, also those in host memory; return the total norm."""
-        gradients, norm = self.gradients(), self._gradients.total_norm(self._parameters(), norm_type)
-        proxies = [nn.Parameter(torch.empty_like(gradient), requires_grad=False) for gradient in gradients]
-        for proxy, gradient in zip(proxies, gradients, strict=True):
-            proxy.grad = gradient
-        torch.nn.utils.clip_grads_with_norm_(proxies, max_norm, norm)
+        """Clip gradients like `torch.nn.utils.clip_grad_norm_`, also stored ones; return the total norm."""
+        parameters = self._parameters()
+        if not self._gradients.is_stored:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = self._gradients.total_norm(parameters, norm_type)
+        self._gradients.scale(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm
 
     # State dicts and checkpoints.

@@ -15,6 +15,7 @@ class OffloadOptions(Options):
     Args:
         offload_states: tier of the dense optimizer's states.
         offload_params: tier of parameters while they are not in use.
+        offload_grads: tier of gradients from the backward to the step.
         offload_activations: tier of activations that autograd saves for the backward pass.
         offload_path: folder of the swap file, for disk; on a local disk, and not shared with other runs.
         offload_budget: device memory for parameters in use, and host memory for states read from disk, as 8GiB or in
@@ -23,6 +24,7 @@ class OffloadOptions(Options):
 
     offload_states: TierName = "device"
     offload_params: TierName = "device"
+    offload_grads: TierName = "device"
     offload_activations: TierName = "device"
     offload_path: Path | None = None
     offload_budget: str | None = None

@@ -67,6 +67,7 @@ class OffloadedParam(StoredElements):
         for piece in self.pieces:
             piece.span = tier.reserve(piece.numel * self.dtype.itemsize)
         self.on_write: Callable[[], object] = lambda: None  # after a `write`, which bypasses the optimizer
+        self.on_gradient: Callable[[Tensor], object] = self._add_to_grad
 
     # Copy in the arena.
 
@@ -97,13 +98,17 @@ class OffloadedParam(StoredElements):
         self.block, self.leaf.data = None, self._no_values
 
     def _accumulate_gradient(self, leaf: Tensor) -> None:
-        """Add the leaf's gradient to the parameter's, in host memory, and call the parameter's hooks."""
+        """Pass on the leaf's gradient, and call the parameter's hooks."""
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        gradient, previous = gradient.to("cpu"), self.parameter.grad
-        self.parameter.grad = gradient if previous is None else previous.add_(gradient)
+        self.on_gradient(gradient)
         for hook in (self.parameter._post_accumulate_grad_hooks or {}).values():
             hook(self.parameter)
+
+    def _add_to_grad(self, gradient: Tensor) -> None:
+        """Add a gradient to the parameter's `.grad`, in host memory."""
+        gradient, previous = gradient.to("cpu"), self.parameter.grad
+        self.parameter.grad = gradient if previous is None else previous.add_(gradient)
 
     # Values in the tier.
 

@@ -1,4 +1,4 @@
-"""`te.offload`: parameters, optimizer states and activations of a model in host memory or on disk."""
+"""`te.offload`: parameters, gradients, optimizer states and activations of a model in host memory or on disk."""
 
 import os
 import re
@@ -28,7 +28,7 @@ from tritonemb.utils import on_error
 PIECE_ELEMENTS = 4096  # pieces of a parameter begin at multiples of it, which are whole pages in any dtype
 SUB_GROUP_ELEMENTS = 16 << 20  # limit per sub-group: enough for a disk's full rate, little beside host memory
 BUFFER_ELEMENT_BYTES = 14  # bytes per element in a buffer: two fp32 states, master weight, 16-bit weight
-MIN_SUB_GROUPS = 8  # sub-groups that fit into the buffers, if parameters or states are on disk
+MIN_SUB_GROUPS = 8  # sub-groups that fit into the buffers, if parameters, states or gradients are on disk
 Init = Callable[[nn.Module], object] | None
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([KMGT]?)(I?)B?\s*", re.IGNORECASE)
@@ -57,10 +57,10 @@ def available_bytes(device: torch.device) -> int:
 
 def offload(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, params: TierName = "device", states: TierName = "device",
-    activations: TierName = "device", path: Folders = None, budget: int | str | None = None,
-    ratio: float = 0.0, device: torch.device | str | None = None, init: Init = None,
+    grads: TierName = "device", activations: TierName = "device", path: Folders = None,
+    budget: int | str | None = None, ratio: float = 0.0, device: torch.device | str | None = None, init: Init = None,
 ) -> tuple[nn.Module, OffloadedOptimizer]:  # fmt: skip
-    """Offload a model's parameters, optimizer states and activations (ZeRO-Infinity: Rajbhandari et al., SC 2021).
+    """Offload a model's parameters, gradients, optimizer states and activations (ZeRO-Infinity, SC 2021).
 
     Tiers are the "device", "host" memory (CPU offload in ZeRO) and "disk" (NVMe). Losses and parameters are bitwise
     identical on all tiers, if the optimizer steps on the same device. For several ranks shard the model by
@@ -73,7 +73,10 @@ def offload(
             can no longer step.
         params: tier of parameters while unused. `model.state_dict()` copies them to host memory.
         states: tier of optimizer states, and of fp32 master weights of 16-bit parameters. Unless on the "device", the
-            optimizer steps on the CPU, and gradients are in host memory.
+            optimizer steps on the CPU.
+        grads: tier of gradients from the backward to the step, where a parameter's is stored as soon as its backward
+            ends; not in `.grad`. On the "device", they are in `.grad`, of offloaded parameters in host memory; or in
+            the "host" tier if the states of parameters on a GPU are off it.
         activations: tier of tensors that autograd saves for the backward.
         path: folder of the swap file, for "disk", on a local disk; or several folders, on different disks, which are
             used round-robin.
@@ -91,11 +94,11 @@ def offload(
         StorageError: the swap file cannot be created or is in use.
     """
     # Check the arguments.
-    for name, value in (("params", params), ("states", states), ("activations", activations)):
+    for name, value in (("params", params), ("states", states), ("grads", grads), ("activations", activations)):
         if value not in get_args(TierName):
             raise ValueError(f"{name} must be one of {get_args(TierName)}, got {value!r}")
     folders = [Path(folder) for folder in ((path,) if isinstance(path, str | os.PathLike) else path or ())]
-    if "disk" in (params, states, activations) and not folders:
+    if "disk" in (params, states, grads, activations) and not folders:
         raise ValueError("offloading to disk needs a folder of the swap file: pass path=")
     if len({folder.absolute() for folder in folders}) < len(folders):
         raise ValueError(f"path= names a folder twice: {', '.join(map(str, folders))}")
@@ -104,6 +107,8 @@ def offload(
     if isinstance(optimizer, OffloadedOptimizer) or getattr(model, "_offload", None) is not None:
         raise ValueError("the model or its optimizer is offloaded already")
     compute_device = _device_of(model, device)
+    if compute_device.type == "cuda" and states != "device" and params == grads == "device":
+        grads = "host"  # where the optimizer steps
     # Split the budget into the arena and the buffers of sub-groups.
     budget_bytes = parse_bytes(budget) if budget is not None else available_bytes(compute_device) // 4
     arena_bytes = budget_bytes if states != "disk" else budget_bytes // 2
@@ -114,18 +119,18 @@ def offload(
         raise ValueError(f"the model lacks {len(unknown)} of the optimizer's parameters, of shapes {unknown[:3]}")
     buffer_bytes = budget_bytes - (arena_bytes if params != "device" else 0) if states == "disk" else budget_bytes // 8
     elements = SUB_GROUP_ELEMENTS
-    if "disk" in (params, states):
+    if "disk" in (params, states, grads):
         elements = min(elements, buffer_bytes // (MIN_SUB_GROUPS * BUFFER_ELEMENT_BYTES))
         elements = max(PIECE_ELEMENTS, elements // PIECE_ELEMENTS * PIECE_ELEMENTS)
 
     # Create tiers and the offloaded counterparts, which may raise; then move values, which changes the model.
-    names = dict.fromkeys((params, states, activations))
+    names = dict.fromkeys((params, states, grads, activations))
     tiers: dict[TierName, Tier] = {name: make_tier(name, compute_device, folders) for name in names if name != "device"}
     with on_error(lambda: [tier.close() for tier in tiers.values()]):
         arena = Arena(arena_bytes if params != "device" else 0, compute_device)
         calls = ModuleCalls(ParameterCache(arena), compute_device)
         move = ParameterMove(model, calls, tiers.get(params), elements, init)
-        placement = StatePlacement(tiers.get(states), compute_device, elements, buffer_bytes, ratio)
+        placement = StatePlacement(tiers.get(states), tiers.get(grads), compute_device, elements, buffer_bytes, ratio)
         offloaded_optimizer = OffloadedOptimizer(optimizer, move.offloaded, move.replacements, placement)
     plain_states = optimizer.state.copy()
     _disable(optimizer)  # the first change

@@ -1,4 +1,4 @@
-"""Offloaded optimizer states, in sub-groups: in memory of the device, in host memory or on disk.
+"""Offloaded optimizer states and gradients, in sub-groups: in memory of the device, in host memory or on disk.
 
 The optimizer steps sub-groups one by one. A pass visits them in order: while one is visited, the next ones are read and
 previous ones are written. After a step the order is reversed, so those stepped last are still in memory (Maurya et al.,
@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.layout import ALIGNMENT
 from tritonemb.offloading.parameters import OffloadedParam
 from tritonemb.offloading.shards import Piece, StoredElements, flat_view, is_dense, local_shape, overlaps, to_local
-from tritonemb.offloading.tiers import Span, Tier, empty_host, empty_on, round_to_pages
+from tritonemb.offloading.tiers import BufferedPages, GradientPages, Span, Tier, empty_host, empty_on, round_to_pages
 from tritonemb.storage.store import IoFuture
 
 MASTER = "master"  # name of the state with fp32 master weights of a 16-bit parameter
@@ -34,7 +34,7 @@ class StateLayout(NamedTuple):
 
 
 class StateChunk(Piece):
-    """Piece of a parameter, with its optimizer states."""
+    """Piece of a parameter, with its optimizer states, and its gradient if gradients are stored."""
 
     def __init__(
         self, parameter: Any, param_group: int, piece: Piece, layout: StateLayout, source: OffloadedParam | None
@@ -43,6 +43,8 @@ class StateChunk(Piece):
         self.parameter, self.param_group = parameter, param_group  # the latter is an index
         # Offloaded parameter, and the span of its piece with the same elements.
         self.source, self.span = source, piece.span
+        self.stored_values = None if source is None else BufferedPages(piece.span, source.dtype)
+        self.gradient: GradientPages | None = None
         # States: those with one value, and in the sub-group's memory the offsets and dtypes of the others.
         self.group: SubGroup
         self.layout, self.is_ready = layout, False
@@ -50,9 +52,6 @@ class StateChunk(Piece):
         self.offsets: dict[str, tuple[int, torch.dtype]] = {}
         tensors = {name: value for name, value in layout.scalars.items() if isinstance(value, Tensor)}
         self._scalar_memory = {name: torch.empty_like(value) for name, value in tensors.items()}
-        # Values on disk: offset in the sub-group's buffer, and the write of what the buffer has.
-        self.value_offset: int | None = None
-        self.value_write: IoFuture | None = None
 
     @property
     def has_master(self) -> bool:
@@ -74,22 +73,21 @@ class StateChunk(Piece):
             for name, (offset, dtype) in self.offsets.items()
         }
 
-    def page_values(self) -> Tensor:
-        """Values of an offloaded parameter, uint8, whole pages: in host memory, or in the sub-group's buffer."""
-        if self.value_offset is None:
-            return self.span.memory
-        assert self.group.buffer is not None
-        return self.group.buffer[self.value_offset :][: round_to_pages(self.span.num_bytes)]
+    def buffered_pages(self, gradients: bool) -> list[BufferedPages]:
+        """Pages that a step reads from disk; master weights replace values."""
+        values = None if self.has_master else self.stored_values
+        gradient = self.gradient if gradients and self.gradient is not None and self.gradient.is_set else None
+        return [pages for pages in (values, gradient) if pages is not None]
 
     def view_values(self) -> Tensor:
         """View the values of the parameter in its memory, or in the sub-group's buffer, in its dtype."""
-        if self.source is None:
+        if self.stored_values is None:
             return flat_view(to_local(self.parameter))[self.begin : self.end]
-        return self.page_values()[: self.span.num_bytes].view(self.source.dtype)
+        return self.stored_values.view(self.group.buffer)
 
     def values(self) -> Tensor:
         """Values of the parameter, in its dtype: a view, or a copy if master weights replace those in the buffer."""
-        if self.source is not None and self.value_offset is not None and self.has_master:
+        if self.source is not None and self.has_master and self.span.memory is None:
             return self.source.read_piece(self)
         return self.view_values()
 
@@ -99,9 +97,8 @@ class StateChunk(Piece):
             self.source.update_piece(self, values)
         if self.has_master:
             self.view_values().copy_(values)
-        if self.value_offset is not None:
-            self.value_write = self.span.write(self.page_values())
-            self.group.transfers.append(self.value_write)
+        if self.stored_values is not None:
+            self.group.transfers += self.stored_values.write(self.group.buffer)
 
     def update_master(self) -> None:
         """Set master weights to the parameter's values, except where they round to these already."""
@@ -116,7 +113,7 @@ class SubGroup:
     """Chunks that are stepped together (a sub-group of ZeRO-Infinity).
 
     Their states are in `states`; or on disk in `span`, and while in use at the begin of a `buffer`, followed by the
-    values of parameters on disk.
+    values of parameters, and gradients, that are on disk.
     """
 
     def __init__(self, index: int, chunks: list[StateChunk]) -> None:
@@ -154,26 +151,26 @@ class SubGroup:
             self.span, self.states = (span, None) if span.memory is None else (None, span.memory)
         self.buffer_bytes = round_to_pages(self.state_bytes) if self.span is not None else 0
         for chunk in self.chunks:
-            if chunk.source is not None and chunk.span.memory is None:
-                chunk.value_offset = self.buffer_bytes
-                self.buffer_bytes += round_to_pages(chunk.span.num_bytes)
+            for pages in (chunk.stored_values, chunk.gradient):
+                if pages is not None and pages.span.memory is None:
+                    pages.offset = self.buffer_bytes
+                    self.buffer_bytes += round_to_pages(pages.span.num_bytes)
 
     def begin_read(self, buffer: Tensor) -> None:
-        """Start to read states and values into a buffer."""
+        """Start to read states into a buffer."""
         self.buffer, self.is_dirty = buffer, False
         if self.span is not None and self.is_stored:
             self.transfers.append(self.span.read(buffer[: round_to_pages(self.state_bytes)]))
         for chunk in self.chunks:
-            chunk.value_write = None
-        self.begin_read_values()
+            for pages in chunk.buffered_pages(gradients=True):
+                pages.buffered = None
 
-    def begin_read_values(self) -> None:
-        """Start to read values that were written since the last read; master weights replace values."""
-        for chunk in self.chunks:
-            is_stepped = chunk.value_offset is not None and not chunk.has_master
-            if is_stepped and chunk.value_write is not chunk.span.last_write:
-                chunk.value_write = chunk.span.last_write
-                self.transfers.append(chunk.span.read(chunk.page_values()))
+    def begin_read_pages(self, gradients: bool) -> None:
+        """Start to read values, and gradients, that were written since the last read."""
+        if self.buffer is not None:
+            for chunk in self.chunks:
+                for pages in chunk.buffered_pages(gradients):
+                    self.transfers += pages.begin_read(self.buffer)
 
     def wait(self) -> None:
         """Wait for all transfers of the buffer."""
@@ -205,8 +202,11 @@ class Buffers:
         self._pass_order: dict[SubGroup, int] = {}  # positions in the current pass
         self._finished: deque[SubGroup] = deque()  # resident sub-groups that the pass has visited, or skips
 
-    def visit(self, order: list[SubGroup], modify: bool) -> Iterator[SubGroup]:
-        """Yield each sub-group of `order`, in memory, while later ones are read. `modify`: mark them dirty."""
+    def visit(self, order: list[SubGroup], modify: bool, gradients: bool) -> Iterator[SubGroup]:
+        """Yield each sub-group of `order`, in memory, while later ones are read, with their gradients if `gradients`.
+
+        `modify`: mark them dirty.
+        """
         self._pass_order = {group: position for position, group in enumerate(order)}
         self._finished = deque(cached for cached in self._resident if cached not in self._pass_order)
         n = 0
@@ -215,9 +215,10 @@ class Buffers:
                 self._begin_read(group, wait=True)
             # Prefetch sub-groups from the n-th on, as far as buffers are free.
             n = max(n, position + 1)
+            group.begin_read_pages(gradients)
             while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n])):
+                order[n].begin_read_pages(gradients)
                 n += 1
-            group.begin_read_values()
             group.wait()
             group.is_dirty |= modify
             yield group
@@ -278,13 +279,14 @@ class Buffers:
 
 @dataclass(frozen=True)
 class StatePlacement:
-    """Placement of optimizer states."""
+    """Placement of optimizer states and gradients."""
 
     tier: Tier | None  # None: memory of the device
+    gradient_tier: Tier | None  # None: gradients are not stored, but in `.grad`
     device: torch.device  # that computes
     elements: int  # limit per sub-group
     buffer_bytes: int  # host memory for sub-groups on disk, of which at least three have a buffer
-    ratio: float  # share of the sub-groups that stay in memory
+    ratio: float  # share of the sub-groups whose states stay in memory
 
     @property
     def step_device(self) -> torch.device:
@@ -296,7 +298,7 @@ Offloaded = Mapping[Any, OffloadedParam]  # by parameter
 
 
 class StateStore:
-    """Optimizer states by parameter."""
+    """Optimizer states, and stored gradients, by parameter."""
 
     def __init__(
         self, params: Params, examples: Sequence[Mapping[str, Any]], offloaded: Offloaded, placement: StatePlacement
@@ -310,8 +312,17 @@ class StateStore:
         for group in self.groups:
             for chunk in group.chunks:
                 self._chunks.setdefault(chunk.parameter, []).append(chunk)
+                if placement.gradient_tier is not None:
+                    dtype: torch.dtype = chunk.parameter.dtype
+                    span = placement.gradient_tier.reserve(chunk.numel * dtype.itemsize)
+                    chunk.gradient = GradientPages(span, dtype, placement.device)
             group.allocate(placement.tier if group.index >= num_in_memory else None, self._step_device)
         self.buffers = Buffers(self.groups, placement.buffer_bytes, placement.device)
+
+    @property
+    def parameters(self) -> list[Any]:
+        """Parameters with chunks."""
+        return [*self._chunks]
 
     def chunks(self, *parameters: Any) -> list[StateChunk]:
         """Return the chunks of parameters; none for one that the optimizer does not step, or whose shard is empty."""
@@ -335,14 +346,18 @@ class StateStore:
         return layout._replace(scalars=copy.deepcopy(scalars))
 
     def visit(
-        self, work: Callable[[list[StateChunk]], object], chunks: Sequence[StateChunk], modify: bool = True
-    ) -> None:
-        """Call `work` with the chunks of each sub-group, while it is in memory; `modify`: it changes them."""
+        self, work: Callable[[list[StateChunk]], object], chunks: Sequence[StateChunk], modify: bool = True,
+        gradients: bool = False,
+    ) -> None:  # fmt: skip
+        """Call `work` with the chunks of each sub-group, while it is in memory, if `gradients` with stored gradients.
+
+        `modify`: it changes them.
+        """
         by_group: dict[SubGroup, list[StateChunk]] = {}
         for chunk in chunks:
             by_group.setdefault(chunk.group, []).append(chunk)
         order = sorted(by_group, key=lambda group: group.index, reverse=self.reverse)
-        for group in self.buffers.visit(order, modify):
+        for group in self.buffers.visit(order, modify, gradients):
             work(by_group[group])
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain, count, cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -110,6 +110,104 @@ class Span:
         return self._tier.transfer(self, values, True)
 
 
+class BufferedPages:
+    """Span for a chunk of a sub-group: in host memory, or on disk, and while in use in the sub-group's buffer."""
+
+    def __init__(self, span: Span, dtype: torch.dtype) -> None:
+        self.span, self._dtype = span, dtype
+        # Of pages on disk: the offset in the buffer, and the write whose values the buffer has.
+        self.offset: int | None = None
+        self.buffered: IoFuture | None = None
+
+    def pages(self, buffer: Tensor | None) -> Tensor:
+        """Pages, uint8 `[round_to_pages(num_bytes)]`."""
+        if self.offset is None:
+            assert self.span.memory is not None
+            return self.span.memory
+        assert buffer is not None
+        return buffer[self.offset :][: round_to_pages(self.span.num_bytes)]
+
+    def view(self, buffer: Tensor | None) -> Tensor:
+        """View of the values `[numel]`."""
+        return self.pages(buffer)[: self.span.num_bytes].view(self._dtype)
+
+    def begin_read(self, buffer: Tensor) -> list[IoFuture]:
+        """Start to read what was written since the last read."""
+        if self.offset is None or self.buffered is self.span.last_write:
+            return []
+        self.buffered = self.span.last_write
+        return [self.span.read(self.pages(buffer))]
+
+    def write(self, buffer: Tensor | None) -> list[IoFuture]:
+        """Start to write pages of the buffer; nothing to do in host memory."""
+        if self.offset is None:
+            return []
+        self.buffered = self.span.write(self.pages(buffer))
+        return [self.buffered]
+
+
+class GradientPages(BufferedPages):
+    """Gradient of a chunk, from a backward until `is_set` becomes False."""
+
+    def __init__(self, span: Span, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(span, dtype)
+        self.is_set, self._device = False, device
+        # Write in progress, and the factors of a gradient on disk, by which it is multiplied when it is read.
+        self.pending: IoFuture | None = None
+        self._factors: list[Tensor | float] = []
+
+    def store(self, gradient: Tensor) -> None:
+        """Start to store a gradient `[numel]` on any device."""
+        memory = gradient.view(torch.uint8)
+        if self.span.memory is None:
+            pages = empty_host(self.span.num_bytes, self._device)
+            pages[: self.span.num_bytes].copy_(memory)
+            memory = pages
+        self.is_set, self._factors, self.pending = True, [], self.span.write(memory)
+
+    def add(self, gradient: Tensor) -> None:
+        """Add to the stored gradient, if there is one."""
+        if not self.is_set:
+            self.store(gradient)
+        else:
+            self._change(lambda stored: stored.add_(gradient.to("cpu")))
+
+    def zero(self) -> None:
+        self._change(Tensor.zero_)
+
+    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Change the stored gradient in place, in its tier."""
+        values = change(self.load())
+        if self.span.memory is None:
+            self.store(values)
+
+    def load(self) -> Tensor:
+        """Read the gradient, in host memory: of the host tier the stored one, otherwise a copy."""
+        if self.pending is not None:
+            self.pending.wait()
+        if self.span.memory is not None:
+            return self.span.memory[: self.span.num_bytes].view(self._dtype)
+        pages = empty_host(self.span.num_bytes, self._device)
+        self.span.read(pages).wait()
+        return self._scaled(pages[: self.span.num_bytes].view(self._dtype), in_place=True)
+
+    def scale(self, factor: Tensor | float) -> None:
+        if self.span.memory is None:
+            self._factors.append(factor)
+        else:
+            self.load().mul_(factor)
+
+    def scaled_view(self, buffer: Tensor | None) -> Tensor:
+        """View of the gradient, or a copy if it is scaled."""
+        return self._scaled(self.view(buffer))
+
+    def _scaled(self, values: Tensor, in_place: bool = False) -> Tensor:
+        for factor in self._factors:
+            values = values.mul_(factor) if in_place else values.mul(factor)
+            in_place = True
+        return values
+
+
 class HostTier:
     """Host memory tier, pinned for a GPU. A thread copies, so that copies overlap with computation."""
 
@@ -127,7 +225,8 @@ class HostTier:
         """Copy in the background."""
         assert span.memory is not None
         self.bytes_moved[write] += values.nbytes
-        target, source = (span.memory, values) if write else (values, span.memory)
+        memory = span.memory[: values.numel()]
+        target, source = (memory, values) if write else (values, memory)
         if self.device.type == "cpu":
             return self._copies.submit(lambda: (target.copy_(source), None)[1])
         return StreamCopy(self._stream, source, target)
@@ -147,6 +246,8 @@ class StreamCopy(IoFuture):
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
+            if source.device.type == "cuda":  # its memory may be freed before the copy has ended
+                source.record_stream(stream)
             self._event = stream.record_event()
         self._to_host = target.device.type == "cpu"
         self._done.set()

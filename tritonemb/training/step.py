@@ -316,11 +316,12 @@ class TrainStep:
         with suppress(_GradientOverflow), self._accumulating():
             self._backward(batches, weights, scale)
             finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
-            gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
             if isinstance(self.dense_optimizer, OffloadedOptimizer):
-                gradients = self.dense_optimizer.gradients()
-            shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-            finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in shards]
+                finite.append(self.dense_optimizer.scale_gradients(1 / scale))
+            else:
+                gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
+                shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+                finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in shards]
             overflowed = self.ranks.max(not all(finite)) > 0
             if overflowed:
                 raise _GradientOverflow

@@ -1,0 +1,326 @@
+"""Gradients in host memory and on disk: the bits of `.grad`, whatever happens between backward and step."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tritonemb as te
+from tests.offloading.models import Transformer, adam, assert_same, dlrm, loss_of, mlp, steps, train, weights_of
+from tests.offloading.test_offload import OPTIMIZERS, TIERS, channels_last, on
+from tests.offloading.test_tiers import damage, limit_file_size
+from tritonemb.storage import StorageError
+
+STORED = ("host", "disk")
+
+
+def offloaded(tmp_path, make=mlp, optimizer=adam, **options):
+    torch.manual_seed(0)
+    model = make()
+    return te.offload(model, optimizer(model.parameters()), path=tmp_path, **({"budget": 200_000} | options))
+
+
+def plain(make=mlp, optimizer=adam):
+    torch.manual_seed(0)
+    model = make()
+    return model, optimizer(model.parameters())
+
+
+def clip(model, optimizer, max_norm, **options):
+    if hasattr(optimizer, "clip_grad_norm_"):
+        return optimizer.clip_grad_norm_(max_norm, **options)
+    return nn.utils.clip_grad_norm_(model.parameters(), max_norm, **options)
+
+
+def gradients(model, optimizer):
+    return [optimizer.read_gradient(p) if hasattr(optimizer, "read_gradient") else p.grad for p in model.parameters()]
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("make", [mlp, Transformer, dlrm])
+@pytest.mark.parametrize("grads", STORED)
+@pytest.mark.parametrize("params", TIERS)
+@pytest.mark.parametrize("states", TIERS)
+def test_a_gradient_tier_changes_no_bit(make, params, states, grads, tmp_path):
+    options = {"accumulate": 2, "clip": 0.1, "number": 4}
+    expected = train(make, tmp_path, **options)
+    trained = train(make, tmp_path, offload=on(make, params, states, grads=grads), **options)
+    assert_same(trained, expected)
+    assert all(p.grad is None for p in trained.model.parameters())
+    assert te.offloading.report(trained.model).moved[grads][1] > 0
+    te.offloading.close(trained.model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("grads", STORED)
+@pytest.mark.parametrize(("params", "states"), [("device", "host"), ("disk", "disk"), ("host", "device")])
+@pytest.mark.parametrize(("checkpointed", "clip"), [("", 0.1), ("again", 0.0), ("reentrant", 0.1)])
+def test_a_gradient_tier_changes_no_bit_of_16_bit_models(params, states, grads, clip, checkpointed, tmp_path):
+    def make():
+        return Transformer(checkpointed)
+
+    options = {"dtype": torch.bfloat16, "clip": clip, "accumulate": 2}
+    expected = train(make, tmp_path, offload={}, **options)
+    assert_same(train(make, tmp_path, offload=on(Transformer, params, states, grads=grads), **options), expected)
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("grads", STORED)
+def test_every_element_wise_optimizer(name, grads, tmp_path):
+    expected = train(mlp, tmp_path, optimizer=OPTIMIZERS[name])
+    offload = {"states": "disk", "grads": grads, "budget": 150_000}
+    assert_same(train(mlp, tmp_path, optimizer=OPTIMIZERS[name], offload=offload), expected)
+
+
+@pytest.mark.parametrize("params", TIERS)
+def test_a_gradient_is_stored_as_soon_as_its_backward_ends(params, tmp_path):
+    model, optimizer = offloaded(tmp_path, params=params, grads="disk")
+    last, stored = model[-1].weight, []
+    model[0].register_full_backward_hook(lambda *_: stored.append((last.grad, optimizer.read_gradient(last))))
+    loss_of(model, torch.Generator().manual_seed(1)).backward()
+    ((grad, gradient),) = stored
+    assert grad is None
+    other, _ = plain()
+    loss_of(other, torch.Generator().manual_seed(1)).backward()
+    assert torch.equal(gradient, other[-1].weight.grad)
+
+
+@pytest.mark.parametrize("grads", ["device", *STORED])
+def test_backward_clip_and_step_in_any_order(grads, tmp_path):
+    """Accumulation after a clip, two clips, two steps with one gradient, and gradients that are set to zero."""
+    results = []
+    for model, optimizer in (plain(), offloaded(tmp_path, states="disk", grads=grads, budget=60_000)):
+        random, values = torch.Generator().manual_seed(1), []
+        loss_of(model, random).backward()
+        values.append(clip(model, optimizer, 0.5))
+        loss_of(model, random).backward()
+        values += [clip(model, optimizer, 0.4), clip(model, optimizer, 0.3, norm_type=torch.inf)]
+        optimizer.step()
+        optimizer.step()
+        values += [gradient.clone() for gradient in gradients(model, optimizer)]
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, random).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        values += [gradient.clone() for gradient in gradients(model, optimizer)]
+        optimizer.zero_grad()
+        optimizer.step()
+        assert gradients(model, optimizer) == [None] * len(list(model.parameters()))
+        results.append([*values, *weights_of(model)])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("grads", STORED)
+def test_gradients_that_are_not_finite(grads, tmp_path):
+    results = []
+    for model, optimizer in (plain(), offloaded(tmp_path, states="host", grads=grads)):
+        (loss_of(model, torch.Generator().manual_seed(1)) * torch.tensor([1.0, torch.nan])[1]).backward()
+        norm = clip(model, optimizer, 1.0)
+        if hasattr(optimizer, "scale_gradients"):
+            assert not optimizer.scale_gradients(1.0)
+        optimizer.step()
+        results.append([norm, *weights_of(model)])
+    assert results[0][0].isnan()
+    assert all(torch.equal(one.isnan(), other.isnan()) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("grads", STORED)
+def test_states_are_saved_and_loaded_with_gradients_pending(grads, tmp_path):
+    model, optimizer = offloaded(tmp_path, params="disk", states="disk", grads=grads, budget=152_000)
+    other, its_optimizer = plain()
+    random, its_random = (torch.Generator().manual_seed(1) for _ in range(2))
+    for _ in range(2):
+        loss_of(model, random).backward()
+        loss_of(other, its_random).backward()
+        state, expected = optimizer.state_dict(), its_optimizer.state_dict()
+        for number, values in expected["state"].items():
+            assert all(torch.equal(state["state"][number][name], value) for name, value in values.items())
+        optimizer.load_state_dict(state)
+        for gradient, p in zip(gradients(model, optimizer), other.parameters(), strict=True):
+            assert torch.equal(gradient, p.grad)
+        optimizer.step()
+        its_optimizer.step()
+        optimizer.zero_grad()
+        its_optimizer.zero_grad()
+    loss_of(model, random).backward()
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    optimizer.step()
+    expected = weights_of(model)
+    te.offloading.load_checkpoint(model, optimizer, tmp_path / "saved")
+    optimizer.step()
+    assert all(map(torch.equal, weights_of(model), expected))
+
+
+def test_a_gradient_from_before_offload_is_added(tmp_path):
+    results = []
+    for params in TIERS:
+        model, optimizer = plain()
+        random = torch.Generator().manual_seed(1)
+        loss_of(model, random).backward()
+        options: Any = {"path": tmp_path / params, "budget": 200_000, "grads": "disk", "params": params}
+        model, optimizer = te.offload(model, optimizer, **options)
+        loss_of(model, random).backward()
+        optimizer.step()
+        results.append(weights_of(model))
+    model, optimizer = plain()
+    steps(model, optimizer, 1, accumulate=2)
+    assert all(torch.equal(one, p) for result in results for one, p in zip(result, model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("params", ["device", "host"])
+def test_strides_of_gradients(params, tmp_path):
+    results = []
+    for model, optimizer in (plain(channels_last), offloaded(tmp_path, channels_last, params=params, grads="disk")):
+        for seed in range(2):
+            x = torch.randn(4, 8, 8, 8, generator=torch.Generator().manual_seed(seed))
+            model(x.to(memory_format=torch.channels_last)).square().mean().backward()
+        results.append(gradients(model, optimizer))
+        optimizer.step()
+        results.append(weights_of(model))
+    assert [g.stride() for g in results[0]] == [g.stride() for g in results[2]]
+    assert all(
+        torch.equal(one, other) for one, other in zip(results[0] + results[1], results[2] + results[3], strict=True)
+    )
+
+
+def test_gradients_that_cannot_be_stored_are_named(tmp_path):
+    model = nn.Embedding(50, 8, sparse=True)
+    model, _ = te.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), grads="host")
+    with pytest.raises(ValueError, match=r'torch.sparse_coo gradient .* cannot be stored; pass grads="device"'):
+        model(torch.arange(3)).sum().backward()
+    with pytest.raises(ValueError, match="grads must be one of"):
+        offloaded(tmp_path, grads="cpu")
+    with pytest.raises(ValueError, match="pass path="):
+        offloaded(None, grads="disk")
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_compiled_layers(before, tmp_path, dynamo):
+    def compile_layers(model):
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+        return model
+
+    expected = train(lambda: compile_layers(Transformer(blocks=2)), tmp_path, 2)
+    model, optimizer = plain(lambda: Transformer(blocks=2))
+    model = compile_layers(model) if before else model
+    options: Any = {"params": "host", "states": "disk", "grads": "disk", "path": tmp_path, "budget": 400_000}
+    model, optimizer = te.offload(model, optimizer, **options)
+    model = model if before else compile_layers(model)
+    assert steps(model, optimizer, 2) == expected.losses
+
+
+# Faults.
+
+
+def test_a_disk_that_is_too_small_for_gradients_is_noticed_before_anything_is_changed(tmp_path):
+    model, optimizer = plain()
+    limits = limit_file_size(100_000)
+    try:
+        with pytest.raises(StorageError, match=r"cannot reserve [\d,]+ bytes"):
+            te.offload(model, optimizer, grads="disk", path=tmp_path, budget=200_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+    assert len(steps(model, optimizer, 2)) == 2
+
+
+def state_of(model, optimizer):
+    return [*weights_of(model), *(v for s in optimizer.state_dict()["state"].values() for v in s.values())]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("call", ["preadv", "pwritev"])
+def test_an_error_of_the_disk_in_the_backward_changes_nothing(call, accumulate, tmp_path, failing_disk):
+    """Step is then possible with another gradient: neither parameters nor states have changed."""
+    if (call, accumulate) == ("preadv", 1):
+        pytest.skip("nothing is read")
+    model, optimizer = offloaded(tmp_path, states="host", grads="disk")
+    other, its_optimizer = plain()
+    steps(model, optimizer, 2)
+    steps(other, its_optimizer, 2)
+    initial = state_of(model, optimizer)
+    with pytest.raises(StorageError, match="Input/output error"), failing_disk(call):
+        steps(model, optimizer, 1, accumulate=accumulate)
+    if call == "pwritev":
+        with pytest.raises(StorageError, match="Input/output error"):
+            optimizer.step()
+    assert all(map(torch.equal, state_of(model, optimizer), initial))
+    optimizer.zero_grad()
+    assert steps(model, optimizer, 2, seed=3) == steps(other, its_optimizer, 2, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["cut", "changed"])
+def test_a_gradient_that_was_damaged_is_noticed(kind, tmp_path):
+    model, optimizer = offloaded(tmp_path, grads="disk")
+    loss_of(model, torch.Generator()).backward()
+    optimizer._gradients.wait()
+    damage(tmp_path, kind)
+    with pytest.raises(StorageError, match="resume from a checkpoint"):
+        optimizer.clip_grad_norm_(1.0)
+    with pytest.raises(StorageError, match="resume from a checkpoint"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="an earlier step or load has failed"):
+        optimizer.step()
+
+
+# Ranks.
+
+
+def on_ranks(rank: int, folder: str, offload: dict[str, Any], max_norm: float, accumulate: int) -> list[Any]:
+    """Losses, norms, gradients and parameters."""
+    torch.manual_seed(0)
+    model: Any = Transformer(dim=20, blocks=2, words=51, tied=False)  # whose words no number of ranks divides
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer: Any = adam(model.parameters())
+    if offload:
+        model, optimizer = te.offload(model, optimizer, path=folder, **offload)
+    random, values = torch.Generator().manual_seed(1), []
+    for step in range(4):
+        for micro_batch in range(accumulate):
+            if step % 2:  # gradients are reduced with the last micro-batch only
+                model.set_requires_gradient_sync(micro_batch == accumulate - 1)
+            loss = loss_of(model, random, rank, dist.get_world_size())
+            loss.backward()
+            values.append(loss.detach())
+        norm = clip(model, optimizer, max_norm, norm_type=(2.0, torch.inf, 1.0, 3.0)[step])
+        values.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        if offload.get("grads", "device") != "device":
+            assert all(p.grad is None or not p.grad._local_tensor.numel() for p in model.parameters())
+        values += [gradient.full_tensor() for gradient in gradients(model, optimizer)]
+        optimizer.step()
+        optimizer.zero_grad()
+    with te.gather_parameters(model):
+        values += [p.full_tensor() if hasattr(p, "full_tensor") else p.detach() for p in model.parameters()]
+    if offload:
+        te.offloading.close(model)
+    return values
+
+
+def same_on_ranks(rank: int, folder: str, offload: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    expected, values = (on_ranks(rank, folder, options, 0.1, 2) for options in ({}, offload | {"budget": 400_000}))
+    assert all(torch.equal(one, other) for one, other in zip(values, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        {"params": "disk", "states": "disk", "grads": "disk"},
+        pytest.param({"states": "host", "grads": "disk"}, marks=pytest.mark.more),
+        pytest.param({"params": "host", "states": "disk", "grads": "host"}, marks=pytest.mark.more),
+    ],
+)
+def test_gradients_of_two_ranks_change_no_bit(ranks, offload, tmp_path):
+    ranks(2).run(same_on_ranks, str(tmp_path), offload)

@@ -1,0 +1,143 @@
+"""Gradients from the backward to the step: in `.grad`, or stored in host memory or on disk.
+
+A stored gradient leaves its parameter as soon as the backward has accumulated it. It is added to what earlier backward
+passes have stored, and the step reads it with the states of its sub-group.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tritonemb.offloading.parameters import OffloadedParam, add_gradient_hook
+from tritonemb.offloading.shards import as_dtensor, flat_like, local_shape, to_local
+from tritonemb.offloading.states import StateChunk, StatePlacement, StateStore
+from tritonemb.offloading.tiers import GradientPages
+from tritonemb.storage.store import IoFuture
+
+_REDUCE_OPS = {torch.inf: dist.ReduceOp.MAX, -torch.inf: dist.ReduceOp.MIN}  # of norms; for others sums of powers
+
+
+class Gradients:
+    """Gradients of the parameters whose states are in `store`."""
+
+    def __init__(self, store: StateStore, offloaded: Mapping[Any, OffloadedParam], placement: StatePlacement) -> None:
+        self._store, self._device = store, placement.device
+        self.is_stored = placement.gradient_tier is not None
+        # Writes in progress with their bytes; half of the buffers' memory at most, as sub-groups fill theirs later.
+        self._pending: deque[tuple[IoFuture, int]] = deque()
+        self._pending_bytes = 0
+        self._max_pending_bytes = placement.buffer_bytes // 2
+        for p in store.parameters if self.is_stored else ():
+            if (source := offloaded.get(p)) is not None and not source.sharded:
+                source.on_gradient = partial(self._add, p)
+            else:
+                add_gradient_hook(p, self._take)
+
+    def has(self, parameter: Any) -> bool:
+        return bool(self._pages(parameter)) or parameter.grad is not None
+
+    def of_chunk(self, chunk: StateChunk) -> Tensor:
+        """Return the gradient `[numel]` of a chunk whose sub-group is in memory with its gradients."""
+        if chunk.gradient is not None and chunk.gradient.is_set:
+            return chunk.gradient.scaled_view(chunk.group.buffer)
+        return flat_like(to_local(chunk.parameter.grad), to_local(chunk.parameter))[chunk.begin : chunk.end]
+
+    def read(self, parameter: Any) -> Tensor | None:
+        """Return the gradient of a parameter: `.grad`, or a stored one in host memory."""
+        if not (pages := self._pages(parameter)):
+            return parameter.grad
+        values = torch.cat([chunk_pages.load() for chunk_pages in pages])
+        return as_dtensor(values.as_strided(local_shape(parameter), to_local(parameter).stride()), parameter)
+
+    def wait(self) -> None:
+        """Wait until all gradients are stored; StorageError, now and until `clear`, if one could not be."""
+        self._limit_pending(0)
+
+    def clear(self, set_to_none: bool) -> None:
+        """Discard stored gradients, or set them to zero."""
+        self._pending.clear()
+        self._pending_bytes = 0
+        for parameter in self._store.parameters:
+            for pages in self._pages(parameter):
+                if set_to_none:
+                    pages.is_set = False
+                else:
+                    self._start(pages, pages.zero)
+
+    def scale(self, parameters: Sequence[Any], factor: Tensor | float) -> None:
+        """Multiply gradients by a factor."""
+        for p in parameters:
+            for pages in self._pages(p):
+                pages.scale(factor)
+            if p.grad is not None:
+                to_local(p.grad).mul_(factor)
+
+    def total_norm(self, parameters: Sequence[Any], norm_type: float) -> Tensor:
+        """Return the norm of all gradients, over all ranks: bitwise that of `torch.nn.utils.get_total_norm`."""
+        # Norms of this rank's shards, by dtype, mesh and placements.
+        norms: dict[Any, list[Tensor]] = {}
+        for p in parameters:
+            if (gradient := self.read(p)) is not None:
+                shard = to_local(gradient)
+                norm = torch.linalg.vector_norm(shard, norm_type) if shard.numel() else shard.new_zeros(())
+                key = (p.device_mesh, p.placements) if isinstance(p, DTensor) else (None, ())
+                norms.setdefault((gradient.dtype, *key), []).append(norm.cpu())
+        # All-reduce those of a mesh at once, then combine.
+        totals = [self._all_reduce(torch.stack(local), norm_type, *key) for (_, *key), local in norms.items()]
+        return torch.linalg.vector_norm(torch.cat(totals), norm_type) if totals else torch.zeros(())
+
+    def _all_reduce(self, norms: Tensor, norm_type: float, mesh: Any, placements: Sequence[Any]) -> Tensor:
+        """Combine the norms `[n]` of shards to those of `n` full gradients."""
+        is_power = norm_type not in (0, *_REDUCE_OPS)
+        for dim in [dim for dim, placement in enumerate(placements) if placement.is_shard()]:
+            norms = (norms**norm_type if is_power else norms).to(self._device)
+            dist.all_reduce(norms, _REDUCE_OPS.get(norm_type, dist.ReduceOp.SUM), mesh.get_group(dim))
+            norms = (norms ** (1 / norm_type) if is_power else norms).cpu()
+        return norms
+
+    # Storing.
+
+    def _take(self, parameter: Any) -> None:
+        """Store the gradient that a backward has accumulated in `.grad`."""
+        gradient, parameter.grad = parameter.grad, None
+        self._add(parameter, gradient)
+
+    def _add(self, parameter: Any, gradient: Any) -> None:
+        """Add a gradient to the stored one, if any; ValueError for one that is sparse or has another dtype."""
+        if parameter.grad is not None:  # of a backward before `te.offload`
+            self._take(parameter)
+        if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+            raise ValueError(
+                f"a {gradient.layout} gradient of {gradient.dtype} of a {parameter.dtype} parameter of shape "
+                f'{tuple(parameter.shape)} cannot be stored; pass grads="device" to te.offload'
+            )
+        values = flat_like(to_local(gradient), to_local(parameter))
+        for chunk in self._store.chunks(parameter):
+            assert chunk.gradient is not None
+            self._start(chunk.gradient, partial(chunk.gradient.add, values[chunk.begin : chunk.end]))
+
+    def _start(self, pages: GradientPages, store: Callable[[], None]) -> None:
+        """Call `store`, which starts to write pages, and limit the memory of writes in progress."""
+        store()
+        assert pages.pending is not None
+        self._pending.append((pages.pending, pages.span.num_bytes))
+        self._pending_bytes += pages.span.num_bytes
+        self._limit_pending(self._max_pending_bytes)
+
+    def _limit_pending(self, num_bytes: int) -> None:
+        while self._pending_bytes > num_bytes:
+            future, size = self._pending[0]
+            future.wait()  # a failed one stays, so that later waits fail, too
+            self._pending.popleft()
+            self._pending_bytes -= size
+
+    def _pages(self, parameter: Any) -> list[GradientPages]:
+        """Pages of a stored gradient, [] if there is none."""
+        pages = [chunk.gradient for chunk in self._store.chunks(parameter)]
+        return [gradient for gradient in pages if gradient is not None and gradient.is_set]
