@@ -12,7 +12,7 @@ from typing import Any
 from tests.docs.blocks import ROOT
 from tests.ranks import free_port
 
-MOST_PROCESSES = 4
+MOST_PROCESSES = 4  # of a script, which may be about several groups of ranks
 SECONDS = 1200.0  # until a job that hangs is ended; each process imports torch, on a busy machine in a minute
 
 # What a TrainJob may have: of trainer.kubeflow.org/v1alpha1 since Kubeflow Trainer 2.2, as far as the pages use it.
@@ -68,7 +68,7 @@ def torchrun(words: list[str]) -> str:
     from torch.distributed.run import get_args_parser
 
     options = get_args_parser().parse_args(words)
-    number = min(int(options.nproc_per_node), MOST_PROCESSES if options.standalone else 2)
+    number = min(int(options.nproc_per_node), 2 if options.module else MOST_PROCESSES)
     what = ["-m"] * options.module + [options.training_script, *map(_on_cpu, options.training_script_args)]
     return _run([*_launcher(), "--standalone", "--nproc-per-node", str(number), *what])
 

@@ -36,7 +36,9 @@ def run_archives(*arguments: str, cwd: Path, **variables: str) -> str:
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("name", checks.LAUNCHES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=MINUTES if name.startswith("steps-") else ()) for name in checks.LAUNCHES]
+)
 def test_launches_have_the_references_results(name, device):
     if not rehearsing():
         compare(checks.LAUNCHES[name], device)

@@ -58,7 +58,7 @@ def test_state_dict_has_a_name_for_everything(optimizer):
 def test_state_dict_restores_a_training_run():
     for optimizer in configurations():
         collection, other = small(optimizer), small(optimizer)
-        steps = random_steps(collection, 6)
+        steps = random_steps(collection, 6, batch_size=fewer(16, 4))
         train(collection, steps[:3])
         file = io.BytesIO()
         torch.save(collection.state_dict(), file)

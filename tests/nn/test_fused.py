@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import tritonemb as te
-from tests.helpers import contents, make_collection, random_steps, train
+from tests.helpers import contents, fewer, make_collection, random_steps, train
 
 # Float32 on both sides, sums and formulas in another order, ten steps.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
@@ -60,7 +60,7 @@ def test_a_fused_step_is_torchs(name):
     num_rows = 4 if name in DENSE else 30
     configs = [te.TableConfig("a", num_rows, 8), te.TableConfig("b", num_rows, 5, pooling="mean")]
     collection = make_collection(configs, ours)
-    steps = random_steps(collection, 10, batch_size=60)
+    steps = random_steps(collection, fewer(10, 3), batch_size=fewer(60, 20))
     if name in DENSE:
         assert all(batch[key].values().unique().numel() == num_rows for batch, _ in steps for key in ("a", "b"))
     bags = train_with_torch(collection, steps, theirs)
