@@ -25,21 +25,20 @@ from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, r
 
 
 @jit
-def _rows(sparse, sample, first, block, F, D, ROWS, SIZE):
+def _rows(sparse, first, block, F, D, ROWS, SIZE):
     """Load `[ROWS, SIZE]` of a sample's vectors from `x_first`, element `block` on; zeros for x_0 and x_F+1 on."""
     vector = first + tl.arange(0, ROWS)[:, None]
     column = block + tl.arange(0, SIZE)[None, :]
-    pointers = sparse + sample * (F * D) + ((vector - 1) * D + column)
+    pointers = sparse + ((vector - 1) * D + column)
     return tl.load(pointers, mask=(vector > 0) & (vector <= F) & (column < D), other=0.0)
 
 
 @jit
-def _vectors(dense, sparse, sample, first, block, F, D, ROWS, SIZE):
+def _vectors(dense, sparse, first, block, F, D, ROWS, SIZE):
     """Load `[ROWS, SIZE]` as `_rows`, with x_0 in its row."""
     column = block + tl.arange(0, SIZE)[None, :]
-    head = tl.load(dense + sample * D + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
-    vector = first + tl.arange(0, ROWS)[:, None]
-    return tl.where(vector == 0, head, _rows(sparse, sample, first, block, F, D, ROWS, SIZE))
+    head = tl.load(dense + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
+    return tl.where(first + tl.arange(0, ROWS)[:, None] == 0, head, _rows(sparse, first, block, F, D, ROWS, SIZE))
 
 
 @jit
@@ -47,18 +46,18 @@ def _forward(dense, sparse, out, F, D, ROWS, SIZE, DENSE, PRECISION):
     """Multiply ROWS vectors of a sample with all its preceding vectors."""
     sample = tl.program_id(0).to(tl.int64)
     first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is only one tile
+    dense, sparse, out = dense + sample * D, sparse + sample * (F * D), out + sample * (D + F * (F + 1) // 2)
     # Copy the dense vector.
-    out += sample * (D + F * (F + 1) // 2)
     if first == 0:
         column = tl.arange(0, DENSE)
-        tl.store(out + column, tl.load(dense + sample * D + column, mask=column < D), mask=column < D)
+        tl.store(out + column, tl.load(dense + column, mask=column < D), mask=column < D)
     # Multiply tiles, accumulating over SIZE columns at a time.
     row = first + tl.arange(0, ROWS)[:, None]
     for first_partner in range(0, 1 if ROWS > F else first + 1, ROWS):
         products = tl.zeros((ROWS, ROWS), tl.float32)
         for block in range(0, D, SIZE):
-            vectors = _vectors(dense, sparse, sample, first, block, F, D, ROWS, SIZE)
-            partners = vectors if ROWS > F else _vectors(dense, sparse, sample, first_partner, block, F, D, ROWS, SIZE)
+            vectors = _vectors(dense, sparse, first, block, F, D, ROWS, SIZE)
+            partners = vectors if ROWS > F else _vectors(dense, sparse, first_partner, block, F, D, ROWS, SIZE)
             products = tl.dot(vectors, tl.trans(partners), products, input_precision=PRECISION)
         # Store the lower triangle, packed by rows.
         partner = first_partner + tl.arange(0, ROWS)[None, :]
@@ -74,7 +73,7 @@ def _backward(grad, dense, sparse, grad_dense, grad_sparse, F, D, ROWS, PARTNERS
     """
     sample = tl.program_id(0).to(tl.int64)
     first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is only one tile
-    grad += sample * (D + F * (F + 1) // 2)
+    dense, sparse, grad = dense + sample * D, sparse + sample * (F * D), grad + sample * (D + F * (F + 1) // 2)
     row = first + tl.arange(0, ROWS)[:, None]
     for block in range(0, D, SIZE):
         column = block + tl.arange(0, SIZE)[None, :]
@@ -86,19 +85,20 @@ def _backward(grad, dense, sparse, grad_dense, grad_sparse, F, D, ROWS, PARTNERS
             is_pair = (high <= F) & (high != low)
             pairs = tl.load(grad + D + (high * (high - 1) // 2 + low), mask=is_pair, other=0.0)
             if SEPARATE_DENSE:
-                vectors = _rows(sparse, sample, start, block, F, D, PARTNERS, SIZE)
+                vectors = _rows(sparse, start, block, F, D, PARTNERS, SIZE)
             else:
-                vectors = _vectors(dense, sparse, sample, start, block, F, D, PARTNERS, SIZE)
+                vectors = _vectors(dense, sparse, start, block, F, D, PARTNERS, SIZE)
             total = tl.dot(pairs, vectors, total, input_precision=PRECISION)
         if SEPARATE_DENSE:
             scale = tl.load(grad + D + row * (row - 1) // 2, mask=(row > 0) & (row <= F), other=0.0)
-            total += scale * tl.load(dense + sample * D + column, mask=column < D, other=0.0)
+            total += scale * tl.load(dense + column, mask=column < D, other=0.0)
         # The gradient of the copied dense vector is added to that of x_0.
         dense_grad = tl.load(grad + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
         total += tl.where(row == 0, dense_grad, 0.0)
         total = total.to(grad_dense.dtype.element_ty)
-        rows = grad_sparse + sample * (F * D) + ((row - 1) * D + column)
-        tl.store(rows, total, mask=(row > 0) & (row <= F) & (column < D))
+        tl.store(
+            grad_sparse + sample * (F * D) + ((row - 1) * D + column), total, mask=(row > 0) & (row <= F) & (column < D)
+        )
         if first == 0:
             tl.store(grad_dense + sample * D + column + row * 0, total, mask=(row == 0) & (column < D))
 

@@ -70,8 +70,9 @@ NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
 
 
 @jit
-def _load_state(address, row, offset, mask, dim, KIND, ALIGN):
+def _load_state(address, position, KIND, ALIGN):
     """Load rows of a state, `[ROWS, BLOCK]`, or `[ROWS]` for one value per row; zeros without a state."""
+    row, offset, mask, dim = position
     if KIND == ELEMENT_STATE:
         return tl.load(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, mask=mask, other=0.0)
     elif KIND == ROW_STATE:
@@ -81,7 +82,8 @@ def _load_state(address, row, offset, mask, dim, KIND, ALIGN):
 
 
 @jit
-def _store_state(address, row, offset, mask, dim, state, KIND, ALIGN):
+def _store_state(address, position, state, KIND, ALIGN):
+    row, offset, mask, dim = position
     if KIND == ELEMENT_STATE:
         tl.store(pointer_to(address, FLOAT32, ALIGN)[:, None] + offset, state, mask=mask, cache_modifier=".cs")
     elif KIND == ROW_STATE:
@@ -138,8 +140,8 @@ def _update_kernel(
             address2 = tl.load(addresses2 + table, mask=valid, other=0)
             weights = pointer_to(address, CODE, ALIGN)[:, None] + offset
             row_bits = tl.load(weights, mask=mask, other=0)
-            state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
-            state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
+            state1 = _load_state(address1, (row, offset, mask, dim), STATE1, STATE_ALIGN)
+            state2 = _load_state(address2, (row, offset, mask, dim), STATE2, STATE_ALIGN)
         # Sum the gradients of short rows; add the spans of long ones.
         g, short_stop = tl.zeros((ROWS, BLOCK), tl.float32), tl.where(stop - first > PIECE_SIZE, first, stop)
         g = add_gradients(g, first, short_stop, gradients, dim, columns, GRAD_CODE, GRAD_STEP, UNROLL)
@@ -181,8 +183,8 @@ def _update_kernel(
                 tl.debug_barrier()  # one warp writes a row's value of state after all its warps have read it
             # Stores are streamed: no other program reads the row, while a bag's gradient is read once per id.
             tl.store(weights, bits, mask=mask, cache_modifier=".cs")
-            _store_state(address1, row, offset, mask, dim, state1, STATE1, STATE_ALIGN)
-            _store_state(address2, row, offset, mask, dim, state2, STATE2, STATE_ALIGN)
+            _store_state(address1, (row, offset, mask, dim), state1, STATE1, STATE_ALIGN)
+            _store_state(address2, (row, offset, mask, dim), state2, STATE2, STATE_ALIGN)
 
 
 def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
