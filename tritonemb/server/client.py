@@ -10,19 +10,19 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import NO_ROW, partitions_of
+from tritonemb.layout import NO_ROW, nonzero
 from tritonemb.server.connection import TICK, Connection
 from tritonemb.server.partitions import cat
 from tritonemb.server.snapshot import merge_table
-from tritonemb.server.spec import CollectionSpec, TableSpec
-from tritonemb.server.tables import PulledTable, RowCodecs, TableCodecs
+from tritonemb.server.spec import CollectionSpec, Routes, TableSpec
+from tritonemb.server.tables import BlockCodec, RowCodecs
 from tritonemb.server.transport import Message, Values
 from tritonemb.tables.dynamic_rows import concat_ids, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
@@ -30,8 +30,6 @@ from tritonemb.tables.server_table import Pull, RowService, TableService
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 
 NOT_CACHED = NO_ROW - 1  # differs from each version of a row
-Routes = Mapping[int, Sequence[Any]]
-"""By number of the table and by server, an index of the ids that belong to the server."""
 
 
 class TableClient(TableService):
@@ -118,9 +116,8 @@ class CollectionClient(TableClient, RowService):
         self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
         self.num_restores = 0  # batches that were pulled before the last one are not pushed
         self.tables_on = [spec.tables_on(server) for server in range(len(self._connections))]
-        self._partition_starts = [torch.tensor(starts) for starts in spec.partition_starts]
-        self._register()
         self.caches = [WorkerCache(*pair) for pair in zip(spec.tables, caches, strict=True)] if any(caches) else []
+        self._register()
 
     def _register(self) -> None:
         for connection in self._connections:
@@ -145,11 +142,11 @@ class CollectionClient(TableClient, RowService):
                 requested = [pull.ids[pull.positions] for pull in cached]
                 counts = [of[pull.positions] for of, pull in zip(occurrences, cached, strict=True)]
                 columns = [counts, [pull.versions for pull in cached]]
-            routes = self.route(dict(enumerate(requested)))
+            routes = self.route(cat(requested), [*map(len, requested)])
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
-            pending = self._scatter(op, values, [dict(enumerate(column)) for column in (requested, *columns)], routes)
-        codecs = self.codecs.rows if training else self.codecs.exact_rows
-        return PulledRows(self, batch, self.num_restores, ids, routes, pending, codecs, cached)
+            pending = self._scatter(op, values, [cat(column) for column in (requested, *columns)], routes)
+        codec = self.codecs.rows if training else self.codecs.exact_rows
+        return PulledRows(self, batch, self.num_restores, cat(ids), [*map(len, ids)], routes, pending, codec, cached)
 
     def check_complete(self) -> None:
         """ValueError if an earlier run has pulled batches that it did not push, or has not returned leased rows."""
@@ -159,42 +156,44 @@ class CollectionClient(TableClient, RowService):
                 "flush; resume it from a checkpoint, or start other servers"
             )
 
-    def route(self, ids: Mapping[int, Tensor]) -> Routes:
-        num_servers, routes = len(self._connections), dict[int, list[Any]]()
-        for table, table_ids in ids.items():
-            routes[table] = [slice(None)]
-            if num_servers > 1:
-                partitions = partitions_of(table_ids, self.spec.tables[table].num_partitions)
-                server = torch.searchsorted(self._partition_starts[table], partitions, right=True) - 1
-                routes[table] = [(server == number).nonzero()[:, 0] for number in range(num_servers)]
-        return routes
+    def route(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int] | None = None) -> Routes:
+        """Route ids to servers; `sizes` are their numbers in each of the tables `numbers`, all by default."""
+        if len(self._connections) == 1 and not self.caches:
+            return [None], [list(sizes)]
+        return self.spec.route(ids, sizes, numbers)
 
     def _scatter(
-        self, op: str, values: Values, columns: Sequence[Mapping[int, Tensor]], routes: Routes,
-        sums: Mapping[int, Tensor] | None = None,
+        self, op: str, values: Values, columns: Sequence[Tensor], routes: Routes, sums: list[Tensor] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> list[Future[Message]]:  # fmt: skip
-        """Send each server its entries of columns `[n]`, by table, and of encoded gradients `sums`."""
-        pending = []
-        for server, tables in enumerate(self.tables_on):
-            numbers = [number for number in tables if number in routes]
-            shards = [[column[number][routes[number][server]] for number in numbers] for column in columns]
-            tensors = [cat(shard) for shard in shards]
+        """Send each server its entries of columns `[n]`, and of gradients `sums`, a matrix per block, encoded."""
+        pending, numbers = [], range(len(self.spec.tables)) if numbers is None else numbers
+        for server, (positions, sizes) in enumerate(zip(*routes, strict=True)):
+            tensors = [column if positions is None else column[positions] for column in columns]
             if sums is not None:
-                server_sums = [sums[number][routes[number][server]] for number in numbers]
-                tensors += self.codecs.gradients.pack(numbers, server_sums, values["scale"])
-            sizes = [shard.numel() for shard in shards[0]]
+                by_block = [None] * len(sums) if positions is None else self.by_block(positions, sums)
+                shards = [m if at is None else m.index_select(0, at) for m, at in zip(sums, by_block, strict=True)]
+                tensors += self.codecs.gradients.pack(shards, values["scale"])
+            sizes = [size for number, size in zip(numbers, sizes, strict=True) if number in self.tables_on[server]]
             pending.append(self._submit(server, op, {**values, "sizes": sizes}, tensors))
         return pending
+
+    def by_block(self, positions: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
+        """Split positions in a batch, ascending, by block, and return those in the blocks."""
+        starts = [0, *accumulate(map(len, blocks))]
+        bounds = torch.searchsorted(positions, torch.tensor(starts)).tolist()
+        return [positions[slice(*bound)] - start for bound, start in zip(pairwise(bounds), starts, strict=False)]
 
     @property
     def steps(self) -> int:
         return self._pushed // self.spec.batches
 
-    def push(self, batch: int, ids: Sequence[Tensor], routes: Routes, sums: Sequence[Tensor], lr: float) -> None:
+    def push(self, batch: int, ids: Tensor, routes: Routes, sums: list[Tensor], lr: float) -> None:
+        """Push gradients of ids, a matrix per block."""
         with self.lock:
             self.push_dropped()
-            values = {"batch": batch, "lr": lr, "scale": self.codecs.scale(sums)}
-            self._scatter("push", values, [dict(enumerate(ids))], routes, dict(enumerate(sums)))
+            values = {"batch": batch, "lr": lr, "scale": self.codecs.scale(sums), "blocks": len(sums)}
+            self._scatter("push", values, [ids], routes, sums)
             self._pushed += 1
 
     def push_dropped(self) -> None:
@@ -240,62 +239,66 @@ class PulledRows(Pull):
     client: CollectionClient
     batch: int
     num_restores: int  # of the client when the batch was pulled
-    ids: Sequence[Tensor]
+    ids: Tensor  # of all tables
+    sizes: list[int]  # per table
     routes: Routes  # of the requested ids
     futures: list[Future[Message]]
-    codecs: TableCodecs
-    cached: list["CachedPull"]
-    admitted: dict[int, Tensor] = field(default_factory=dict)  # masks of tables with ids that take no gradient
+    codec: BlockCodec
+    cached: list["CachedPull"]  # per table, if the trainer has a cache
+    admitted: Tensor | None = None  # mask of `ids` that take a gradient; None: all
 
     def rows(self) -> list[Tensor]:
-        client = self.client
+        client, blocks = self.client, self.client.spec.blocks
         client.push_dropped()
         while futures.wait(self.futures, TICK).not_done:
             client.push_dropped()
-        replies = wait(self.futures)
-        by_server = zip(client.tables_on, replies, strict=True)
-        servers = [self.codecs.unpack_reply(numbers, reply) for numbers, reply in by_server]
-        return [self._assemble(table, servers, [values["steps"] for values, _ in replies]) for table in self.routes]
-
-    def _assemble(self, table: int, servers: Sequence[Mapping[int, PulledTable]], steps: Sequence[int]) -> Tensor:
-        """Assemble a table's rows from those of each server, which has applied `steps` steps, and from the cache."""
-        client, ids, cached = self.client, self.ids[table], self.cached[table] if self.cached else None
-        if cached is not None:
-            rows, versions, applied_steps = cached.rows, *torch.empty(2, *cached.versions.shape, dtype=torch.int64)
-        elif len(servers) > 1:
-            spec = client.spec.tables[table]
-            rows = torch.empty(ids.numel(), spec.embedding_dim, dtype=getattr(torch, spec.dtype))
-        for server, route in enumerate(self.routes[table]):
-            if (pulled := servers[server].get(table)) is None:
-                continue
-            if pulled.refused is not None and pulled.refused.numel():
-                admitted_mask = self.admitted.setdefault(table, torch.ones_like(ids, dtype=torch.bool))
-                positions = torch.arange(ids.numel()) if cached is None else cached.positions
-                admitted_mask[positions[route][pulled.refused]] = False
-            if cached is not None and pulled.versions is not None:
-                rows[cached.positions[route][pulled.versions != cached.versions[route]]] = pulled.rows
-                versions[route], applied_steps[route] = pulled.versions, steps[server]
-            elif len(servers) > 1:
-                rows[route] = pulled.rows
-            else:
-                rows = pulled.rows
-        if cached is None:
-            return rows
-        with client.lock:
-            return client.caches[table].finish(cached, versions, applied_steps)
+        replies = [self.codec.unpack_reply(reply) for reply in wait(self.futures)]
+        # Memory for all rows, with those of the cache.
+        matrices = replies[0].rows
+        if self.cached:
+            starts = accumulate(self.sizes, initial=0)
+            requested = cat([pull.positions + start for pull, start in zip(self.cached, starts, strict=False)])
+            cached_versions = cat([pull.versions for pull in self.cached])
+            matrices = [cat([pull.rows for pull in self.cached[block]]) for block in blocks]
+            versions, steps = torch.empty(2, len(requested), dtype=torch.int64)
+        elif len(replies) > 1:
+            sizes = (sum(self.sizes[block]) for block in blocks)
+            matrices = [rows.new_empty(n, rows.shape[1]) for n, rows in zip(sizes, matrices, strict=True)]
+        # Write the rows of the servers there, and mark ids that were not admitted.
+        for positions, reply in zip(self.routes[0], replies, strict=True):
+            targets = requested[positions] if self.cached else positions
+            if reply.refused is not None and len(reply.refused):
+                self.admitted = torch.ones_like(self.ids, dtype=torch.bool) if self.admitted is None else self.admitted
+                self.admitted[reply.refused if targets is None else targets[reply.refused]] = False
+            if self.cached:
+                versions[positions], steps[positions] = reply.versions, reply.steps
+                targets = targets[reply.versions != cached_versions[positions]]
+            if targets is not None:
+                for matrix, rows, at in zip(matrices, reply.rows, client.by_block(targets, matrices), strict=True):
+                    matrix.index_copy_(0, at, rows)
+        tables = [rows for matrix, b in zip(matrices, blocks, strict=True) for rows in matrix.split(self.sizes[b])]
+        if self.cached:
+            counts = [len(pull.positions) for pull in self.cached]
+            columns = self.cached, tables, versions.split(counts), steps.split(counts)
+            with client.lock:
+                for cache, *column in zip(client.caches, *columns, strict=True):
+                    cache.finish(*column)
+        return tables
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
+        client = self.client
         if sums is None:
-            self.client.dropped.put(self)
+            client.dropped.put(self)
             return
-        if self.num_restores != self.client.num_restores:
+        if self.num_restores != client.num_restores:
             raise RuntimeError("these rows were pulled before the tables were restored; look the batch up again")
-        ids, sums, routes = list(self.ids), list(sums), self.routes
-        if self.admitted or self.cached:  # the routes are not those of the ids to push
-            for table, mask in self.admitted.items():
-                ids[table], sums[table] = ids[table][mask], sums[table][mask]
-            routes = self.client.route(dict(enumerate(ids)))
-        self.client.push(self.batch, ids, routes, sums, lr)
+        routes = self.routes
+        if self.admitted is not None or self.cached:  # the routes are not those of the ids to push
+            mask = torch.ones_like(self.ids, dtype=torch.bool) if self.admitted is None else self.admitted
+            positions, sizes = nonzero(mask), [int(table_mask.sum()) for table_mask in mask.split(self.sizes)]
+            by_server, sizes_on = client.route(self.ids[positions], sizes)
+            routes = [positions if at is None else positions[at] for at in by_server], sizes_on
+        client.push(self.batch, self.ids, routes, [cat(sums[block]) for block in client.spec.blocks], lr)
 
 
 @dataclass
@@ -343,8 +346,8 @@ class WorkerCache:
         return CachedPull(ids, rows, positions, versions[positions])
 
     @torch.no_grad()
-    def finish(self, pull: CachedPull, versions: Tensor, steps: Tensor) -> Tensor:
-        """Return all rows of the batch, and cache the requested ones, which are in `pull.rows` by now.
+    def finish(self, pull: CachedPull, rows: Tensor, versions: Tensor, steps: Tensor) -> None:
+        """Cache the requested rows of a batch, which has `rows`.
 
         `versions`, int64 `[m]`, are those of the requested rows on the servers; `steps`: whose updates they have.
         """
@@ -353,9 +356,8 @@ class WorkerCache:
         if self._table is not None:
             positions = pull.positions[: len(self._versions) // 2]  # a batch may be larger than the cache
             slots = insert_batch([self._table], *concat_ids([pull.ids[positions]]))[0]
-            self._table.weight.data[slots] = pull.rows[positions]
+            self._table.weight.data[slots] = rows[positions]
             self._versions[slots], self._steps[slots] = versions[: positions.numel()], steps[: positions.numel()]
-        return pull.rows
 
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:

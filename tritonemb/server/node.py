@@ -24,9 +24,10 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.durable import CHAIN, DurableState, LogMode, discard_reply
 from tritonemb.server.inbox import Clients, Inbox
+from tritonemb.server.partitions import cat
 from tritonemb.server.snapshot import read_snapshot, restore, saved_shards, take_snapshot, write_snapshot
 from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
-from tritonemb.server.tables import PulledTable, PullRequest, PushRequest, Respond, ServedTables, warm_up
+from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closeable
@@ -246,11 +247,11 @@ def _handler(handlers: Mapping[str, HandlerT], op: str) -> HandlerT:
 
 
 def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
-    ids, occurrences, *optional = served.partitions.split(values["sizes"], tensors)
+    ids, occurrences, *optional = served.partitions.checked(values["sizes"], tensors)
     (versions,) = optional or (None,)
-    if any((counts < 1).any() for counts in occurrences):
+    if (occurrences < 1).any():
         raise ValueError("an id has no occurrences")
-    pull = PullRequest(ids, occurrences, versions, respond)
+    pull = PullRequest(values["sizes"], ids, occurrences, versions, respond)
     served.ordering.pull(_rank(served, values), index(values["batch"]), pull)
     if versions is not None:
         served.partitions.changes.track_versions()
@@ -259,30 +260,39 @@ def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 
 def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
     rank, batch, lr = _rank(served, values), index(values["batch"]), float(values["lr"])
-    numbers, tables = served.partitions.numbers, {}
-    if values["sizes"] is not None:
-        (ids,) = served.partitions.split(values["sizes"], tensors[:1])
-        sums = served.codecs.gradients.unpack(numbers, tensors[1:], float(values["scale"]))
-        dims = (served.spec.tables[number].embedding_dim for number in numbers)
-        expected = [(torch.float32, len(table_ids), dim) for table_ids, dim in zip(ids, dims, strict=True)]
-        if [(gradient.dtype, *gradient.shape) for gradient in sums] != expected:
-            raise ValueError(f"gradients must be {expected}")
-        tables = dict(zip(numbers, zip(ids, sums, strict=True), strict=True))
+    tables = {} if values["sizes"] is None else _gradients(served, values, tensors)
     respond(({}, []))  # the push is in the log, and will be in each later snapshot
     served.ordering.push(rank, batch, PushRequest(tables, lr))
     served.advance()
 
 
+def _gradients(served: ServedTables, values: Values, tensors: Sequence[Tensor]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Check and decode a push: ids and gradients by number of the table."""
+    (ids, *messages), sizes, partitions, spec = tensors, values["sizes"], served.partitions, served.spec
+    partitions.checked(sizes, [ids])
+    counts = [sum(sizes[tables]) for tables in partitions.blocks]
+    shapes = [(count, spec.tables[block.start].embedding_dim) for count, block in zip(counts, spec.blocks, strict=True)]
+    if "blocks" not in values and len(messages) == len(sizes):  # in a log of an earlier version: a message per table
+        by_block = zip(partitions.blocks, shapes, strict=True)
+        messages = [cat(messages[t]) if n else torch.empty(0, dim) for t, (n, dim) in by_block]
+    sums = served.codecs.gradients.unpack(messages, float(values["scale"]))
+    if [(tuple(matrix.shape), matrix.dtype) for matrix in sums] != [(shape, torch.float32) for shape in shapes]:
+        raise ValueError(f"gradients must be float32 of shapes {shapes}")
+    by_table = chain(*(matrix.split(sizes[t]) for matrix, t in zip(sums, partitions.blocks, strict=True)))
+    return dict(zip(partitions.numbers, zip(ids.split(sizes), by_table, strict=True), strict=True))
+
+
 def _look_up(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
     """Read rows for evaluation, when the pushes of `after` steps less the staleness have been applied."""
-    (ids,), staleness = served.partitions.split(values["sizes"], tensors), served.spec.staleness
+    (ids,), staleness = served.partitions.checked(values["sizes"], tensors), served.spec.staleness
     min_steps = 0 if staleness is None else index(values["after"]) - staleness
-    served.respond_when(lambda: served.ordering.next_push >= min_steps, respond, partial(_read_now, served, ids))
+    read = partial(_read_now, served, ids, values["sizes"])
+    served.respond_when(lambda: served.ordering.next_push >= min_steps, respond, read)
 
 
-def _read_now(served: ServedTables, ids: list[Tensor]) -> Message:
-    tables = [PulledTable(rows) for rows in served.partitions.read(ids)]
-    return served.codecs.exact_rows.pack_reply(served.partitions.numbers, tables, served.ordering.next_push)
+def _read_now(served: ServedTables, ids: Tensor, sizes: Sequence[int]) -> Message:
+    reply = PullReply(served.ordering.next_push, served.partitions.read(ids, sizes))
+    return served.codecs.exact_rows.pack_reply(reply)
 
 
 def _describe(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
@@ -298,8 +308,8 @@ def _lease(served: ServedTables, values: Values, tensors: Sequence[Tensor], resp
 
 
 def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
-    ids, occurrences = served.partitions.split(values["sizes"], tensors, served.lease.dynamic_numbers)
-    return {}, served.lease.allocate(ids, occurrences, values["training"])
+    ids, occurrences = served.partitions.checked(values["sizes"], tensors, served.lease.dynamic_numbers)
+    return {}, served.lease.allocate(ids, values["sizes"], occurrences, values["training"])
 
 
 def _transfer(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
@@ -334,9 +344,8 @@ def _read(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 
 def _load(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     number, state = served.spec.numbers[values["table"]], dict(zip(values["names"], tensors, strict=True))
-    mask = served.partitions.in_shard(number, state["ids"])
-    if not mask.all():
-        state |= {name: value[mask] for name, value in state.items() if value.dim() and len(value) == len(mask)}
+    owned = served.partitions.owned(state["ids"].long(), [len(state["ids"])], [number])
+    state |= {name: state[name][owned] for name in state.keys() - {"sketch", "added", "clock", "seed"}}
     served.partitions.by_number[number].load_state(state)
     served.partitions.changes.versions = None
     return {}, []
@@ -385,8 +394,8 @@ def _spec(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> 
 
 def _look_up_now(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     served = server.collections[query["collection"]]
-    (ids,) = served.partitions.split(query["sizes"], tensors)
-    return _read_now(served, ids)
+    (ids,) = served.partitions.checked(query["sizes"], tensors)
+    return _read_now(served, ids, query["sizes"])
 
 
 # A handler of a request gets the tables, the values and tensors of the message, and `respond`, which it calls once, now

@@ -1,22 +1,23 @@
 """Rows of a server's partitions of a collection's tables, in memory or on disk, their changes, and their leases."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.layout import NO_KEY, NO_ROW, nonzero
+from tritonemb.layout import NO_KEY, NO_ROW, nonzero, segment_offsets
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.storage.store import cpu_kernels, record_of
 from tritonemb.tables.batch import AssignedRows, RowBatch
-from tritonemb.tables.dynamic_rows import concat_ids, find_all, insert_batch
+from tritonemb.tables.dynamic_rows import concat_ids, find_batch, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table import Table
@@ -88,11 +89,11 @@ class RowChanges:
 class Partitions:
     """Partitions of a collection's tables, in memory, or on disk with a `cache`.
 
-    Lists per table have an entry for each table on this server; `number` is the number of a table in the collection.
+    Ids and rows are those of this server's tables, table by table; `sizes` are their numbers.
     """
 
     def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
-        self.spec, self.numbers = spec, spec.tables_on(server)
+        self.spec, self._server, self.numbers = spec, server, spec.tables_on(server)
         optimizer_args = dict(spec.optimizer)
         self.optimizer = OPTIMIZERS[optimizer_args.pop("name")](**optimizer_args)
         configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
@@ -102,74 +103,70 @@ class Partitions:
         for number, table in self.by_number.items():
             table.reset_parameters(spec.tables[number].seed)
         self.changes = RowChanges(self.by_number)
-        whole = {number: (0, spec.tables[number].num_partitions) for number in self.numbers}
-        self._whole_tables = {number for number in self.numbers if spec.partitions(number, server) == whole[number]}
+        self.blocks = [slice(*(bisect_left(self.numbers, n) for n in (s.start, s.stop))) for s in spec.blocks]
 
-    def in_shard(self, number: int, ids: Tensor) -> Tensor:
-        """Return a bool mask `[n]` of ids of this server's partitions that belong to the trainer's shard."""
-        if (size := self.spec.tables[number].num_embeddings) is None:
-            return torch.ones_like(ids, dtype=torch.bool)
-        first, count = self.spec.shards[number] or (0, size)
-        return (ids >= first) & (ids < first + count)
+    def owned(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int]) -> Tensor:
+        """Return the positions of ids of this server's partitions and shards; `numbers`: tables of the ids."""
+        return cast(Tensor, self.spec.route(ids, sizes, numbers)[0][self._server])
 
-    def owned_mask(self, number: int, ids: Tensor) -> Tensor:
-        mask = self.in_shard(number, ids)
-        return mask if number in self._whole_tables else mask & self.by_number[number].owns(ids)
-
-    def owns(self, ids: Iterable[tuple[int, Tensor]]) -> bool:
-        return all(bool(self.owned_mask(number, table_ids).all()) for number, table_ids in ids)
-
-    def split(
-        self, sizes: Sequence[int], tensors: Sequence[Tensor], numbers: Sequence[int] | None = None
-    ) -> list[list[Tensor]]:
-        """Split integer tensors `[n]` of a message, ids first, by table; `numbers`: the tables, all by default.
-
-        ValueError if ids are malformed, or belong to another server: they would address memory out of bounds.
-        """
-        columns = [list(tensor.split(sizes)) for tensor in tensors]
-        owned = self.owns(zip(self.numbers if numbers is None else numbers, columns[0], strict=True))
-        if not owned or tensors[0].dtype != torch.int64 or any(t.dim() != 1 or t.is_floating_point() for t in tensors):
+    def checked(self, sizes: list[int], tensors: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Any:
+        """Return integer tensors `[n]` of a message, ids first. ValueError if these are malformed, or elsewhere."""
+        ids, numbers = tensors[0], self.numbers if numbers is None else numbers
+        shapes_match = all(t.shape == (sum(sizes),) and not t.is_floating_point() for t in tensors)
+        shapes_match &= len(sizes) == len(numbers) and min(sizes, default=0) >= 0
+        if ids.dtype != torch.int64 or not shapes_match or len(self.owned(ids, sizes, numbers)) < len(ids):
             raise ValueError("ids must be int64 [n], and belong to this server")
-        return columns
+        return tensors
 
-    def insert(self, ids: list[Tensor], occurrences: list[Tensor]) -> list[Tensor]:
+    def insert(self, ids: Tensor, sizes: Sequence[int], occurrences: Tensor) -> Tensor:
         """Return row numbers of a training batch's ids, which are inserted where they have none; -1: not admitted."""
         if self.tables is None:
-            return []
-        known_rows = find_all(self.dynamic, ids) if self.changes.versions is not None else []
+            return NO_ROWS
+        known_rows = () if self.changes.versions is None else self.find(ids, sizes).split(sizes)
         with torch.enable_grad():  # marks the batch as one for training
-            assigned = assign_rows(self.tables, self._batch(ids), occurrences=torch.cat(occurrences))
-        rows = list(assigned.features.values().split([table_ids.numel() for table_ids in ids]))
-        new_masks = (table_rows < 0 for table_rows in known_rows)
-        self.changes.mark(dict(zip(self.numbers, rows, strict=True)), dict(zip(self.numbers, new_masks, strict=False)))
+            assigned = assign_rows(self.tables, self._batch(ids, sizes), occurrences=occurrences)
+        rows = assigned.features.values()
+        new_masks = dict(zip(self.numbers, (table_rows < 0 for table_rows in known_rows), strict=False))
+        self.changes.mark(dict(zip(self.numbers, rows.split(sizes), strict=True)), new_masks)
         self.changes.note_removed()
         return rows
 
-    def read(self, ids: Sequence[Tensor], rows: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """Read rows `[n, embedding_dim]` of each table's ids, or of their row numbers; initial values without a row."""
-        rows = find_all(self.dynamic, ids) if rows is None else rows
-        result, all_known = list[Tensor](), not rows or bool((cat(rows) >= 0).all())
-        with self.memory(dict(zip(self.numbers, rows, strict=True))) as memories:
-            for index, (table, (memory, slots)) in enumerate(zip(self.dynamic, memories.values(), strict=True)):
-                values = memory["weight"].index_select(0, slots if all_known else slots.clamp(min=0))
-                if not all_known and (missing_mask := slots < 0).any():
-                    values[missing_mask] = table.initial_values(ids[index][missing_mask])
-                result.append(values)
-        return result
+    def find(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int] | None = None) -> Tensor:
+        """Find row numbers of ids of tables, all by default; -1 for ids without a row."""
+        tables, bounds = self.dynamic if numbers is None else [self.by_number[n] for n in numbers], torch.tensor(sizes)
+        return find_batch(tables, ids, segment_offsets(bounds), range(len(sizes))) if tables else NO_ROWS
+
+    def read(self, ids: Tensor, sizes: Sequence[int], rows: Tensor | None = None) -> list[Tensor]:
+        """Read rows of ids, or of their row numbers; initial values without a row. Return a matrix per block."""
+        rows, blocks, outputs = self.find(ids, sizes) if rows is None else rows, list[Tensor](), list[Tensor]()
+        for block, numbers in zip(self.blocks, self.spec.blocks, strict=True):
+            table = self.spec.tables[numbers.start]
+            blocks.append(torch.empty(sum(sizes[block]), table.embedding_dim, dtype=getattr(torch, table.dtype)))
+            outputs += blocks[-1].split(sizes[block])
+        with self.memory(dict(zip(self.numbers, rows.split(sizes), strict=True))) as memories:
+            order, move = torch.arange(max(sizes, default=0)), cpu_kernels("row_cache").move_rows_
+            for output, (memory, slots) in zip(outputs, memories.values(), strict=True):
+                move([output], [memory["weight"]], order[: len(slots)], slots)  # skips slot -1
+        if len(rows) and int(rows.min()) < 0:
+            by_table = zip(self.dynamic, outputs, ids.split(sizes), rows.split(sizes), strict=True)
+            for table, output, table_ids, table_rows in by_table:
+                missing = nonzero(table_rows < 0)
+                output[missing] = table.initial_values(table_ids[missing])
+        return blocks
 
     @torch.no_grad()
-    def update(self, ids: Sequence[Tensor], grads: list[Tensor], lr: float | None) -> None:
+    def update(self, ids: Tensor, sizes: Sequence[int], grads: list[Tensor], lr: float | None) -> None:
         """Apply one optimizer step to gradients of ids, which may repeat, with a learning rate, or the last one."""
         assert self.tables is not None
-        rows = find_all(self.dynamic, ids)  # -1: refused, or evicted since the pull; takes no gradient
-        self.changes.mark(dict(zip(self.numbers, rows, strict=True)))
+        rows = self.find(ids, sizes)  # -1: refused, or evicted since the pull; takes no gradient
+        self.changes.mark(dict(zip(self.numbers, rows.split(sizes), strict=True)))
         if lr not in (None, self.tables.current_learning_rate):
             self.tables.set_learning_rate(lr)
         # Rows of tables on disk are pinned, others are grouped directly.
-        if (pinned := self.pin(rows)) is not None and pinned.pins is not None:
+        if (pinned := self.pin(rows.split(sizes))) is not None and pinned.pins is not None:
             self.tables.update.step(self.tables, grads, pinned.rows, [pinned.pins])
             return
-        batch, layout = self._batch(rows), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
+        batch, layout = self._batch(rows, sizes), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
         groups = ops.row_groups(batch.values(), batch.offsets(), layout)
         row_batch = RowBatch(batch.values(), batch.offsets(), None, groups, layout)
         self.tables.update.step(self.tables, grads, row_batch)
@@ -178,8 +175,8 @@ class Partitions:
         """Prefetch rows of tables on disk, -1: none, and pin their slots until release. None for tables in memory."""
         if self.tables is None or self.tables.cache is None:
             return None
-        assigned = AssignedRows(self._batch(rows), None, None, True, torch.tensor(self.dynamic[0].clock))
-        return prefetch_batch(self.tables, assigned.features, assigned)
+        batch, clock = self._batch(cat(rows), [*map(len, rows)]), torch.tensor(self.dynamic[0].clock)
+        return prefetch_batch(self.tables, batch, AssignedRows(batch, None, None, True, clock))
 
     @contextmanager
     def memory(
@@ -204,10 +201,10 @@ class Partitions:
                 pinned.is_dirty = dirty
                 pinned.release()
 
-    def _batch(self, values: Sequence[Tensor]) -> KeyedJaggedTensor:
+    def _batch(self, values: Tensor, sizes: Sequence[int]) -> KeyedJaggedTensor:
         assert self.tables is not None
-        offsets = ops.segment_offsets(torch.tensor([table_values.numel() for table_values in values]))
-        return KeyedJaggedTensor.unchecked(self.tables.feature_names, torch.cat(list(values)), None, offsets)
+        offsets = segment_offsets(torch.tensor(sizes))
+        return KeyedJaggedTensor.unchecked(self.tables.feature_names, values, None, offsets)
 
 
 class Lease:
@@ -226,7 +223,7 @@ class Lease:
         }
 
     @torch.no_grad()
-    def allocate(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], insert: bool) -> list[Tensor]:
+    def allocate(self, ids: Tensor, sizes: Sequence[int], occurrences: Tensor, insert: bool) -> list[Tensor]:
         """Return rows of a batch's distinct ids in dynamic tables, -1 for refused ids, and the mask of new ids.
 
         ValueError if a table is full; then the tables are unchanged.
@@ -234,10 +231,11 @@ class Lease:
         partitions = self._partitions
         tables = [partitions.by_number[number] for number in self.dynamic_numbers]
         if not insert or not tables:
-            rows = cat(find_all(tables, ids))
+            rows = partitions.find(ids, sizes, self.dynamic_numbers)
             return [rows, torch.zeros_like(rows, dtype=torch.bool)]
-        rows, keys, _ = insert_batch(tables, *concat_ids(ids), torch.cat(list(occurrences)))
-        by_number = dict(zip(self.dynamic_numbers, rows.split([*map(len, ids)]), strict=True))
+        bounds = segment_offsets(torch.tensor(sizes))
+        rows, keys, _ = insert_batch(tables, ids, bounds, range(len(sizes)), occurrences)
+        by_number = dict(zip(self.dynamic_numbers, rows.split(sizes), strict=True))
         partitions.changes.mark(by_number)
         partitions.changes.note_removed()
         if (pinned := partitions.pin([by_number.get(number, NO_ROWS) for number in partitions.numbers])) is not None:
@@ -247,7 +245,9 @@ class Lease:
     def check(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
         """Check keys by table number, and the records of the first of them; ValueError."""
         by_number, dynamic = self._partitions.by_number, self.dynamic_numbers
-        exist = self._partitions.owns(pair for pair in keys if pair[0] not in dynamic)
+        static = [pair for pair in keys if pair[0] not in dynamic]
+        ids, numbers = cat([ids for _, ids in static]), [number for number, _ in static]
+        exist: Any = len(self._partitions.owned(ids, [len(ids) for _, ids in static], numbers)) == len(ids)
         for number, rows in keys:
             exist &= number not in dynamic or not ((rows < 0) | (rows >= len(by_number[number].index.ids))).any()
             exist &= not (rows[1:] <= rows[:-1]).any()
@@ -298,9 +298,10 @@ class Lease:
 
     def _rows(self, keys: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return row numbers by table number, in the order of keys; -1 for static rows never written."""
-        by_number, static = self._partitions.by_number, [n for n in keys if n not in self.dynamic_numbers]
-        static_rows = find_all([by_number[number] for number in static], [keys[number] for number in static])
-        return {**keys, **dict(zip(static, static_rows, strict=True))}
+        static = {number: ids for number, ids in keys.items() if number not in self.dynamic_numbers}
+        sizes = [*map(len, static.values())]
+        rows = self._partitions.find(cat([*static.values()]), sizes, [*static])
+        return {**keys, **dict(zip(static, rows.split(sizes), strict=True))}
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:

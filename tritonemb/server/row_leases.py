@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,25 +86,25 @@ class LeaseClient(CollectionClient, RowStore):
                 "a checkpoint"
             ) from self._allocation_error
         self.send_transfers()  # an evicted row is written back before its slot is reused
-        by_number = dict(zip(self._row_offsets, ids, strict=True))
-        routes, counts = self.route(by_number), dict(zip(self._row_offsets, occurrences, strict=True))
-        pending = self._scatter("allocate", {"training": training}, [by_number, counts], routes)
-        numbers_on = [[number for number in tables if number in by_number] for tables in self.tables_on]
+        numbers, batch_ids, sizes = list(self._row_offsets), cat(ids), [*map(len, ids)]
+        routes = self.route(batch_ids, sizes, numbers)
+        columns = [batch_ids, cat(occurrences)]
+        pending = self._scatter("allocate", {"training": training}, columns, routes, numbers=numbers)
         try:
             replies = wait(pending)
         except ValueError as error:
-            if any(f.exception() is None and numbers for f, numbers in zip(pending, numbers_on, strict=True)):
+            has_tables = [not set(numbers).isdisjoint(tables) for tables in self.tables_on]
+            if any(future.exception() is None and has for future, has in zip(pending, has_tables, strict=True)):
                 self._allocation_error = error
             raise
         # Merge the replies: rows get the offset of their server.
-        result = {n: (torch.empty_like(i), torch.empty_like(i, dtype=torch.bool)) for n, i in by_number.items()}
-        for server, (numbers, (_, tensors)) in enumerate(zip(numbers_on, replies, strict=True)):
-            sizes = [len(by_number[number][routes[number][server]]) for number in numbers]
-            for number, rows, new_mask in zip(numbers, *(tensor.split(sizes) for tensor in tensors), strict=True):
-                route, offset = routes[number][server], self._row_offsets[number][server]
-                result[number][0][route] = torch.where(rows < 0, rows, rows + offset)
-                result[number][1][route] = new_mask
-        return list(result.values())
+        rows, new_mask = torch.empty_like(batch_ids), torch.empty_like(batch_ids, dtype=torch.bool)
+        for server, (positions, shard, (_, tensors)) in enumerate(zip(*routes, replies, strict=True)):
+            first_rows = torch.stack([offsets[server] for offsets in self._row_offsets.values()])
+            index: Any = slice(None) if positions is None else positions
+            rows[index], new_mask[index] = tensors
+            rows[index] += first_rows.repeat_interleave(torch.tensor(shard)).where(rows[index] >= 0, 0)
+        return list(zip(rows.split(sizes), new_mask.split(sizes), strict=True))
 
     def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
         return self._collect(Transfer(self, self.spec.numbers[table], rows, records, False))
@@ -145,15 +145,20 @@ class LeaseClient(CollectionClient, RowStore):
 
         Keys are ids of a static table, and the server's row numbers of a dynamic one.
         """
-        shards, keys = self.spec.shards, list[list[tuple[Tensor, Any]]]()
-        ids = {t.table: t.rows + (shards[t.table] or (0,))[0] for t in transfers if t.table not in self._row_offsets}
-        routes = self.route(ids)
-        for table, rows in ((transfer.table, transfer.rows) for transfer in transfers):
-            if (offsets := self._row_offsets.get(table)) is None:
-                keys.append([(ids[table][positions], positions) for positions in routes[table]])
+        keys, static = list[list[tuple[Tensor, Any]]](), [t for t in transfers if t.table not in self._row_offsets]
+        ids = [transfer.rows + (self.spec.shards[transfer.table] or (0,))[0] for transfer in static]
+        starts, all_ids = torch.tensor([0, *accumulate(map(len, ids))])[:-1], cat(ids)
+        shards = (
+            (all_ids[at].split(sizes), (at - starts.repeat_interleave(torch.tensor(sizes))).split(sizes))
+            for at, sizes in zip(*self.spec.route(all_ids, [*map(len, ids)], [t.table for t in static]), strict=True)
+        )
+        static_keys = map(list, zip(*(zip(*shard, strict=True) for shard in shards), strict=True))
+        for transfer in transfers:
+            if (offsets := self._row_offsets.get(transfer.table)) is None:
+                keys.append(next(static_keys))
             else:
-                slices = [slice(*bounds) for bounds in pairwise(torch.searchsorted(rows, offsets).tolist())]
-                keys.append([(rows[s] - offset, s) for s, offset in zip(slices, offsets, strict=False)])
+                slices = [slice(*bounds) for bounds in pairwise(torch.searchsorted(transfer.rows, offsets).tolist())]
+                keys.append([(transfer.rows[s] - offset, s) for s, offset in zip(slices, offsets, strict=False)])
         return keys
 
     def _write_back(self) -> None:

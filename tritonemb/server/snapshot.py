@@ -250,8 +250,8 @@ class SavedShard:
                 else:
                     current_partitions = served.spec.partitions(number, served.server)
                     if (saved_partitions, spec.shards) != (current_partitions, served.spec.shards):
-                        owned_mask = partitions.owned_mask(number, fields["ids"])
-                        fields = {name: value[owned_mask] for name, value in fields.items()}
+                        owned = partitions.owned(fields["ids"], [len(fields["ids"])], [number])
+                        fields = {name: value[owned] for name, value in fields.items()}
                     if not keep_row_numbers:
                         fields.pop("row", None)
                     table.load_row_state(fields)
@@ -351,8 +351,8 @@ def _owned_push(served: ServedTables, pushes: Sequence[PushRequest]) -> PushRequ
     tables = {}
     for number in served.partitions.numbers:
         parts = [push.tables[number] for push in pushes if number in push.tables]
-        masks = [served.partitions.owned_mask(number, ids) for ids, _ in parts]
+        owned = [served.partitions.owned(ids, [len(ids)], [number]) for ids, _ in parts]
         if parts:
-            ids, sums = ([part[mask] for part, mask in zip(c, masks, strict=True)] for c in zip(*parts, strict=True))
+            ids, sums = ([part[at] for part, at in zip(c, owned, strict=True)] for c in zip(*parts, strict=True))
             tables[number] = torch.cat(ids), torch.cat(sums)
     return PushRequest(tables, max(push.lr for push in pushes))

@@ -3,9 +3,11 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +16,14 @@ from tritonemb.layout import INDEX_BYTES, MAX_PARTITIONS, MIN_PARTITION_ROWS, pa
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import Custom, Optimizer
 from tritonemb.server.transport import Values
+from tritonemb.storage.store import cpu_kernels
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 from tritonemb.utils import Options
 
 OverMemory = Literal["refuse", "spill"]
 MIN_CACHED_SHARE = 0.001  # of a collection's rows; with fewer in memory it would only wait for the disk
+# Per server: positions of ids of all tables, table by table, ascending, or None: all; and their numbers per table.
+Routes = tuple[Sequence[Any], list[list[int]]]
 
 # Names in files of earlier versions: operations of messages, and keys of records of clients, snapshots and collections.
 _OLD_OPERATIONS = {"facts": "describe", "hold": "lease", "assign": "allocate", "move": "transfer"}
@@ -129,6 +134,31 @@ class CollectionSpec:
     def numbers(self) -> dict[str, int]:
         """Numbers of the tables in the collection, by name."""
         return {spec.name: number for number, spec in enumerate(self.tables)}
+
+    @functools.cached_property
+    def blocks(self) -> list[slice]:
+        """Consecutive tables with rows of one width and dtype, which messages have in one tensor."""
+        by_width = groupby(range(len(self.tables)), lambda n: (self.tables[n].embedding_dim, self.tables[n].dtype))
+        blocks = [list(numbers) for _, numbers in by_width]
+        return [slice(numbers[0], numbers[-1] + 1) for numbers in blocks]
+
+    @functools.cached_property
+    def _routing(self) -> tuple[Tensor, Tensor]:
+        """Arguments of `route_ids` for all tables: ids outside a trainer's shard are routed to no server."""
+        tables, starts = list[tuple[int, ...]](), list[list[int]]()
+        for number, table in enumerate(self.tables):
+            first, count = self.shards[number] or (0, table.num_embeddings or 0)
+            valid_ids = (-(2**63), 2**63 - 1) if table.num_embeddings is None else (first, first + count - 1)
+            tables.append((table.num_partitions, *valid_ids))
+            ranges = [self.partitions(number, server) for server in range(len(self.partition_starts[number]))]
+            starts.append([*(first for first, _ in ranges), sum(ranges[-1])])
+        return torch.tensor(tables), torch.tensor(starts)
+
+    def route(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int] | None = None) -> Routes:
+        """Route ids to servers; `sizes` are their numbers in each of the tables `numbers`, all by default."""
+        args = self._routing if numbers is None else (tensor[list(numbers)] for tensor in self._routing)
+        order, counts = cpu_kernels("row_cache").route_ids(ids, sizes, *args)
+        return order.split(counts.sum(1).tolist()), counts.tolist()
 
     @property
     def leases_rows(self) -> bool:

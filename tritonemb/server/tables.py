@@ -8,12 +8,14 @@ servers.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
+from tritonemb.layout import nonzero
 from tritonemb.optimizers import SGD
 from tritonemb.server.ordering import Ordering
 from tritonemb.server.partitions import NO_ROWS, Lease, Partitions, cat
@@ -24,63 +26,56 @@ from tritonemb.types import AdmissionConfig, CacheConfig, TableConfig
 Respond = Callable[[Message | Exception], None]
 
 
-class PulledTable(NamedTuple):
-    """Rows of a table's ids that a trainer has pulled from one server."""
+class PullReply(NamedTuple):
+    """Rows of a batch's ids that a trainer has pulled from one server, table by table."""
 
-    rows: Tensor  # `[n, embedding_dim]`, of all ids, or of those whose versions differ from the trainer's
+    steps: int  # number of applied steps
+    rows: list[Tensor]  # a matrix per block, of all ids, or of those whose versions differ from the trainer's
     versions: Tensor | None = None  # int64 per id, `NO_ROW` without a row; None: the trainer has no cache
     refused: Tensor | None = None  # int64, positions of ids that were not admitted and take no gradient, if any may be
 
 
-class TableCodecs:
-    """Encoder and decoder of rows `[n, dim]` of tables, which are given by their numbers in the collection."""
+class BlockCodec:
+    """Encoder and decoder of rows: a matrix `[n, dim]` per block, see `CollectionSpec.blocks`."""
 
     def __init__(self, dims: Sequence[int], dtypes: Sequence[torch.dtype], codec: str) -> None:
-        self._dtypes = dtypes
+        self._dtypes, self._num_blocks = dtypes, len(dims)
         self._codecs = None if codec == "fp32" else [MessageCodec([[(0, dim)]], dim, codec) for dim in dims]
 
-    def pack(self, numbers: Sequence[int], rows: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
+    def pack(self, matrices: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
         if self._codecs is None:
-            return list(rows)
-        return [self._codecs[number].pack(values, scale) for number, values in zip(numbers, rows, strict=True)]
+            return list(matrices)
+        return [codec.pack(matrix, scale) for codec, matrix in zip(self._codecs, matrices, strict=True)]
 
-    def unpack(self, numbers: Sequence[int], messages: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
-        """Decode rows of `pack` into the tables' dtypes."""
+    def unpack(self, messages: Sequence[Tensor], scale: float = 1.0) -> list[Tensor]:
+        """Decode matrices of `pack` into the tables' dtypes."""
         if self._codecs is None:
             return list(messages)
-        rows = []
-        for number, message in zip(numbers, messages, strict=True):
-            codec, dtype = self._codecs[number], self._dtypes[number]
+        matrices = []
+        for codec, dtype, message in zip(self._codecs, self._dtypes, messages, strict=True):
             (row_bytes,) = codec.sizes([1], message.device)
-            rows.append(codec.unpack(message, message.numel() // row_bytes, dtype, scale))
-        return rows
+            matrices.append(codec.unpack(message, message.numel() // row_bytes, dtype, scale))
+        return matrices
 
-    def pack_reply(self, numbers: Sequence[int], tables: Sequence[PulledTable], steps: int) -> Message:
-        """Encode a reply to a pull, with the number of applied steps."""
-        names = [name for name in PulledTable._fields if tables and getattr(tables[0], name) is not None]
-        columns = {name: [getattr(table, name).contiguous() for table in tables] for name in names}
-        if tables:
-            columns["rows"] = self.pack(numbers, columns["rows"])
-        return {"steps": steps, "fields": names}, [tensor for column in columns.values() for tensor in column]
+    def pack_reply(self, reply: PullReply) -> Message:
+        columns = {name: column for name in ("versions", "refused") if (column := getattr(reply, name)) is not None}
+        return {"steps": reply.steps, "fields": list(columns)}, [*self.pack(reply.rows), *columns.values()]
 
-    def unpack_reply(self, numbers: Sequence[int], message: Message) -> dict[int, PulledTable]:
-        (values, tensors), size = message, len(numbers)
-        columns = {name: tensors[n * size : (n + 1) * size] for n, name in enumerate(values["fields"])}
-        if numbers:
-            columns["rows"] = self.unpack(numbers, columns["rows"])
-        rows = zip(*columns.values(), strict=True)
-        return {n: PulledTable(**dict(zip(columns, row, strict=True))) for n, row in zip(numbers, rows, strict=True)}
+    def unpack_reply(self, message: Message) -> PullReply:
+        values, tensors = message
+        columns = dict(zip(values["fields"], tensors[self._num_blocks :], strict=True))
+        return PullReply(values["steps"], self.unpack(tensors[: self._num_blocks]), **columns)
 
 
 class RowCodecs:
     """Codecs of a collection's `rows`, of their float32 `gradients`, and of `exact_rows`, which are for evaluation."""
 
     def __init__(self, spec: CollectionSpec) -> None:
-        dims = [table.embedding_dim for table in spec.tables]
+        tables = [spec.tables[block.start] for block in spec.blocks]
+        dims, dtypes = [table.embedding_dim for table in tables], [getattr(torch, table.dtype) for table in tables]
         self._precision = ExchangePrecision(spec.row_codec, spec.gradient_codec)
-        self.rows = TableCodecs(dims, [getattr(torch, table.dtype) for table in spec.tables], spec.row_codec)
-        self.exact_rows = TableCodecs(dims, [], "fp32")
-        self.gradients = TableCodecs(dims, [torch.float32] * len(dims), spec.gradient_codec)
+        self.rows, self.exact_rows = BlockCodec(dims, dtypes, spec.row_codec), BlockCodec(dims, dtypes, "fp32")
+        self.gradients = BlockCodec(dims, [torch.float32] * len(dims), spec.gradient_codec)
 
     def scale(self, sums: Sequence[Tensor]) -> float:
         """Return the scale of gradients `sums`: none of them overflows the codec, and few underflow."""
@@ -91,11 +86,12 @@ class RowCodecs:
 
 
 class PullRequest(NamedTuple):
-    """Pull of a trainer's batch; per table int64 `[n]`."""
+    """Pull of a trainer's batch; int64 `[n]`, table by table."""
 
-    ids: list[Tensor]  # distinct
-    occurrences: list[Tensor]  # of the ids in the batch
-    versions: list[Tensor] | None  # of rows in the trainer's cache, if it has one
+    sizes: list[int]  # number of ids per table
+    ids: Tensor  # distinct per table
+    occurrences: Tensor  # of the ids in the batch
+    versions: Tensor | None  # of rows in the trainer's cache, if it has one
     respond: Respond  # called with the reply, or with the error of the batch
 
 
@@ -165,35 +161,30 @@ class ServedTables:
         }
 
     def _read(self, pulls: Sequence[PullRequest]) -> None:
-        # Read the rows of all trainers at once.
-        by_table = list(zip(*(pull.ids for pull in pulls), strict=True))
-        ids = [cat(tensors) for tensors in by_table]
-        occurrences = [cat(tensors) for tensors in zip(*(pull.occurrences for pull in pulls), strict=True)]
+        # Insert the ids of all trainers at once.
+        sizes = [pull.sizes for pull in pulls]
+        by_table = [sum(counts) for counts in zip(*sizes, strict=True)]
+        ids, occurrences = (_interleave(columns, sizes) for columns in zip(*(pull[1:3] for pull in pulls), strict=True))
         try:
-            row_numbers = self.partitions.insert(ids, occurrences)
-            rows = self.partitions.read(ids, row_numbers)
+            shards = self.partitions.insert(ids, by_table, occurrences).split([*chain(*zip(*sizes, strict=True))])
+            rows = [cat(shards[rank :: len(pulls)]) for rank in range(len(pulls))]
+            replies = [self._pulled(*pair) for pair in zip(pulls, rows, strict=True)]
         except Exception as error:  # the table is full; it is unchanged
             for pull in pulls:
                 pull.respond(error)
             return
-        # Send each trainer its rows.
-        sizes = [[tensor.numel() for tensor in tensors] for tensors in by_table]
-        shards = [
-            zip(table_rows.split(counts), table_numbers.split(counts), strict=True)
-            for table_rows, table_numbers, counts in zip(rows, row_numbers, sizes, strict=True)
-        ]
-        for pull, *tables in zip(pulls, *shards, strict=True):
-            pulled = [self._pulled(pull, index, *table) for index, table in enumerate(tables)]
-            pull.respond(self.codecs.rows.pack_reply(self.partitions.numbers, pulled, self.ordering.next_push))
+        for pull, reply in zip(pulls, replies, strict=True):
+            pull.respond(self.codecs.rows.pack_reply(reply))
 
-    def _pulled(self, pull: PullRequest, index: int, rows: Tensor, row_numbers: Tensor) -> PulledTable:
-        versions, refused = None, None
+    def _pulled(self, pull: PullRequest, rows: Tensor) -> PullReply:
+        ids, sizes, versions = pull.ids, pull.sizes, None
+        refused = nonzero(rows < 0) if self._has_admission else None
         if pull.versions is not None:
-            versions = self.partitions.changes.versions_of(self.partitions.numbers[index], row_numbers)
-            rows = rows[versions != pull.versions[index]]
-        if self._has_admission:
-            refused = (row_numbers < 0).nonzero()[:, 0]
-        return PulledTable(rows, versions, refused)
+            versions = cat([*map(self.partitions.changes.versions_of, self.partitions.numbers, rows.split(sizes))])
+            changed_mask = versions != pull.versions
+            ids, rows = ids[changed_mask], rows[changed_mask]
+            sizes = [int(mask.sum()) for mask in changed_mask.split(sizes)]
+        return PullReply(self.ordering.next_push, self.partitions.read(ids, sizes, rows), versions, refused)
 
     def _apply(self, pushes: Sequence[PushRequest]) -> None:
         if self.partitions.tables is None:
@@ -201,13 +192,21 @@ class ServedTables:
         trained = [push for push in pushes if push.tables]
         ids, grads = list[Tensor](), list[Tensor]()
         for number, table in self.partitions.by_number.items():
-            no_gradients = NO_ROWS, torch.empty(0, table.config.embedding_dim)
-            columns = zip(no_gradients, *(push.tables[number] for push in trained), strict=True)
-            for target, column in zip((ids, grads), columns, strict=True):
-                target.append(torch.cat(column))
+            pairs = [push.tables[number] for push in trained] or [(NO_ROWS, torch.empty(0, table.config.embedding_dim))]
+            for target, column in zip((ids, grads), zip(*pairs, strict=True), strict=True):
+                target.append(cat(column))
             if self.spec.trainers > 1:
-                grads[-1].mul_(1.0 / self.spec.trainers)
-        self.partitions.update(ids, grads, max(push.lr for push in pushes) if trained else None)
+                grads[-1] = grads[-1] * (1.0 / self.spec.trainers)
+        lr = max(push.lr for push in pushes) if trained else None
+        self.partitions.update(torch.cat(ids), [*map(len, ids)], grads, lr)
+
+
+def _interleave(columns: Sequence[Tensor], sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Concatenate columns, each of which has all tables, table by table."""
+    if len(columns) == 1:
+        return columns[0]
+    shards = [column.split(counts) for column, counts in zip(columns, sizes, strict=True)]
+    return cat([shard for table in zip(*shards, strict=True) for shard in table])
 
 
 @functools.cache
@@ -217,7 +216,7 @@ def warm_up() -> None:
     table, optimizer, one = TableConfig("table", 1, 1), SGD(lr=0.1), torch.ones(1, dtype=torch.int64)
     specs, optimizer_spec = (TableSpec.from_config(table, 0, optimizer),), describe_optimizer(optimizer)
     served = ServedTables(CollectionSpec(specs, optimizer_spec, 1, None, True, 1, ((0,),), (None,), "fp32", "fp32"), 0)
-    served.ordering.pull(0, 0, PullRequest([one - 1], [one], None, lambda reply: None))
+    served.ordering.pull(0, 0, PullRequest([1], one - 1, one, None, lambda reply: None))
     served.advance()
     served.ordering.push(0, 0, PushRequest({0: (one - 1, torch.ones(1, 1))}, 0.1))
     served.advance()

@@ -148,7 +148,7 @@ class DynamicRows(Table):
 
     def find(self, ids: Tensor) -> Tensor:
         """Find rows of ids, int64 `[N]`, -1 for ids without one."""
-        return find_all([self], [ids])[0]
+        return find_batch([self], *concat_ids([ids]))
 
     def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
         """Return the error for an insertion of `needed` new ids of which `missing` find no row."""
@@ -277,11 +277,6 @@ class DynamicRows(Table):
             if self.sketch is not None:
                 self.sketch.move(device)
         return table
-
-
-def find_all(tables: Sequence[DynamicRows], ids: Sequence[Tensor]) -> list[Tensor]:
-    """Find rows of ids, one tensor per table; see `DynamicRows.find`."""
-    return list(find_batch(tables, *concat_ids(ids)).split([*map(len, ids)])) if tables else []
 
 
 def find_batch(tables: Sequence[DynamicRows], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:

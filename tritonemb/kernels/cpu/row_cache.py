@@ -193,6 +193,34 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
+@compiled
+def _find_servers(ids, sizes, tables, first_partitions, keys):
+    """Write `server · T + table` of each id, `S · T` if no server has it."""
+    position, num_servers = 0, first_partitions.shape[1] - 1
+    for table in range(sizes.size):
+        for id in ids[position : position + sizes[table]]:
+            server, hash32 = num_servers, np.uint64(mix(id)) >> np.uint64(32)
+            partition = np.int64((hash32 * np.uint64(tables[table, 0])) >> np.uint64(32))
+            while server >= 0 and partition < first_partitions[table, server]:
+                server -= 1
+            is_valid = 0 <= server < num_servers and tables[table, 1] <= id <= tables[table, 2]
+            keys[position] = server * sizes.size + table if is_valid else num_servers * sizes.size
+            position += 1
+
+
+def route_ids(ids: Tensor, sizes: Sequence[int], tables: Tensor, first_partitions: Tensor) -> tuple[Tensor, Tensor]:
+    """Route ids, `sizes` per table, to servers: return positions by server, table and position, and counts `[S, T]`.
+
+    `tables`, `[T, 3]`: partitions, first and last valid id; `first_partitions`, `[T, S + 1]`: of servers, and the end.
+    """
+    shape, arrays = (first_partitions.shape[1] - 1, len(tables)), (tables.numpy(), first_partitions.numpy())
+    num_keys = shape[0] * shape[1]
+    keys = np.empty(ids.numel(), np.uint16 if num_keys < 1 << 16 else np.int64)  # 16 bits: a radix sort
+    _find_servers(ids.contiguous().numpy(), np.array(sizes, dtype=np.int64), *arrays, keys)
+    counts = torch.from_numpy(np.bincount(keys, minlength=num_keys + 1)[:num_keys]).reshape(shape)
+    return torch.from_numpy(np.argsort(keys, kind="stable"))[: int(counts.sum())], counts
+
+
 @called
 def _move(task, num_tasks, pairs, to_rows, from_rows):
     """Copy the task's moves, pair by pair, and prefetch rows PREFETCH_DISTANCE moves ahead."""
