@@ -222,7 +222,7 @@ def dynamic_find_(
     return out
 
 
-def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
+def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, *_: bool) -> PendingInsert:
     """Find new ids by two sorts, a cumulative sum and two launches. Arguments and result as in the reference."""
     # Sort by key, then id; give distinct ids consecutive numbers.
     values, num_ids, grid = values.contiguous(), values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
@@ -304,18 +304,20 @@ def dynamic_find_reference_(
     return rows, previous_steps, keys
 
 
-def dynamic_begin_insert_reference(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
-    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`, without padding."""
-    return begin_insert_by_torch(values, keys)
+def dynamic_begin_insert_reference(
+    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False
+) -> PendingInsert:
+    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`."""
+    return begin_insert_by_torch(values, keys, distinct)
 
 
-def begin_insert_by_torch(values: Tensor, keys: Tensor) -> PendingInsert:
+def begin_insert_by_torch(values: Tensor, keys: Tensor, distinct: bool = False) -> PendingInsert:
     """Compute `dynamic_begin_insert` by PyTorch's operators, with a host synchronization for sizes."""
     # Sort by key, then id, both stably.
     order = nonzero(keys != NO_KEY)
     ids, keys = values[order], keys[order]
     ascend = (keys[1:] > keys[:-1]) | ((keys[1:] == keys[:-1]) & (ids[1:] >= ids[:-1]))
-    if not ascend.all():  # ids of a checkpoint are sorted already
+    if not (distinct or ascend.all()):  # ids of a checkpoint are sorted already
         by_id = ids.sort(stable=True).indices
         keys, by_key = keys[by_id].sort(stable=True)
         order, ids = order[by_id[by_key]], ids[by_id[by_key]]

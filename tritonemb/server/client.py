@@ -145,8 +145,9 @@ class CollectionClient(TableClient, RowService):
             routes = self.route(cat(requested), [*map(len, requested)])
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
             pending = self._scatter(op, values, [cat(column) for column in (requested, *columns)], routes)
-        codec = self.codecs.rows if training else self.codecs.exact_rows
-        return PulledRows(self, batch, self.num_restores, cat(ids), [*map(len, ids)], routes, pending, codec, cached)
+        codec, request = self.codecs.rows if training else self.codecs.exact_rows, (cat(ids), [*map(len, ids)])
+        admitted = torch.ones_like(request[0], dtype=torch.bool)
+        return PulledRows(self, batch, self.num_restores, *request, routes, pending, codec, cached, admitted)
 
     def check_complete(self) -> None:
         """ValueError if an earlier run has pulled batches that it did not push, or has not returned leased rows."""
@@ -245,7 +246,7 @@ class PulledRows(Pull):
     futures: list[Future[Message]]
     codec: BlockCodec
     cached: list["CachedPull"]  # per table, if the trainer has a cache
-    admitted: Tensor | None = None  # mask of `ids` that take a gradient; None: all
+    admitted: Tensor  # mask of `ids` that take a gradient
 
     def rows(self) -> list[Tensor]:
         client, blocks = self.client, self.client.spec.blocks
@@ -262,13 +263,11 @@ class PulledRows(Pull):
             matrices = [cat([pull.rows for pull in self.cached[block]]) for block in blocks]
             versions, steps = torch.empty(2, len(requested), dtype=torch.int64)
         elif len(replies) > 1:
-            sizes = (sum(self.sizes[block]) for block in blocks)
-            matrices = [rows.new_empty(n, rows.shape[1]) for n, rows in zip(sizes, matrices, strict=True)]
+            matrices = [m.new_empty(sum(self.sizes[b]), m.shape[1]) for m, b in zip(matrices, blocks, strict=True)]
         # Write the rows of the servers there, and mark ids that were not admitted.
         for positions, reply in zip(self.routes[0], replies, strict=True):
             targets = requested[positions] if self.cached else positions
-            if reply.refused is not None and len(reply.refused):
-                self.admitted = torch.ones_like(self.ids, dtype=torch.bool) if self.admitted is None else self.admitted
+            if reply.refused is not None:
                 self.admitted[reply.refused if targets is None else targets[reply.refused]] = False
             if self.cached:
                 versions[positions], steps[positions] = reply.versions, reply.steps
@@ -293,9 +292,8 @@ class PulledRows(Pull):
         if self.num_restores != client.num_restores:
             raise RuntimeError("these rows were pulled before the tables were restored; look the batch up again")
         routes = self.routes
-        if self.admitted is not None or self.cached:  # the routes are not those of the ids to push
-            mask = torch.ones_like(self.ids, dtype=torch.bool) if self.admitted is None else self.admitted
-            positions, sizes = nonzero(mask), [int(table_mask.sum()) for table_mask in mask.split(self.sizes)]
+        if self.cached or not self.admitted.all():  # the routes are not those of the ids to push
+            positions, sizes = nonzero(self.admitted), [int(mask.sum()) for mask in self.admitted.split(self.sizes)]
             by_server, sizes_on = client.route(self.ids[positions], sizes)
             routes = [positions if at is None else positions[at] for at in by_server], sizes_on
         client.push(self.batch, self.ids, routes, [cat(sums[block]) for block in client.spec.blocks], lr)

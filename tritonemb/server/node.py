@@ -24,7 +24,6 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.durable import CHAIN, DurableState, LogMode, discard_reply
 from tritonemb.server.inbox import Clients, Inbox
-from tritonemb.server.partitions import cat
 from tritonemb.server.snapshot import read_snapshot, restore, saved_shards, take_snapshot, write_snapshot
 from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
 from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond, ServedTables, warm_up
@@ -274,7 +273,7 @@ def _gradients(served: ServedTables, values: Values, tensors: Sequence[Tensor]) 
     shapes = [(count, spec.tables[block.start].embedding_dim) for count, block in zip(counts, spec.blocks, strict=True)]
     if "blocks" not in values and len(messages) == len(sizes):  # in a log of an earlier version: a message per table
         by_block = zip(partitions.blocks, shapes, strict=True)
-        messages = [cat(messages[t]) if n else torch.empty(0, dim) for t, (n, dim) in by_block]
+        messages = [torch.cat(messages[t]) if n else torch.empty(0, dim) for t, (n, dim) in by_block]
     sums = served.codecs.gradients.unpack(messages, float(values["scale"]))
     if [(tuple(matrix.shape), matrix.dtype) for matrix in sums] != [(shape, torch.float32) for shape in shapes]:
         raise ValueError(f"gradients must be float32 of shapes {shapes}")

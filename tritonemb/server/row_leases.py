@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import partition_sizes
+from tritonemb.layout import partition_sizes, segment_offsets
 from tritonemb.server.client import CollectionClient, TableClient, wait
 from tritonemb.server.connection import Connection
 from tritonemb.server.metrics import totals
@@ -147,9 +147,9 @@ class LeaseClient(CollectionClient, RowStore):
         """
         keys, static = list[list[tuple[Tensor, Any]]](), [t for t in transfers if t.table not in self._row_offsets]
         ids = [transfer.rows + (self.spec.shards[transfer.table] or (0,))[0] for transfer in static]
-        starts, all_ids = torch.tensor([0, *accumulate(map(len, ids))])[:-1], cat(ids)
+        starts, all_ids = segment_offsets(torch.tensor([*map(len, ids)]))[:-1], cat(ids)
         shards = (
-            (all_ids[at].split(sizes), (at - starts.repeat_interleave(torch.tensor(sizes))).split(sizes))
+            (all_ids[at].split(sizes), (at - starts.repeat_interleave(torch.tensor(sizes).long())).split(sizes))
             for at, sizes in zip(*self.spec.route(all_ids, [*map(len, ids)], [t.table for t in static]), strict=True)
         )
         static_keys = map(list, zip(*(zip(*shard, strict=True) for shard in shards), strict=True))

@@ -307,7 +307,7 @@ def insert_batch(
         bounds: `[K + 1]`, where its keys begin and end.
         table_of_key: index of the table that each key looks up, or -1.
         occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
-        rules: eviction rules of an insertion that is not a step: it admits all ids and does not initialize rows.
+        rules: eviction rules of an insertion of distinct ids that is no step: it admits all, and initializes no rows.
 
     Returns:
         Rows, int64 `[N]`, -1 for ids that are refused, and the values themselves for other tables; keys, int32 `[N]`,
@@ -323,7 +323,7 @@ def insert_batch(
     counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
     steps = [step for step, _, _ in rules]
     rows, previous_steps, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
-    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys)
+    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys, not is_step)
     if pending.keys.numel():
         if is_step:
             _admit(tables, pending)

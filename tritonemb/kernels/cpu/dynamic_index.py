@@ -394,12 +394,14 @@ def dynamic_find_(
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
-def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor) -> PendingInsert:
+def dynamic_begin_insert(
+    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False
+) -> PendingInsert:
     """See `kernels/dynamic_index.py`. By PyTorch's operators, for the few positions without a row."""
     if keys.numpy().min(initial=NO_KEY) == NO_KEY:  # NumPy: PyTorch would wake threads
         return _NO_NEW_IDS
     unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))
-    pending = begin_insert_by_torch(values[unknown], keys[unknown])
+    pending = begin_insert_by_torch(values[unknown], keys[unknown], distinct)
     return pending._replace(order=unknown[pending.order])
 
 
