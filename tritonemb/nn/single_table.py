@@ -5,13 +5,12 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.memory import MIN_REUSED_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, as_torch_error, bag, weight_gradient
-from tritonemb.ops.registry import CPU, choose_cached, plain_eager
+from tritonemb.ops.registry import CPU, choose_cached, graph_break, plain_eager
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
@@ -280,9 +279,9 @@ class TorchForward(torch.autograd.Function):
         return gradient, None, *[None] * len(batch)
 
 
-# Graph breaks. Unlike `torch.compiler.disable`, `_disable_dynamo` does not import the compiler.
-_look_up_untraced = _disable_dynamo(ops.bag_fused)  # `update="step"` accumulates gradients in eager mode
-_renormalize_untraced = _disable_dynamo(lambda *args: torch.embedding_renorm_(*args))  # the graph updates these rows
+# Graph breaks.
+_look_up_untraced = graph_break(ops.bag_fused)  # `update="step"` accumulates gradients in eager mode
+_renormalize_untraced = graph_break(lambda *args: torch.embedding_renorm_(*args))  # the graph updates these rows
 
 
 def reason_not_fusable(module: Any) -> str | None:

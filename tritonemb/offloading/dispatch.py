@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache, in_backward
 from tritonemb.offloading.shards import to_local
 from tritonemb.offloading.tiers import Span, Tier, empty_on, round_to_pages
+from tritonemb.ops.registry import graph_break
 from tritonemb.storage.store import IoFuture
 
 Packed = Tensor | Callable[[], Tensor]  # saved tensor, or a function that returns it
@@ -179,7 +179,7 @@ class OffloadedTensor(torch.Tensor):
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    @_disable_dynamo  # graph break where a parameter is fetched
+    @graph_break  # where a parameter is fetched
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Operators that need no values, and copies to the tier.
@@ -252,7 +252,7 @@ class ModuleCalls:
         """True during a forward or backward pass."""
         return self._depth > 0 or in_backward()
 
-    @_disable_dynamo
+    @graph_break
     def enter_module(self, *_: Any) -> None:
         """Enter a module call; the outermost installs the hooks of saved tensors."""
         # While activation checkpointing recomputes, its hooks must stay the innermost.
@@ -261,7 +261,7 @@ class ModuleCalls:
             self._hooks.__enter__()
         self._depth += 1
 
-    @_disable_dynamo
+    @graph_break
     def leave_module(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0 and self._hooks is not None:

@@ -13,17 +13,21 @@ import importlib
 import importlib.util
 import itertools
 import os
+import sys
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tritonemb.layout import Layout, TensorList
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
+P = ParamSpec("P")
+R = TypeVar("R")
 REFERENCE, CPU, TRITON, TORCH = "reference", "cpu", "triton", "torch"
 _DTYPES = {CPU: TRAINABLE_DTYPES, TRITON: TABLE_DTYPES}
 _FILES = {  # op -> file
@@ -242,8 +246,7 @@ def define(
         increment_versions(flat)
         return result
 
-    run_undispatched: Any = torch._disable_dynamo(run_flat)  # type: ignore[attr-defined]
-    _library.impl(name, run_undispatched, "CompositeExplicitAutograd")
+    _library.impl(name, graph_break(run_flat), "CompositeExplicitAutograd")
     torch.library.register_fake(op, run_fake, lib=_library)
     if not mutates:
         torch.library.register_autograd(op, run_backward, setup_context=run_save, lib=_library)
@@ -319,6 +322,18 @@ def _allow_update_in_backward() -> None:
             yield
 
     graph_capture_wrappers.set_partitioner_tag_must_be_in_backward = tag_untracked
+
+
+def graph_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Exclude a function from graphs, like `torch.compiler.disable`, which imports the compiler: a second."""
+    disabled = _disable_dynamo(function)  # imports the compiler when it is called
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        has_compiler = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+        return (disabled if has_compiler else function)(*args, **kwargs)
+
+    return call
 
 
 def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:

@@ -7,7 +7,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.comm.async_tensor import send_gradients_first, to_ordinary
@@ -20,6 +19,7 @@ from tritonemb.comm.output_exchange import (
     SequenceExchange,
 )
 from tritonemb.jagged import Features, KeyedJaggedTensor
+from tritonemb.ops.registry import graph_break
 from tritonemb.sharding.collection import Exchanged, ShardedCollection, ShardedLookup
 from tritonemb.sharding.placement import Scheme
 from tritonemb.tables.lookup_tables import Groups
@@ -214,7 +214,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """
         return self._look_up_and_wait(features) if torch.compiler.is_compiling() else self._look_up(features)
 
-    @_disable_dynamo  # graph break: the number of rows is that of the batch's ids
+    @graph_break  # the number of rows is that of the batch's ids
     def _look_up_and_wait(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         rows = self._look_up(features)
         return KeyedJaggedTensor(rows.keys(), to_ordinary(rows.values()), offsets=rows.offsets())

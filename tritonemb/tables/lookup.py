@@ -8,11 +8,11 @@ from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.layout import NUM_ROWS, Layout
+from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import accumulate_, update_locks
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
 from tritonemb.tables.dynamic_rows import DynamicRows, find_batch, insert_batch
@@ -21,7 +21,6 @@ from tritonemb.tables.server_table import CachedServerTable
 from tritonemb.types import TableConfig
 
 
-@_disable_dynamo  # a graph break; does not import the compiler
 def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
     """Look up a batch; the backward updates and releases its rows, or accumulates their gradients.
 
@@ -58,6 +57,9 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
             batch.apply(tables, grad)
 
     return ops.fused_lookup(tables.tables[0].weight, None, partial(batch.read, tables), take_gradient)
+
+
+_look_up_untraced = graph_break(look_up_prepared)
 
 
 def check_trainable(tables: LookupTables, batch: PreparedBatch) -> bool:
@@ -137,10 +139,10 @@ def _look_up_with_unknown_ids(tables: LookupTables, assigned: AssignedRows, unkn
         return tables.read(*batch, unknown_ids) + (trained - trained.detach())
     groups = ops.row_groups(rows, offsets, layout) if assigned.groups is None else assigned.groups
     row_batch = RowBatch(rows, offsets, sample_weights, groups, layout)
-    return look_up_prepared(tables, PreparedBatch(keys, row_batch, assigned.training, assigned))
+    return _look_up_untraced(tables, PreparedBatch(keys, row_batch, assigned.training, assigned))
 
 
-@_disable_dynamo
+@graph_break
 def assign_rows(
     tables: LookupTables, features: Features, for_prefetch: bool = False, occurrences: Tensor | None = None
 ) -> AssignedRows:
@@ -219,7 +221,7 @@ def check_protected(tables: LookupTables, assigned: AssignedRows | None) -> None
         _check_step(tables, int(assigned.step), "a batch was prefetched")
 
 
-@_disable_dynamo
+@graph_break
 def _check_step(tables: LookupTables, step: int, event: str) -> None:
     """Raise ValueError if rows of a batch of an earlier step may have been evicted; `event` describes that batch."""
     table = min(tables.dynamic.values(), key=lambda table: table.config.eviction.protect)

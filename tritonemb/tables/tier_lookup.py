@@ -13,12 +13,12 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
+from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import MicroBatch
 from tritonemb.tables.batch import (
     AssignedRows,
@@ -108,7 +108,7 @@ class CachedLookup(DeviceLookup):
         return _look_up_pinned(tables, features, groups, occurrences)
 
 
-@_disable_dynamo  # a graph break; does not import the compiler
+@graph_break
 def _look_up_pinned(
     tables: LookupTables, features: Features, batch: PinnedBatch | None, occurrences: Tensor | None
 ) -> Tensor:
@@ -252,7 +252,7 @@ class PulledLookup(DeviceLookup):
 
     moves_rows = True
 
-    @_disable_dynamo
+    @graph_break
     def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PulledBatch:
         """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
         batch, service = checked_batch(features), cast(ServerTable, tables.tables[0]).require_service()
@@ -268,7 +268,7 @@ class PulledLookup(DeviceLookup):
             pull = cast(RowService, service).pull(all_ids, counts, training)
             return PulledBatch(batch.keys(), rows, training, ids=all_ids, pull=pull)
 
-    @_disable_dynamo
+    @graph_break
     def look_up(
         self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
     ) -> Tensor:
