@@ -25,6 +25,7 @@ from tritonemb.ops.registry import use_kernels
 from tritonemb.tables import dynamic_rows
 from tritonemb.tables import table as table_module
 from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table_set import prefetch
 
 EXTREMES = [-(2**63), -(2**32) - 7, -1, 0, 1, 2**31, 2**32 + 1, 2**63 - 1]
@@ -131,6 +132,42 @@ def test_rows_without_pooling_and_ids_of_32_bits():
     small = te.KeyedJaggedTensor(["user"], torch.tensor([-5, 3], dtype=torch.int32), lengths=torch.tensor([2]))
     step(dynamic, small)
     assert torch.isin(torch.tensor([-5, 3]), table_of(dynamic).ids()).all()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "none"])
+def test_samples_with_unknown_ids_are_read_apart(tier, pooling):
+    kind = te.nn.EmbeddingCollection if pooling == "none" else te.nn.EmbeddingBagCollection
+    tables, optimizer = [config(pooling=pooling, **TIERS[tier]), config("item", pooling=pooling)], te.optim.SGD(lr=0.1)
+    dynamic = kind(tables, optimizer)
+    static = static_twin(dynamic, tables, optimizer)
+    known = torch.arange(2, len(IDS)).repeat(2)
+    for model, values in ((dynamic, IDS[known]), (static, known)):
+        step(model, te.KeyedJaggedTensor(["user", "item"], values, lengths=torch.full((2,), len(IDS) - 2)))
+    for unknown in ([], [7], [7, 11, 44], [*range(0, 60, 3)]):
+        numbers, lengths = (
+            known[:60].clone(),
+            torch.tensor([4, 0, 3, 5, 2, 1, 6, 4, 3, 2, 3, 0, 5, 4, 1, 7, 2, 1, 3, 4]),
+        )
+        numbers[unknown] = torch.tensor([0, 1] * 10)[: len(unknown)]
+        weights, outputs = torch.randn(60), list[Tensor]()
+        for model, values in ((dynamic, IDS[numbers]), (static, numbers)):
+            with torch.no_grad():
+                found = model(te.KeyedJaggedTensor(["user", "item"], values, weights, lengths=lengths))
+            outputs.append(found if pooling == "mean" else found.values())
+        assert torch.equal(*outputs)
+
+
+def test_few_rows_are_copied_for_an_unknown_id():
+    collection = te.nn.EmbeddingBagCollection([config(), config("item")], te.optim.SGD())
+    ids = IDS[:50]
+    step(collection, te.KeyedJaggedTensor(["user", "item"], ids, lengths=torch.ones_like(ids)))
+    features = te.KeyedJaggedTensor(["user", "item"], torch.where(ids == ids[3], 17, ids), lengths=torch.ones_like(ids))
+    with torch.no_grad():
+        unknown = assign_rows(collection.table_set, features).unknown_ids
+    assert unknown is not None
+    assert unknown.outputs.tolist() == [3]
+    assert [*unknown.rows] == [0]
+    assert unknown.features.values().tolist() == [0, int(table_of(collection, "item").find(ids[28:29]))]
 
 
 @pytest.mark.parametrize("static", TIERS)

@@ -36,14 +36,17 @@ class AssignedRows(NamedTuple):
 
 
 class UnknownIds(NamedTuple):
-    """Temporary tables by which a batch with unknown ids is read: its distinct rows, then initial values."""
+    """Samples with unknown ids, and temporary tables by which they are read: distinct rows, then initial values."""
 
-    # By table number: the distinct rows of the batch in the table's memory, and initial values.
+    # By table number: the distinct rows of the samples in the table's memory, and initial values.
     rows: dict[int, Tensor]
     initial: dict[int, Tensor]
-    # The batch over these temporary tables.
-    values: Tensor
+    # The samples over these temporary tables.
+    features: KeyedJaggedTensor
     layout: Layout
+    # int64: positions of their values in the batch, and their rows in its output. None: all samples are read this way.
+    positions: Tensor | None
+    outputs: Tensor | None
 
 
 def row_sums(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
-from tritonemb.layout import NUM_ROWS, Layout
+from tritonemb.layout import NUM_ROWS, Layout, nonzero
 from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import accumulate_, update_locks
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
@@ -181,7 +181,7 @@ def assign_rows(
         # Replace ids by rows; ids without one are read from temporary tables.
         row_features = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and for_prefetch else None
-        unknown_ids = None if all_known else _find_unknown_ids(tables, batch, rows, layout, for_prefetch)
+        unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout, for_prefetch)
         clock = next(iter(dynamic.values())).clock
         return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(clock))
 
@@ -234,22 +234,38 @@ def _check_step(tables: LookupTables, step: int, event: str) -> None:
 
 
 def _find_unknown_ids(
-    tables: LookupTables, batch: KeyedJaggedTensor, rows: Tensor, layout: Layout, for_prefetch: bool
+    tables: LookupTables, batch: KeyedJaggedTensor, rows: KeyedJaggedTensor, layout: Layout, for_prefetch: bool
 ) -> UnknownIds | None:
-    """Return the temporary tables by which a batch is read, or None if all ids have rows."""
-    positions, values = find_positions(batch, tables.table_keys[tuple(batch.keys())]), batch.values().long()
-    affected = [number for number, at in positions.items() if (rows[at] < 0).any()]
-    if not affected:
+    """Return the samples with unknown ids, and temporary tables for them, or None if all ids have rows."""
+    ids, table_keys = batch.values().long(), tables.table_keys[tuple(batch.keys())]
+    unknown_mask = torch.zeros_like(ids, dtype=torch.bool)
+    for at in find_positions(batch, table_keys).values():
+        unknown_mask[at] = rows.values()[at] < 0
+    unknown = nonzero(unknown_mask)
+    if not unknown.numel():
         return None
-    result = UnknownIds({}, {}, rows.clone(), layout._replace(tables=layout.tables.clone()))
+    # Select the samples, unless they are most of the batch, or for a compiled graph, which reads all of them.
+    positions, outputs, is_selected = None, None, torch.zeros(batch.stride(), dtype=torch.bool, device=ids.device)
+    is_selected[(torch.searchsorted(batch.offsets().long(), unknown, right=True) - 1) % batch.stride()] = True
+    if not for_prefetch and not is_selected.float().mean() > 0.5:
+        bag_mask, lengths = is_selected.repeat(len(batch.keys())), batch.lengths()
+        positions = nonzero(bag_mask.repeat_interleave(lengths, output_size=ids.numel()))
+        weights = None if rows.weights_or_none() is None else rows.weights()[positions]
+        offsets = ops.segment_offsets(lengths[bag_mask])
+        rows = KeyedJaggedTensor.unchecked(rows.keys(), rows.values()[positions], weights, offsets)
+        ids, outputs = ids[positions], nonzero(is_selected) if tables.pooled else positions
     # A compiled graph specializes on the tables and on sizes 0 and 1: so use all tables, with two more rows each.
-    for number in positions if for_prefetch else affected:
-        table_values, unknown_mask = rows[positions[number]].clone(), rows[positions[number]] < 0
-        known_rows, row_indices = table_values[~unknown_mask].unique(return_inverse=True)
-        new_ids, id_indices = values[positions[number]][unknown_mask].unique(return_inverse=True)
+    values, layout = rows.values().clone(), layout._replace(tables=layout.tables.clone())
+    features = KeyedJaggedTensor.unchecked(rows.keys(), values, rows.weights_or_none(), rows.offsets())
+    result = UnknownIds({}, {}, features, layout, positions, outputs)
+    for number, at in find_positions(features, table_keys).items():
+        table_rows, unknown_mask = values[at].clone(), values[at] < 0
+        if not for_prefetch and not unknown_mask.any():
+            continue
+        known_rows, row_indices = table_rows[~unknown_mask].unique(return_inverse=True)
+        new_ids, id_indices = ids[at][unknown_mask].unique(return_inverse=True)
         known_rows, new_ids = (torch.nn.functional.pad(ids, (0, 2 * for_prefetch)) for ids in (known_rows, new_ids))
-        table_values[~unknown_mask], table_values[unknown_mask] = row_indices, known_rows.numel() + id_indices
-        result.values[positions[number]] = table_values
+        table_rows[~unknown_mask], table_rows[unknown_mask] = row_indices, known_rows.numel() + id_indices
+        values[at], layout.tables[number, NUM_ROWS] = table_rows, known_rows.numel() + new_ids.numel()
         result.rows[number], result.initial[number] = known_rows, tables.dynamic[number].initial_values(new_ids)
-        result.layout.tables[number, NUM_ROWS] = known_rows.numel() + new_ids.numel()
     return result

@@ -72,11 +72,12 @@ class PinnedBatch(PreparedBatch):
         """Return the temporary tables, with slots instead of rows for cached tables."""
         if self.assigned is None or self.assigned.unknown_ids is None:
             return None
-        batch, unknown_ids, slots_by_table = self.assigned.features, self.assigned.unknown_ids, dict[int, Tensor]()
+        unknown_ids, slots_by_table = self.assigned.unknown_ids, dict[int, Tensor]()
         assert self.pins is not None
         assert tables.cache is not None
-        layout = self.rows.layout
-        values, slot_layout = self.rows.values.clone(), layout._replace(tables=layout.tables.clone())
+        batch, at, layout = unknown_ids.features, unknown_ids.positions, self.rows.layout
+        values = self.rows.values.clone() if at is None else self.rows.values[at]
+        slot_layout = layout._replace(tables=layout.tables.clone())
         positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
         for number, distinct in unknown_ids.rows.items():
             if tables.cache.tables[number] is None:
@@ -84,9 +85,10 @@ class PinnedBatch(PreparedBatch):
             else:
                 rows, slots = self.pins.rows_of(number)
                 slots_by_table[number] = slots[torch.searchsorted(rows, distinct)]
-            values[positions[number]] = unknown_ids.values[positions[number]]
+            values[positions[number]] = batch.values()[positions[number]]
             slot_layout.tables[number, NUM_ROWS] = unknown_ids.layout.tables[number, NUM_ROWS]
-        return UnknownIds(slots_by_table, unknown_ids.initial, values, slot_layout)
+        batch = KeyedJaggedTensor.unchecked(batch.keys(), values, batch.weights_or_none(), batch.offsets())
+        return unknown_ids._replace(rows=slots_by_table, features=batch, layout=slot_layout)
 
 
 class CachedLookup(DeviceLookup):
