@@ -117,7 +117,7 @@ class EvictionConfig:
     """Eviction of rows of a full dynamic table, to insert new ids.
 
     Args:
-        policy: evict the least recently ("lru") or least frequently ("lfu") used row of the new id's set.
+        policy: evict the least recently ("lru") or least frequently ("lfu") used row of the new id's set and the next.
         protect: number of training batches: rows used in the last `protect` ones are not evicted. At most `protect`
             batches can be prefetched and `protect` micro-batches accumulated; the result is the same for any number.
         half_life: number of steps in which the use count of an unused row decays by half, for "lfu".

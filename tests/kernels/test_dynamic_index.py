@@ -78,13 +78,14 @@ class Partition:
         victims: list[int] = []
         if len(self.rows()) == self.most_rows:
             home = self.home(id)
-            for rows in (*self.sets[home:], *self.sets[:home]):
-                old = [(row.used, id) for id, row in rows.items() if row.used <= last]
-                if half_life:
-                    old = [(rows[id].count >> min(31, (step - used) // half_life), used, id) for used, id in old]
+            sets = [*self.sets[home:], *self.sets[:home]]
+            for near in (sets[:2], *([rows] for rows in sets[2:])):
+                old = [(id, row) for rows in near for id, row in rows.items() if row.used <= last]
+                aged = [row.count >> min(31, (step - row.used) // half_life) if half_life else 0 for _, row in old]
                 if old:
-                    victims = [min(old)[-1]]
-                    del rows[victims[0]]
+                    victims = [min((age, row.used, id) for age, (id, row) in zip(aged, old, strict=True))[-1]]
+                    for rows in near:
+                        rows.pop(victims[0], None)
                     break
         self.sets[self.home(id)][id] = Row(step, min(MAX_USES, count))
         while len(self.rows()) > 14 * len(self.sets) and len(self.sets) < self.most_sets:
@@ -541,6 +542,18 @@ def test_the_victim_is_the_least(half_life):
     insert(index, [2], 13)
     # Oldest is 0; least often used 77, twice; of 0's seven uses seven halvings leave nothing.
     assert insert(index, [78], 15, half_life=half_life).evicted_ids.tolist() == [77 if half_life == 100 else 0]
+
+
+@pytest.mark.parametrize("half_life", [0, 100])
+def test_a_hot_row_stays_while_the_next_set_has_a_cold_one(half_life):
+    index = make_index(100, max_partitions=1)
+    sets = [[id_of(4 * row + number) for row in range(25)] for number in range(4)]
+    (cold, *_), (_, colder, *_) = sets[1:3]  # of the next set, and of one that is too far
+    insert(index, [id for rows in sets for id in rows], 1)
+    insert(index, [cold], 2)
+    for step in range(3, 9):
+        insert(index, [id for rows in sets for id in rows if id not in (cold, colder)], step)
+    assert insert(index, [id_of(400)], 20, half_life=half_life).evicted_ids.tolist() == [cold]
 
 
 def test_a_partition_grows_in_the_middle_of_a_batch():

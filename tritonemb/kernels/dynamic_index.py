@@ -1,17 +1,17 @@
 """The index of a dynamic table: look up the rows of int64 ids, insert new ids with eviction, remove ids.
 
 **insert** of distinct new ids, ascending, in each partition: if it has `C` rows, evict a victim: the row of the id's
-set with the least (used, id) ("lru") or (aged count, used, id) ("lfu") among those with `used ≤ max_step`; if the set
-has none, of the next set that has one. The id gets the row that was freed last, or one that was never used. Then, while
-the partition has more than `MAX_ROWS_PER_SET` rows per set and less than `M` sets, set `n - 2^L` is split. A partition
-belongs to one task, so the result depends only on the sequence of calls.
+set and the next one with the least (used, id) ("lru") or (aged count, used, id) ("lfu") among those with
+`used ≤ max_step`; if they have none, of the next set that has one. The id gets the row that was freed last, or one that
+was never used. Then, while the partition has more than `MAX_ROWS_PER_SET` rows per set and less than `M` sets, set
+`n - 2^L` is split. A partition belongs to one task, so the result depends only on the sequence of calls.
 
 **Aged count**: `counts >> (step - used) / half_life`, at most by 31: it halves every `half_life` steps without a use.
 
 Partitions and sets: see `dynamic_slots.py`. One launch serves several tables: kernels read addresses of all indexes.
 
 Bytes. **find**: 16 per id; if it is known, 32 of digests, 4 of the row, and 8 of the id; with **use** 16 more, next to
-the id. **insert**: 69 per id, 32 of digests, and the sort by partition; 700 more per eviction, 450 per split.
+the id. **insert**: 69 per id, 32 of digests, and the sort by partition; 1,350 more per eviction, 450 per split.
 **remove**: as find, and 60 per row. **missing**: the sort, and 8 per counted row. A GPU transfers at least 32 each.
 Memory: 16 bytes per row beside its values, and at most 6.25 of slots once a partition has all its sets.
 """
@@ -194,7 +194,7 @@ def _index_fields(indexes: Sequence[DynamicIndex]) -> Tensor:
     fields, first_partition = list[int](), 0
     for index in indexes:
         partitions = index.num_sets.numel()
-        sizes = partitions, len(index.ids) // partitions, index.overflowed.numel(), first_partition
+        sizes = partitions, len(index.free) // partitions, index.overflowed.numel(), first_partition
         fields += (*map(Tensor.data_ptr, index), *sizes)
         first_partition += partitions
     return on_device(fields, indexes[0].ids.device)

@@ -179,17 +179,18 @@ def remove(index, partition, slot):
 
 @jit
 def find_victim(index, partition, hash64, sets, step, max_step, half_life):
-    """Return the slot of the row to evict for an id: of its set, else of the next set with an evictable row; or -1.
+    """Return the slot of the row to evict for an id, of its set and the next one, else of the next that has one; or -1.
 
     Rows compare by (aged count, last step, id); the first two are packed in one int64 key.
     """
     number = _set_number(hash64, sets)
     victim, no_key, sets_left = tl.full((), -1, tl.int64), tl.full((), 0x7FFFFFFFFFFFFFFF, tl.int64), sets
-    while (victim < 0) & (sets_left > 0):
+    min_key, min_id = no_key, no_key
+    while ((victim < 0) | (sets_left == sets - 1)) & (sets_left > 0):
         sets_left -= 1
         # Least key of the set's rows, in the home bucket and in overflow buckets.
         home = number * index.partitions + partition
-        bucket, remaining, min_key, min_id = home, tl.load(index.overflowed + home) + 1, no_key, no_key
+        bucket, remaining = home, tl.load(index.overflowed + home) + 1
         while remaining > 0:
             # Keys of the bucket's rows of this set; `no_key` for others and for rows that may not be evicted.
             _, rows, ids, numbers = _load_bucket(index, bucket, sets)
@@ -265,7 +266,7 @@ class IndexRows:
     def __init__(self, index: DynamicIndex) -> None:
         self.index, self.num_sets, self.num_allocated = index, index.num_sets.tolist(), index.num_allocated.tolist()
         self.partitions = len(self.num_sets)
-        self.max_rows = index.entries.shape[0] // self.partitions
+        self.max_rows = index.free.numel() // self.partitions
         self.max_sets = index.overflowed.numel() // self.partitions
         self.by_id = dict(zip(*(tensor.tolist() for tensor in dynamic_rows(index)), strict=True))
         num_rows = index.num_rows.tolist()
@@ -336,7 +337,8 @@ class IndexRows:
             row = self.by_id[id]
             last_step, count = int(self.index.last_used[row]), int(self.index.counts[row])
             distance = (self.home_bucket(id) - home) // self.partitions % sets
-            return distance, count >> min(31, (step - last_step) // half_life) if half_life else 0, last_step, id
+            aged_count = count >> min(31, (step - last_step) // half_life) if half_life else 0
+            return max(1, distance), aged_count, last_step, id
 
         home = self.home_bucket(id)
         return min((id for id in self.ids_of(partition) if self.index.last_used[self.by_id[id]] <= max_step), key=key)

@@ -175,7 +175,7 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
 
 @called
 def _find_victim(index, home, step, max_step, half_life):
-    """Return the slot of the row of a set to evict, with the least (aged count, last step, id); -1 if none may be."""
+    """Return the slot of the row of a set to evict, -1 if none may be, and its key: aged count, last step, id."""
     victim, min_key = -1, (np.int64(0), np.int64(0), np.int64(0))
     partitions = index.num_sets.size
     bucket, remaining = home, WAYS + np.int64(index.overflowed[home])  # slots and rows to compare
@@ -193,7 +193,7 @@ def _find_victim(index, home, step, max_step, half_life):
             if last_step <= max_step and (victim < 0 or key < min_key):
                 victim, min_key = slot, key
         bucket = bucket + partitions if bucket != home else index.overflowed.size + home % partitions
-    return victim
+    return victim, min_key
 
 
 @inlined
@@ -278,16 +278,18 @@ def _empty_slot(index, partition, home):
 @inlined
 def _insert(index, number, ids, begins, rules, table, evicted):
     """Insert new id `number` and return its row; write a victim and its row to `evicted`."""
-    # Evict if the partition is full: from the id's set, else from the next set with an evictable row.
+    # Evict if the partition is full: from the id's set or the next one, else from the next set with an evictable row.
     id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
     home, partition = _home_bucket(index, mix(id)), _partition_of(index, mix(id))
-    if index.num_rows[partition] == len(index.ids) // partitions:
-        victim, num_sets = -1, np.int64(index.num_sets[partition])
+    if index.num_rows[partition] == index.free.size // partitions:
+        victim, min_key, num_sets = -1, (np.int64(0), np.int64(0), np.int64(0)), np.int64(index.num_sets[partition])
         for offset in range(num_sets):
-            probed_home = (home // partitions + offset) % num_sets * partitions + partition
-            victim = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
-            if victim >= 0:
+            if victim >= 0 and offset > 1:
                 break
+            probed_home = (home // partitions + offset) % num_sets * partitions + partition
+            slot, key = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
+            if slot >= 0 and (victim < 0 or key < min_key):
+                victim, min_key = slot, key
         evicted[number, 0], evicted[number, 1] = _id_of(index, victim), index.rows[victim]
         _remove_slot(index, victim)
     # Take the row freed last, or a new one.
@@ -347,7 +349,7 @@ def _count_room(indexes, pending, rules, counts):
         # Rows that the table's admitted ids need, by partition.
         first, table, index = number, tables[number], _view_index(indexes[tables[number]])
         partitions = index.num_sets.size
-        needed_rows, max_rows = np.zeros(partitions, dtype=np.int64), len(index.ids) // partitions
+        needed_rows, max_rows = np.zeros(partitions, dtype=np.int64), index.free.size // partitions
         while number < ids.size and tables[number] == table:
             if admitted[number]:
                 needed_rows[_partition_of(index, mix(ids[number]))] += 1
