@@ -59,7 +59,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...
   --evaluate-every N    steps; --patience N stops without improvement
   --checkpoint-steps N  or --checkpoint-minutes X; --keep N
-  --on-bad-row skip     skip and count malformed rows
+  --on-bad-row skip     skip and count malformed rows; --transforms MODULE:FUNCTION ...
   --precision bf16      autocast; --compile runs torch.compile; --tensorboard
   --device cuda         --threads N on a CPU; --seed N; --profile-steps N
   --num-workers N       data loader workers per rank; --parser-threads N
@@ -91,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if "torch" not in sys.modules:  # waiting OpenMP threads would spin, and take cores from others
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    if (folder := os.getcwd()) not in sys.path:  # modules that options name; last, so that it hides no package
+        sys.path.append(folder)
     # Run the command; errors become one line and a status.
     try:
         if name not in COMMANDS:

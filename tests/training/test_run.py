@@ -115,6 +115,30 @@ def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
     assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()
 
 
+def discounted(batch: object) -> object:
+    price = pa.array([None if price is None else price * 0.9 for price in batch["price"].to_pylist()], pa.float64())
+    return batch.set_column(batch.schema.get_field_index("price"), "price", price)
+
+
+def test_a_checkpoint_does_not_select_the_code_that_transforms_rows(tmp_path, capsys):
+    rows, out, name = make_rows(150), tmp_path / "run", f"{__name__}:discounted"
+    log = write_csv(tmp_path / "log.csv", rows)
+    assert run("train", "--data", log, *COLUMNS, *SMALL, "--transforms", name, "--out", out) == 0
+    scored = te.load_run(out, transforms=[name])
+    expected = scored.predict(log)
+    assert np.array_equal(scored.predict(rows), expected)
+    assert np.array_equal(scored.predict(frame_of(rows)), expected)
+    assert scored.predict(rows[0]) == expected[0]
+    with pytest.raises(ValueError, match=f"was trained with the transform '{name}', code that it must not"):
+        te.load_run(out)
+    capsys.readouterr()
+    assert run("evaluate", out, "--data", log) == 2
+    assert "or --transforms to a command" in capsys.readouterr().err
+    assert run("evaluate", out, "--data", log, "--transforms", name) == 0
+    assert run("plan", "--from-run", out) == 2
+    assert "trained with transforms" in capsys.readouterr().err
+
+
 def test_metrics_are_those_that_the_run_has_reported(trained):
     folder, rows = trained
     loaded_run = te.load_run(folder / "run")

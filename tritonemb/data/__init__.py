@@ -29,11 +29,14 @@ from tritonemb.data.protocol import (
     Stream,
 )
 from tritonemb.data.schema import CRITEO, LogOptions, Schema, SplitRule
+from tritonemb.data.streams import FolderStream, RowStream
+from tritonemb.data.transforms import transform
 
 __all__ = [
     "ALIASES", "CRITEO", "NAMES", "Batch", "Batches", "ClickLog", "Column", "Data", "DataLoaderWorkers", "Dataset",
-    "Feature", "LogOptions", "OpenOptions", "Position", "PositionedBatch", "ReadReport", "ReaderHost", "RemoteData",
-    "Rows", "Schema", "Shard", "Split", "SplitRule", "Stream", "VocabularyReport", "build_vocabulary",
-    "cached_as_parquet", "convert", "from_dataframe", "kind_of", "load_adult", "load_movielens_100k", "load_vocabulary",
-    "make_synthetic", "merge_positions", "open_dataset", "open_for_scoring", "open_shards", "rank_position",
+    "Feature", "FolderStream", "LogOptions", "OpenOptions", "Position", "PositionedBatch", "ReadReport", "ReaderHost",
+    "RemoteData", "RowStream", "Rows", "Schema", "Shard", "Split", "SplitRule", "Stream", "VocabularyReport",
+    "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "kind_of", "load_adult",
+    "load_movielens_100k", "load_vocabulary", "make_synthetic", "merge_positions", "open_dataset", "open_for_scoring",
+    "open_shards", "rank_position", "transform",
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -16,13 +17,16 @@ from tritonemb.data.files import Chunk, Format, LogFile, Part, find_files, is_re
 from tritonemb.data.parquet import ArrowSource
 from tritonemb.data.pipeline import FIELDS, LogReader, LogSource
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, ReadReport, Split, Stream
-from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, Schema
+from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, Names, Schema
+from tritonemb.data.streams import FolderStream, RowStream, StreamSource
 from tritonemb.data.text import TextSource
+from tritonemb.data.transforms import Transforms
 
 _log = logging.getLogger(__name__)
 
 UNSHUFFLED_ROWS = 16_384  # rows per buffer where the order is kept
 SOURCES: dict[Format, Callable[..., LogSource]] = {"text": TextSource, "parquet": ArrowSource, "table": ArrowSource}
+SOURCES["stream"] = StreamSource
 SplitParts = dict[Split, tuple[Part, ...]]
 
 
@@ -36,7 +40,7 @@ class ClickLog(protocol.TablesMixin):
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
-            ones by a URI such as `s3://bucket/logs`. Or data frames as files, by split; see `from_dataframe`.
+            ones by URI, `s3://bucket/logs`. Or data frames as files, by split; see `from_dataframe`. Or a stream.
         options: options for reading the log.
         name: name in messages; by default that of the file or folder.
         labelled: whether rows have a label. If not, labels are 0, and the label column is not read.
@@ -44,11 +48,13 @@ class ClickLog(protocol.TablesMixin):
 
     Attributes:
         encode: function that encodes a `pyarrow.RecordBatch` of the log as `Rows`.
+        is_stream: whether the train rows are those of a stream.
     """
 
     def __init__(
-        self, source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile], options: LogOptions | None = None, *,
-        name: str | None = None, labelled: bool = True, extra_columns: tuple[str, ...] = (),
+        self, source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile] | RowStream,
+        options: LogOptions | None = None, *, name: str | None = None, labelled: bool = True,
+        extra_columns: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
         if not isinstance(options, LogOptions | None):
             raise TypeError(f"options must be LogOptions(schema=...), got a {type(options).__name__}")
@@ -66,28 +72,36 @@ class ClickLog(protocol.TablesMixin):
                 text = f"give held-out data frames, or another split rule than {rule.split_by!r}, not both"
                 raise ValueError(f"{self.name}: {text}")
         else:
-            log_files = find_files(source)
-            self.name, kind = name or _log_name(source, log_files), rule.kind([file.stem for file in log_files])
+            paths: Any = source
+            stream = paths if hasattr(paths, "read") else FolderStream(paths) if options.follow else None
+            log_files = find_files(paths) if stream is None else (LogFile(stream.path, "stream", table=stream),)
+            self.name = name or _log_name(paths if stream is None else stream.path, log_files)
+            kind = rule.kind([file.stem for file in log_files])
+            if stream is not None and rule.split_by != "auto" and any(rule.held_out(kind).values()):
+                raise ValueError(f"{self.name}: a stream, which has no end, cannot be split by {kind}; set test_files")
+            kind = kind if stream is None else "files"
             by_split = cuts.split_files(rule, log_files) if kind == "files" else {"train": log_files}
         suffixed = [(file, f" ({split})" * (split != "train")) for split in SPLITS for file in by_split.get(split, ())]
         self._files, names = tuple(file for file, _ in suffixed), [file.name + suffix for file, suffix in suffixed]
+        self.is_stream = self._files[0].format == "stream"
         # Source of the columns, and the identity of the contents.
         extra_columns = (*extra_columns, *filter(None, [rule.time_column]))
-        log_source = SOURCES[self._files[0].format](self._files, options, labelled, extra_columns)
+        source_class, transforms = SOURCES[self._files[0].format], Transforms(options.transforms)
+        log_source = transforms.open(source_class, self._files, options, labelled, extra_columns)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in self._files)
         sizes = log_source.sizes() if log_source.counts_rows else [0] * len(names)
         self._origin = " ".join([kind, *map(str, rule.held_out(kind).values())]), names, sizes
         # Features, and the encoding of their values as ids.
-        self.schema, ids = log_source.schema, make_numberings(log_source.schema)
+        self.schema, ids = transforms.schema, make_numberings(transforms.schema)
         self._vocabulary = vocabulary_digest(self.schema)
-        lists, kinds = log_source.multi_hot, log_source.kinds
+        lists, kinds = transforms.multi_hot, transforms.kinds
         entries = ((n, ids[n].num_embeddings, n in lists, self.schema.dynamic, kinds.get(n, "")) for n in ids)
         self.features = tuple(Feature(*entry) for entry in entries)
         self.encode = partial(encode, schema=self.schema, features=self.features, numberings=ids, labelled=labelled)
         # Parts of the files that each split reads.
         parts = cuts.parts_of_files(by_split) if kind == "files" else _split_parts(self.name, options, kind, log_source)
         parts = {split: split_parts for split, split_parts in parts.items() if split_parts}
-        self._reader = LogReader(self.name, log_source, options, kind, parts)
+        self._reader = LogReader(self.name, log_source, options, kind, parts, transforms)
         for split in parts if log_source.counts_rows else ():
             if not any(map(log_source.estimated_rows, parts[split])):
                 raise ValueError(f"{self.name}: the files of the {split} split have no rows")
@@ -107,8 +121,8 @@ class ClickLog(protocol.TablesMixin):
 
     @property
     def encoding(self) -> str:
-        """Digest of the schema and of the vocabulary file if any; see `tritonemb.data.protocol.Data.encoding`."""
-        return encoding_digest(self.schema, self.features, self._vocabulary)
+        """Digest of schema, vocabulary file and names of transforms; see `tritonemb.data.protocol.Data.encoding`."""
+        return encoding_digest(self.schema, self.features, self._vocabulary, self.options.transforms)
 
     @cached_property
     def contents(self) -> dict[str, str]:
@@ -137,7 +151,8 @@ class ClickLog(protocol.TablesMixin):
     def estimated_rows(self, split: Split) -> int | None:
         """Return the number of rows, or estimate it from the sizes of the files and their first lines."""
         known = self.num_rows(split)
-        return self._reader.estimated_rows(split) if known is None else known
+        is_known = known is not None or (self.is_stream and split == "train")
+        return known if is_known else self._reader.estimated_rows(split)
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
         """Open a split; see `tritonemb.data.protocol.Data.open`. Shuffle buffers are `shuffle_rows`, in whole batches.
@@ -147,8 +162,10 @@ class ClickLog(protocol.TablesMixin):
         """
         open_options = OpenOptions(split, batch_size, **kwargs)
         position, shard = open_options.position, open_options.shard
-        shuffle = open_options.shuffle and self.options.shuffle_rows > 0
-        buffer_rows = -(-(self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS) // batch_size) * batch_size
+        grows = self.is_stream and split == "train"  # rows are returned in their order, batch by batch
+        shuffle = open_options.shuffle and self.options.shuffle_rows > 0 and not grows
+        buffer_rows = self.options.shuffle_rows if shuffle else 1 if grows else UNSHUFFLED_ROWS
+        buffer_rows = -(-buffer_rows // batch_size) * batch_size
         shard_seeds = shard if shard != WHOLE else ()
         seeds = (open_options.seed, open_options.epoch, *shard_seeds)
         # Check that the position is of a stream with the same settings, or begin at the first row.
@@ -164,14 +181,15 @@ class ClickLog(protocol.TablesMixin):
         skipped = self._skipped_reports.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
         report_before = replace(skipped, rows=position["rows"], skipped=skipped.skipped + position["skipped"])
         keys = tuple(feature.name for feature in self.features)
-        order_seeds = seeds if shuffle else None
-        batches = reader.batches(open_options, self.encode, keys, buffer_rows, order_seeds, position, report_before)
+        order_seeds, stopped = seeds if shuffle else None, threading.Event()
+        open_options = replace(open_options, position=position)
+        batches = reader.batches(open_options, self.encode, keys, buffer_rows, order_seeds, report_before, stopped)
 
         def at_end(report: ReadReport) -> None:
             if shard == WHOLE:
                 self._known_rows[split] = report.rows
 
-        return Stream(batches, dict(position), report_before, at_end)
+        return Stream(batches, dict(position), report_before, at_end, stopped.set)
 
     def scan(self, split: Split, job: Callable[[Any], Any]) -> Generator[Chunk, None, None]:
         """Map `job` over a split's valid rows, a `pyarrow.RecordBatch` per chunk, in the parser threads; yield chunks
@@ -206,8 +224,8 @@ class ClickLog(protocol.TablesMixin):
         return log
 
     def text_schema(self) -> Any:
-        """Return the `pyarrow.Schema` of a text log's columns; None for other formats."""
-        return self._reader.source.text_schema()
+        """Return the `pyarrow.Schema` of a text log's columns; None for other formats, or with transforms."""
+        return None if self.options.transforms else self._reader.source.text_schema()
 
     def rows_digest(self) -> str:
         """Hash what determines the rows of a text log: its files, parsing options and splits."""
@@ -243,10 +261,11 @@ def vocabulary_digest(schema: Schema) -> str | None:
     return None if schema.vocabulary is None else hashlib.sha256(Path(schema.vocabulary).read_bytes()).hexdigest()
 
 
-def encoding_digest(schema: Schema, features: tuple[Feature, ...], vocabulary: str | None) -> str:
+def encoding_digest(schema: Schema, features: tuple[Feature, ...], vocabulary: str | None, transforms: Names) -> str:
     """Hash the encoding of a log, see `tritonemb.data.protocol.Data.encoding`; `vocabulary`: digest of its file."""
     dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
-    return protocol.digest("dynamic log" if schema.dynamic else "log", schema.label, dense, features, vocabulary)
+    kind = "dynamic log" if schema.dynamic else "log"
+    return protocol.digest(kind, schema.label, dense, features, vocabulary, *transforms)
 
 
 def _log_name(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

@@ -58,8 +58,8 @@ def convert(
     if existing := [path for path in targets if path.exists()]:
         raise ValueError(f"{existing[0]} exists already; remove it, or name another target")
     # Convert file by file; the time column is read only if the split needs it.
-    by_time = options is not None and options.split.time_column
-    log = ClickLog(source, options if by_time else replace(options or LogOptions(), split=ALL_ROWS))
+    options = replace(options or LogOptions(), transforms=())
+    log = ClickLog(source, options if options.split.time_column else replace(options, split=ALL_ROWS))
     if is_folder:
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]

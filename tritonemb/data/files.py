@@ -23,7 +23,7 @@ dataset: Any = LazyModule("pyarrow.dataset")
 fs: Any = LazyModule("pyarrow.fs")
 parquet: Any = LazyModule("pyarrow.parquet")
 
-Format = Literal["text", "parquet", "table"]
+Format = Literal["text", "parquet", "table", "stream"]
 SUFFIXES: dict[str, Format] = {".parquet": "parquet", ".pq": "parquet", ".parq": "parquet"}  # other files are text
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 EDGE_BYTES = 1 << 16  # bytes at each end of a file that are checksummed for a run
@@ -37,12 +37,12 @@ _LOCAL = re.compile(r"(?:file|local)://(?:localhost(?=/))?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class LogFile:
-    """File of a log, or a `pyarrow.Table` in place of one."""
+    """File of a log, or a `pyarrow.Table` or a `RowStream` in place of one."""
 
     path: Path | str  # a URI if it is remote
     format: Format
-    codec: str | None  # compression
-    size: int  # stored bytes; rows of a table
+    codec: str | None = None  # compression
+    size: int = 0  # stored bytes; rows of a table
     modified: int = 0  # nanoseconds
     stored: tuple[Any, str] | None = field(default=None, compare=False, repr=False)  # file system and path in it
     table: Any = field(default=None, compare=False, repr=False)
@@ -62,7 +62,8 @@ class LogFile:
     @property
     def identity(self) -> tuple[Any, ...]:
         """Identity of the file, the same for every spelling of its path and for links."""
-        assert self.stored is not None
+        if self.stored is None:
+            return (self.path,)
         if isinstance(self.path, Path):
             status = self.path.stat()
             return status.st_dev, status.st_ino or self.path.resolve()
@@ -72,7 +73,7 @@ class LogFile:
     def digest(self) -> str:
         """Describe the contents: size, and CRC-32 of the first and last 64 KiB; number of rows of a table."""
         if self.stored is None:
-            return f"{self.size:,} rows"
+            return self.format if self.format == "stream" else f"{self.size:,} rows"
         with self.open() as raw:
             edges = raw.read_at(EDGE_BYTES, 0) + raw.read_at(EDGE_BYTES, max(self.size - EDGE_BYTES, 0))
         return f"{self.size:,} bytes, CRC-32 {zlib.crc32(edges):08x} of its first and last 64 KiB"
@@ -137,7 +138,7 @@ def _list_files(entry: str | Path) -> list[LogFile]:
     path = current = display_path(entry)
     files = []
     try:
-        system, path_in_system = _resolve_path(entry)
+        system, path_in_system = resolve_path(entry)
         # Data files at the path: one, or those of a folder.
         info = system.get_file_info(path_in_system)
         if info.type == fs.FileType.NotFound:
@@ -184,7 +185,7 @@ def display_path(source: str | Path) -> Path | str:
     return Path(unquote(uri[local.end() :])) if (local := _LOCAL.match(uri)) else uri
 
 
-def _resolve_path(source: str | Path) -> tuple[Any, str]:
+def resolve_path(source: str | Path) -> tuple[Any, str]:
     shown, uri = display_path(source), str(source)
     if isinstance(shown, Path):
         return fs.LocalFileSystem(), str(shown) if is_remote(source) else uri
@@ -300,7 +301,7 @@ class Chunk:
     """Consecutive rows of a part of a log. A job replaces `rows` by its result for valid ones, and adds a report."""
 
     part: int  # index
-    offset: int  # first byte of the decompressed text, or first row
+    offset: Any  # first byte of the decompressed text, or first row; or `Offsets` of a stream
     line: int  # lines of the part before it
     first_row: int  # row number in the file, without header and blank lines; for text only if the split is random
     rows: Any  # complete lines, a `bytearray`, or a `pyarrow.RecordBatch`
@@ -310,14 +311,14 @@ class Chunk:
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
     """Return the files of each split; the rule may name files outside the log."""
     validation, test = (find_files(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
-    test = test if validation or test else files[-1:]
+    test = test if validation or test or files[0].format == "stream" else files[-1:]
     validation_at, test_at = ({file.identity for file in held_out} for held_out in (validation, test))
     if overlap := [file for file in test if file.identity in validation_at]:
         raise ValueError(f"split: {overlap[0].path} is both a validation and a test file")
     if not (train := tuple(file for file in files if file.identity not in validation_at | test_at)):
         names = join_names((str(file.path) for file in files), limit=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
-    if len({file.format for file in (*train, *validation, *test)}) > 1:
+    if len({file.format.replace("stream", "parquet") for file in (*train, *validation, *test)}) > 1:
         raise ValueError("split: the held-out files have another format than the train files")
     _check_distinct((*train, *validation, *test))
     return {"train": train, "validation": validation, "test": test}

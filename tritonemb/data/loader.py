@@ -217,6 +217,8 @@ class DataLoaderWorkers(Closeable):
     def __init__(self, data: Data, num_workers: int) -> None:
         if num_workers < 1:
             raise ValueError(f"the number of data loader workers must be at least 1, got {num_workers}")
+        if getattr(data, "is_stream", False):
+            raise ValueError("workers cannot be interrupted while a stream has no rows; set num_workers to 0")
         self._data, self._num_workers = data, num_workers
         self._workers: list[_Worker] = []
         self._close = weakref.finalize(self, _close, self._workers, os.getpid())

@@ -30,6 +30,32 @@ def _row_group_sizes(source: Any) -> list[int]:
     return [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
 
 
+def read_rows(file: LogFile, names: Names, slice_rows: int, start: int, stop: int) -> Iterator[tuple[int, Any]]:
+    """Yield slices of the rows `[start, stop)` after their first rows' numbers; of all columns if none are named."""
+    columns = list(names) or None
+    # Slices of a table in memory.
+    if file.table is not None:
+        table = file.table if columns is None else file.table.select(columns)
+        for row in range(start, stop, slice_rows):
+            yield row, table.slice(row, min(slice_rows, stop - row)).combine_chunks().to_batches()[0]
+        return
+    # Slices of the row groups of a file, verified before use, cut to the rows.
+    with open_parquet(file, columns) as (source, verify):
+        ends = list(itertools.accumulate(_row_group_sizes(source), initial=0))
+        groups = range(bisect.bisect_right(ends, start) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
+        row = ends[groups.start]
+        for batch in source.iter_batches(slice_rows, row_groups=groups, columns=columns, use_threads=False):
+            for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
+                verify(group)
+            batch = batch.cast(plain_schema(batch.schema))
+            first, last = max(start - row, 0), min(stop - row, batch.num_rows)
+            if first < last:
+                yield row + first, batch.slice(first, last - first)
+            row += batch.num_rows
+    if row < stop:
+        raise file.changed_error(f"it had at least {stop} rows and now has {row}")
+
+
 def file_of_frame(frame: Any, name: str) -> LogFile:
     """Wrap a data frame, any object with Arrow's C stream interface, as the file of a log, without a copy.
     Raise ValueError if it lacks the interface, or Arrow cannot represent its columns."""
@@ -64,45 +90,57 @@ def _plain(kind: Any) -> Any:
     return kind
 
 
+class ColumnTypes:
+    """Check that all files have the columns, with values of the same kinds; attributes are those of `LogSource`."""
+
+    def __init__(self, schema: Schema, labelled: bool, extra_columns: Names = ()) -> None:
+        self.schema, self._labelled, self._extra_columns = schema, labelled, extra_columns
+        self.multi_hot: Names = ()
+        self.kinds: dict[str, str] = {}
+        self._locations: dict[str, str] = {}  # of the first values of a column; "" for the first file
+
+    def check(self, columns: Any, location: str) -> None:
+        """Check the columns, a `pyarrow.Schema`, of a file or a batch."""
+        schema = self.schema = self.schema.of(columns.names, location, self._labelled, self._extra_columns)
+        kinds = {n: _value_kind(columns.field(n).type, n, schema, location) for n in schema.columns(self._labelled)}
+        lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
+        if not self._locations:
+            self.multi_hot = lists
+        first_location = self._locations.setdefault("", location)
+        if lists != self.multi_hot:
+            raise ValueError(f"{location}: other columns are lists than in {first_location}: {self.multi_hot}")
+        for name in filter(kinds.get, schema.sparse):
+            expected, other = self.kinds.setdefault(name, kinds[name]), self._locations.setdefault(name, location)
+            if kinds[name] != expected:
+                raise ValueError(
+                    f"{location}: column {name!r} has {kinds[name]}, but {expected} in {other}; "
+                    "the same value would have different ids"
+                )
+
+
 class ArrowSource(LogSource):
     """Parquet files or tables; the unit of their parts is a row."""
 
     counts_rows = True
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool, extra_columns: Names) -> None:
-        schema, self.files, self._rule, self._labelled = options.schema, files, options.split, labelled
+        self.files, self._rule, self._labelled = files, options.split, labelled
         self._groups: list[list[int]] = []  # by file: rows of its row groups
-        self.multi_hot: Names = ()
-        time, first_path = self._rule.time_column, ""
-        kind_and_file: dict[str, tuple[str, LogFile]] = {}
-        # Check that all files have the columns, with values of the same kinds.
+        types = self._types = ColumnTypes(options.schema, labelled, extra_columns)
+        time = self._rule.time_column
         for file in files:
-            location, (columns, groups) = str(file.path), read_schema(file)
+            columns, groups = read_schema(file)
             self._groups.append(groups)
             if sum(groups) == 0:
                 continue
-            schema = schema.of(columns.names, location, labelled, extra_columns)
-            names = schema.columns(labelled)
-            kinds = {name: _value_kind(columns.field(name).type, name, schema, location) for name in names}
-            lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
-            if not first_path:
-                self.multi_hot, first_path = lists, location
-            if lists != self.multi_hot:
-                raise ValueError(f"{location}: other columns are lists than in {first_path}: {self.multi_hot}")
-            for name in filter(kinds.get, schema.sparse):
-                expected, other_file = kind_and_file.setdefault(name, (kinds[name], file))
-                if kinds[name] != expected:
-                    raise ValueError(
-                        f"{location}: column {name!r} has {kinds[name]}, but {expected} in {other_file.path}; "
-                        "the same value would have different ids"
-                    )
+            types.check(columns, str(file.path))
             if time is not None:
                 self._time_type = columns.field(time).type
                 time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # check the rule's times
-        if not first_path:
+        if not any(map(sum, self._groups)):
             raise ValueError(f"{files[0].path} is empty: it has no rows")
-        self.schema, self.kinds = schema, {name: kind for name, (kind, _) in kind_and_file.items()}
-        self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *extra_columns)))
+        self.schema, self.multi_hot, self.kinds = types.schema, types.multi_hot, types.kinds
+        self._columns = tuple(dict.fromkeys((*self.schema.columns(labelled), *extra_columns)))
 
     def sizes(self) -> list[int]:
         return [sum(groups) for groups in self._groups]
@@ -110,48 +148,15 @@ class ArrowSource(LogSource):
     def estimated_rows(self, part: Part) -> int:
         return self._stop(part) - part.start
 
-    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
-        file, stop, columns = self.files[part.file], self._stop(part), list(self._columns)
+    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: Any, line: int) -> Iterator[Chunk]:
         slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
-        # Slices of a table in memory.
-        if file.table is not None:
-            for row in range(offset, stop, slice_rows):
-                rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
-                yield Chunk(number, row, row - part.start, row, rows.to_batches()[0])
-            return
-        # Slices of the row groups of a file, verified before use, cut to the part.
-        with open_parquet(file, columns) as (source, verify):
-            ends = list(itertools.accumulate(_row_group_sizes(source), initial=0))
-            groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
-            row = ends[groups.start]
-            for batch in source.iter_batches(slice_rows, row_groups=groups, columns=columns, use_threads=False):
-                for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
-                    verify(group)
-                batch = batch.cast(plain_schema(batch.schema))
-                first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
-                if first < last:
-                    rows = batch.slice(first, last - first)
-                    yield Chunk(number, row + first, row + first - part.start, row + first, rows)
-                row += batch.num_rows
-        if row < stop:
-            raise file.changed_error(f"it had at least {stop} rows and now has {row}")
+        for row, rows in read_rows(self.files[part.file], self._columns, slice_rows, offset, self._stop(part)):
+            yield Chunk(number, row, row - part.start, row, rows)
 
     def parse(self, chunk: Chunk) -> ParsedChunk:
-        batch = chunk.rows
-        invalid_values = find_invalid_values(batch, self.schema, self._labelled)
-        valid_mask = valid_row_mask(batch, invalid_values)
-        rows, bad_rows = np.flatnonzero(valid_mask), np.flatnonzero(~valid_mask)
-
-        def describe(number: int) -> tuple[str, str]:
-            row = int(bad_rows[number])
-            name, expected, _ = next(entry for entry in invalid_values if entry[2][row])
-            value = batch.column(name)[row].as_py()
-            field_number = batch.schema.get_field_index(name) + 1
-            message = invalid_value_message(field_number, name, "missing" if value is None else value, expected)
-            return f"column {name} is not {expected}", message
-
-        good_batch = batch.filter(pa.array(valid_mask)) if len(bad_rows) else batch
-        return ParsedChunk(good_batch, rows, bad_rows, np.arange(len(valid_mask)), describe)
+        rows = np.arange(chunk.rows.num_rows)
+        parsed = ParsedChunk(chunk.rows, rows, rows[:0], rows, lambda _: ("", ""))
+        return drop_bad_rows(parsed, self.schema, self._labelled)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Return one shard of some parts: whole row groups if there are enough; else shards may divide a row group."""
@@ -187,6 +192,26 @@ class ArrowSource(LogSource):
 
     def _stop(self, part: Part) -> int:
         return sum(self._groups[part.file]) if part.stop is None else part.stop
+
+
+def drop_bad_rows(parsed: ParsedChunk, schema: Schema, labelled: bool, suffix: str = "") -> ParsedChunk:
+    """Move rows with invalid values from the valid rows of a chunk to the bad ones; `suffix` ends their messages."""
+    batch, rows = parsed.batch, parsed.rows
+    if not (invalid_values := find_invalid_values(batch, schema, labelled)):
+        return parsed
+    valid = valid_row_mask(batch, invalid_values)
+    index_by_row = {int(rows[index]): int(index) for index in np.flatnonzero(~valid)}
+    bad_rows = np.sort(np.concatenate([parsed.bad_rows, rows[~valid]]))
+
+    def describe(number: int) -> tuple[str, str]:
+        if (index := index_by_row.get(int(bad_rows[number]))) is None:
+            return parsed.describe(int(np.searchsorted(parsed.bad_rows, bad_rows[number])))
+        name, expected, _ = next(entry for entry in invalid_values if entry[2][index])
+        value, field_number = batch.column(name)[index].as_py(), batch.schema.get_field_index(name) + 1
+        message = invalid_value_message(field_number, name, "missing" if value is None else value, expected, suffix)
+        return f"column {name} is not {expected}{suffix}", message
+
+    return ParsedChunk(batch.filter(pa.array(valid)), rows[valid], bad_rows, parsed.lines, describe)
 
 
 def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:

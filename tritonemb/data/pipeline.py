@@ -1,11 +1,13 @@
 """Pipeline of a log: a source divides files into chunks, threads parse them, shuffle buffers are cut into batches."""
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -54,7 +56,7 @@ class LogSource(Protocol):
     def estimated_rows(self, part: Part) -> float:
         """Estimate the number of rows of a part, bad rows included."""
 
-    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: int, line: int) -> Iterator[Chunk]:
+    def chunks(self, part: Part, number: int, chunk_bytes: int, offset: Any, line: int) -> Iterator[Chunk]:
         """Yield chunks of a part (index `number`) from `offset`, in its line `line`, on. ValueError: it has changed."""
 
     def parse(self, chunk: Chunk) -> ParsedChunk:
@@ -89,7 +91,7 @@ def ordered_map(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads:
         for chunk in prefetched:
             results.append(pool.submit(job, chunk))
             del chunk  # free it while the next one is read
-            if len(results) > 2 * num_threads:
+            if len(results) > 2 * num_threads or results[0].done():
                 yield results.popleft().result()
         while results:
             yield results.popleft().result()
@@ -105,7 +107,7 @@ class LogPosition:
     """First row of a shuffle buffer: after `skip` valid rows of a chunk, and `skipped` bad rows in all."""
 
     part: int = 0
-    offset: int = 0
+    offset: Any = 0
     line: int = 0
     skip: int = 0
     skipped: int = 0
@@ -158,6 +160,7 @@ class LogReader:
     options: LogOptions
     kind: Kind
     parts: Mapping[Split, tuple[Part, ...]]
+    transform: Callable[[ParsedChunk, Callable[[int], str]], ParsedChunk]  # see `Transforms`
 
     def split_parts(self, split: Split) -> tuple[Part, ...]:
         if split not in self.parts:
@@ -187,8 +190,10 @@ class LogReader:
 
     def check_position(self, position: Position, split: Split, num_batches: int) -> None:
         """Raise ValueError for a position outside the split, or outside a shuffle buffer of `num_batches`."""
-        part, parts = position["part"], self.parts[split]
-        if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
+        part, offset, parts = position["part"], position["offset"], self.parts[split]
+        if isinstance(offset, dict) and parts and self.source.files[parts[0].file].format == "stream":
+            offset = 0
+        if part >= max(len(parts), 1) or isinstance(offset, dict) or offset < (parts[part].start if parts else 0):
             raise ValueError(f"data set {self.name!r}: the position is in a file that is not in the {split} split")
         if position["batch"] >= num_batches:
             raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a buffer")
@@ -215,14 +220,17 @@ class LogReader:
 
     def batches(
         self, options: OpenOptions, encode: Callable[[Any], Rows], keys: tuple[str, ...], buffer_rows: int,
-        seeds: tuple[int, ...] | None, position: Position, report: ReadReport,
+        seeds: tuple[int, ...] | None, report: ReadReport, stopped: threading.Event,
     ) -> Iterator[PositionedBatch]:  # fmt: skip
-        """Yield the batches of one stream from a position on; after the last one, the report of all rows. `seeds`
+        """Yield the batches from a position on, then the report of all rows; `stopped` ends a wait for rows. `seeds`
         permute the shuffle buffers, unless None; `report` has the rows before the position, and bad rows left out."""
+        position = options.position or {}
 
         def add_reports(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
             nonlocal report
             for block in blocks:
+                if stopped.is_set():
+                    return
                 report += block.report
                 yield block
 
@@ -248,13 +256,14 @@ class LogReader:
                     next_position = vars(next_start) | {"window": window, "batch": next_batch, "rows": rows}
                     yield PositionedBatch(batch, {"of": position["of"], **next_position}, replace(report, rows=rows))
                 first_batch = 0
-        if rows == 0 and options.shard == WHOLE:
+        if rows == 0 and options.shard == WHOLE and not stopped.is_set():
             skipped = f" ({report.skipped} bad rows were skipped)" if report.skipped else ""
             raise ValueError(f"data set {self.name!r}: there are no {options.split} rows{skipped}")
         yield PositionedBatch(None, {}, replace(report, rows=rows))  # counts bad rows after the last batch
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
-        parsed, part = self.source.parse(chunk), self.parts[split][chunk.part]
+        part = self.parts[split][chunk.part]
+        parsed = self.transform(self.source.parse(chunk), partial(self.source.location, part, chunk))
         row_numbers = parsed.lines if self.source.row_unit == 0 else np.arange(len(parsed.lines))
         # Count and describe the bad rows of the split, or raise at the first.
         counts: Counter[str] = Counter()

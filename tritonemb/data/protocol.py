@@ -24,7 +24,7 @@ Shard = tuple[int, int]
 """Index and count: one of `count` disjoint shards of a split's rows."""
 WHOLE: Shard = (0, 1)
 
-Position = dict[str, int]
+Position = dict[str, Any]
 """Resume point of a stream, JSON-serializable: pass it to `Data.open` with the arguments that opened the stream."""
 
 T = TypeVar("T")
@@ -379,7 +379,8 @@ def check_position(position: Position, fields: tuple[str, ...], stream_id: int, 
             "pass a value of `Stream.position`"
         )
     for entry, value in position.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        numbers = value.values() if entry == "offset" and isinstance(value, dict) else [value]  # of a stream
+        if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in numbers):
             raise ValueError(f"data set {name!r}: the position's {entry!r} is {value!r}, expected an int of 0 or more")
     if position["of"] != stream_id:
         raise ValueError(

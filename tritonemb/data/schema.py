@@ -213,6 +213,8 @@ class LogOptions(Options):
             `.csv.gz`, `.csv.zst`); other text files have Criteo's format.
         quoted_newlines: whether quoted fields may contain line ends; slower, as such files are split serially.
         list_separator: separator of the values of a list in a field of a CSV file; without it there are no lists.
+        follow: read Parquet files of a folder as a stream, in name order, and wait for more; a file _SUCCESS ends it.
+        transforms: functions on Arrow batches, MODULE:FUNCTION, called in this order before rows are encoded.
     """
 
     schema: Schema = field(default_factory=Schema)
@@ -224,6 +226,8 @@ class LogOptions(Options):
     delimiter: str = ""
     quoted_newlines: bool = False
     list_separator: str = ""
+    follow: bool = False
+    transforms: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -356,6 +356,8 @@ def _read_run(folder: Path) -> PlanInputs:
     if not run_folder.config.exists():
         raise ValueError(f"{folder} is not the folder of a run: it has no {run_folder.config.name}")
     config = read_toml(run_folder.config, TrainConfig())
+    if config.read.transforms:
+        raise ValueError(f"{folder} was trained with transforms, which plan does not run; pass --tables instead")
     data = open_data(config, RankGroup())
     _, tables = tables_in(build_model(replace(config, device="meta"), data.features, data.num_dense))
     return tables, collect_stats(data, tables, num_batches=_STATS_BATCHES), {}, config.batch_size

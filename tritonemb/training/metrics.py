@@ -112,6 +112,8 @@ def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
 
 def warn_of_repeated_rows(state: TrainState, max_test_rows: int = 1_000, max_train_rows: int = 100_000) -> str:
     """Return a warning if the first `max_test_rows` test rows all occur in the first `max_train_rows` training rows."""
+    if getattr(state.data, "is_stream", False):  # its first rows may be gone
+        return ""
     try:
         missing = set(first_rows(state, "test", max_test_rows))
         for num_rows, row in enumerate(first_rows(state, "train", min(max_train_rows, state.progress.samples)), 1):

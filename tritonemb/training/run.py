@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
@@ -51,8 +51,9 @@ Factory = Callable[[], nn.Module]
 
 
 def load_run(
-    path: str | Path, *, model: nn.Module | Factory | None = None, device: str = "cpu", servers: Servers | None = None
-) -> "Run":
+    path: str | Path, *, model: nn.Module | Factory | None = None, device: str = "cpu", servers: Servers | None = None,
+    transforms: Sequence[str] = (),
+) -> "Run":  # fmt: skip
     """Load the trained model of a run: its best checkpoint, or its newest if none is marked best.
 
     Args:
@@ -61,6 +62,7 @@ def load_run(
         device: device of the model.
         servers: embedding servers of the run, see `te.server.connect`; current rows are read from them. By default,
             rows that were on servers are read from the checkpoint into memory.
+        transforms: those that the run was trained with, since a checkpoint must not decide which code is run.
 
     Raises:
         FileNotFoundError, ValueError: the checkpoint is missing, damaged, or does not fit the model.
@@ -80,6 +82,10 @@ def load_run(
         values = {name: value for name, value in config.items() if name not in unused}
         values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
         options = replace(from_plain(values, TrainConfig(), str(path)), device=device)
+    recorded = [name for values in (reading, config) for name in (values.get("read") or {}).get("transforms", ())]
+    if unnamed := [name for name in recorded if name not in transforms]:
+        text = f"pass transforms={tuple(dict.fromkeys(recorded))} to load_run, or --transforms to a command"
+        raise ValueError(f"{path} was trained with the transform {unnamed[0]!r}, code that it must not select: {text}")
     kinds = manifest["run"].get("kinds", {})
     features = tuple(Feature(**entry | {"kind": kinds.get(entry["name"], "")}) for entry in reading.get("features", ()))
 
@@ -157,6 +163,8 @@ class Run:
         if isinstance(rows, Mapping):
             return float(self.predict([rows])[0])
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
+            if rows and self._log_options is not None and self._log_options.transforms:
+                return self.predict(pa.Table.from_pylist(rows), batch_size=batch_size)
             min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
             starts = range(0, len(rows), batch_size)
             batches = (self._encoder(rows[start : start + batch_size], start) for start in starts)
@@ -233,9 +241,11 @@ class Run:
     def _encoder(self) -> RequestEncoder:
         schema = self.schema or self._required_log_options.schema
         vocabulary = vocabulary_digest(schema)
-        if schema.log_transform is None and encoding_digest(schema, self.features, vocabulary) != self._encoding:
+        names = self._required_log_options.transforms
+        digest = partial(encoding_digest, features=self.features, vocabulary=vocabulary, transforms=names)
+        if schema.log_transform is None and digest(schema) != self._encoding:
             schema = replace(schema, log_transform=True, clamp_negative=True)  # defaults of old versions
-        self._check_encoding(encoding_digest(schema, self.features, vocabulary), "a row")
+        self._check_encoding(digest(schema), "a row")
         return RequestEncoder(schema, self.features, make_numberings(schema), self._from_text)
 
     @cached_property
@@ -300,6 +310,7 @@ class LoadOptions(Options):
     model: str | None = None
     batch_size: int = number(8192, least=1)
     device: str = "cpu"
+    transforms: tuple[str, ...] = ()
 
     def load(self) -> Run:
         """Load the run, with the model of MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
@@ -308,7 +319,7 @@ class LoadOptions(Options):
         except (ImportError, AttributeError, ValueError) as error:
             text = f"model must be MODULE:FUNCTION that builds a model, got {self.model!r} ({error})"
             raise ValueError(text) from error
-        return load_run(self.checkpoint, model=factory, device=self.device)
+        return load_run(self.checkpoint, model=factory, device=self.device, transforms=self.transforms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -325,6 +336,7 @@ class PredictOptions(LoadOptions):
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
         batch_size: maximum number of rows per batch.
         device: device of the model.
+        transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
     """
 
     data: str
@@ -370,6 +382,7 @@ class EvaluateOptions(LoadOptions):
         json: print the metrics as JSON.
         batch_size: maximum number of rows per batch.
         device: device of the model.
+        transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
     """
 
     data: str | None = None
