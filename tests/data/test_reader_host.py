@@ -131,9 +131,10 @@ def test_tls(certificate):
             RemoteData(host.address.replace("grpc+tls", "grpc"), token=host.token)
 
 
-HOST = """
+ROWS_OF_HOST = 200_000  # more than is on its way to a client
+HOST = f"""
 from tritonemb.data import ReaderHost, make_synthetic
-with ReaderHost(make_synthetic(50_000, 100), token="secret") as host:
+with ReaderHost(make_synthetic({ROWS_OF_HOST}, 100), token="secret") as host:
     print(host.address, flush=True)
     host.wait()
 print("ended", flush=True)
@@ -141,33 +142,77 @@ print("ended", flush=True)
 
 
 @pytest.mark.more
-def test_a_host_that_is_killed_is_named(tmp_path):
+def test_another_host_continues_for_one_that_is_killed(caplog):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     hosts = [
         subprocess.Popen([sys.executable, "-c", HOST], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
+    data, how = make_synthetic(ROWS_OF_HOST, 100), {"shuffle": True, "seed": 3}
     try:
         addresses = [host.stdout.readline().strip() for host in hosts]
         remote = RemoteData(addresses, token="secret")
-        first, second = (remote.open("train", 4, shard=(index, 2)) for index in range(2))
-        next(first)
-        next(second)
-        hosts[0].kill()
-        with pytest.raises(ConnectionError, match=f"{addresses[0]} does not answer"):
-            list(first)
-        with pytest.raises(ConnectionError, match=f"{addresses[0]} does not answer"):
-            remote.open("train", 4)
-        assert len(next(second)) == 4
-        second.close()
+        shard = {**how, "shard": (0, 2)}
+        with remote.open("train", 64, **shard) as stream, data.open("train", 64, **shard) as local:
+            read = [next(stream) for _ in range(20)]
+            hosts[0].kill()
+            hosts[0].wait()
+            read += stream
+            assert same(read, local)
+            assert (stream.position, stream.report) == (local.position, local.report)
+        assert f"{addresses[0]} does not answer" in caplog.text
+        assert "the next reader host continues shard 0" in caplog.text
+        # Ranks open their shards while a host is down, and so does a new trainer.
+        for late in (remote, RemoteData(addresses, token="secret")):
+            for rank in range(2):
+                with (
+                    open_shards(late, "train", 4096, rank, 2, 4, **how) as stream,
+                    open_shards(data, "train", 4096, rank, 2, 4, **how) as local,
+                ):
+                    assert same(stream, local)
+                    assert stream.position == local.position
         hosts[1].send_signal(signal.SIGTERM)
         assert hosts[1].communicate(timeout=DEADLINE)[0] == "ended\n"
         assert hosts[1].returncode == 0
+        with pytest.raises(ConnectionError, match="does not answer"):
+            remote.open("train", 4)
     finally:
         for host in hosts:
             host.kill()
             host.communicate()
     assert not running()
+
+
+@pytest.mark.parametrize("split", ["tsv-60/train", "memory-60/train"])
+@pytest.mark.parametrize("number", [0, 3])
+def test_a_stream_continues_at_another_host(bundle, split, number):
+    how = {"shuffle": True, "seed": 2}
+    with ReaderHost(bundle) as first, ReaderHost(bundle, token=first.token) as second:
+        remote = RemoteData([first.address, second.address], token=first.token)
+        with remote.open(split, 7, shard=(2, 3), **how) as stream, bundle.open(split, 7, shard=(2, 3), **how) as local:
+            first.close()
+            assert same(stream, local)
+        with remote.open(split, 4, **how) as stream, bundle.open(split, 4, **how) as local:
+            read = [next(stream) for _ in range(number)]
+            assert same([*read, *stream], local)
+            assert stream.report == local.report
+    assert not running()
+
+
+def test_a_host_that_comes_later_needs_the_same_data(served, caplog):
+    data, host = served
+    with ReaderHost(data, token="secret") as gone:
+        pass
+    remote = RemoteData([gone.address, host.address], token="secret")
+    assert f"{gone.address} does not answer" in caplog.text
+    assert same(remote.open("train", 64), data.open("train", 64))
+    with (
+        ReaderHost(Dataset("other", (), ROWS, ROWS), gone.address, token="secret"),
+        pytest.raises(ValueError, match="have different data"),
+    ):
+        remote.open("train", 64)
+    with ReaderHost(data, gone.address, token="secret"):
+        assert same(remote.open("train", 64), data.open("train", 64))
 
 
 def test_closing_a_host_ends_its_streams():

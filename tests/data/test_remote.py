@@ -9,7 +9,16 @@ moto = pytest.importorskip("moto.server")
 boto3 = pytest.importorskip("boto3")
 
 from tests.data.logs import line, options, random_lines, rows_of, same, write  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
+from tritonemb.data import (  # noqa: E402
+    ClickLog,
+    ReaderHost,
+    RemoteData,
+    SplitRule,
+    convert,
+    open_dataset,
+    open_for_scoring,
+    open_shards,
+)
 from tritonemb.data.files import find_files  # noqa: E402
 
 
@@ -108,3 +117,16 @@ def test_file_systems_of_fsspec(tmp_path):
     memory.pipe("/logs/train.txt", path.read_bytes())
     logs = [ClickLog(source, options()) for source in ("memory://logs/train.txt", path)]
     assert same(*(log.open("train", 16, shuffle=True) for log in logs))
+
+
+def test_reader_hosts_need_no_copies_of_the_files():
+    pytest.importorskip("pyarrow.flight")
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    path = "/readers/train.txt"
+    memory.pipe(path, b"".join(line + b"\n" for line in random_lines(80)))
+    log = ClickLog(f"memory:/{path}", options())
+    with ReaderHost(log) as first, ReaderHost(ClickLog(log.files[0], options()), token=first.token) as second:
+        remote = RemoteData([first.address, second.address], token=first.token)
+        for rank in range(2):
+            with open_shards(remote, "train", 8, rank, 2) as stream, open_shards(log, "train", 8, rank, 2) as local:
+                assert same(stream, local)

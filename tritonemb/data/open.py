@@ -1,11 +1,12 @@
 """Open a data set by its name, its path or the reader hosts that serve it; reader hosts: machines that read data for
 trainers on other machines, over Arrow Flight."""
 
+import logging
 import os
 import secrets
 import signal
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
@@ -25,6 +26,8 @@ from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch,
 from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.flight import ROOTS, SCHEMES, TOKEN, Client, Message, start_server
 from tritonemb.utils import Closeable, did_you_mean
+
+_log = logging.getLogger(__name__)
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
 ALIASES = {"criteo": "criteo-kaggle"}
@@ -110,7 +113,7 @@ def open_for_scoring(
     trained_kinds = {feature.name: feature.kind for feature in features}
     kinds = dict.fromkeys(log.schema.integers, "integers") | {k: kind for k, kind in trained_kinds.items() if kind}
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
-    log = replace(log, schema=schema, split=ALL_ROWS)
+    log = replace(log, schema=schema, split=ALL_ROWS, follow=False)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
     click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns).read_as(trained_kinds)
     if len(click_log.features) != len(features):
@@ -161,6 +164,7 @@ def _handle_request(data: Data, stop_event: threading.Event, request: dict[str, 
     if (action := request.pop("action")) == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
+        values["is_stream"] = getattr(data, "is_stream", False)
         yield values | {"features": [astuple(feature) for feature in data.features]}, b""
     elif action == "rows":
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
@@ -174,8 +178,9 @@ def _handle_request(data: Data, stop_event: threading.Event, request: dict[str, 
 
 
 class RemoteData(TablesMixin):
-    """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. Raise ConnectionError if a host
-    does not answer, PermissionError for a wrong token, ValueError for invalid addresses or different data.
+    """Data set read by reader hosts: a `Data` for `te.Trainer` and for custom loops. If a host fails, the next one
+    continues its shards at their positions: batches are the same. Raise ConnectionError if none answers,
+    PermissionError for a wrong token, ValueError for invalid addresses or different data.
 
     Args:
         addresses: addresses of hosts with the same data; host `i % len(addresses)` reads shard i.
@@ -190,15 +195,16 @@ class RemoteData(TablesMixin):
         if not self._addresses:
             raise ValueError("expected the address of a reader host, got none")
         self._token, self._roots = token or os.environ.get(TOKEN, ""), roots or os.environ.get(ROOTS)
-        description, *descriptions = (self._client(index).call("describe") for index in range(len(self._addresses)))
-        for address, other_description in zip(self._addresses[1:], descriptions, strict=True):
-            if other_description != description:
-                raise ValueError(f"the reader hosts {self._addresses[0]} and {address} have different data")
+        self._description = description = dict[str, Any]()
+        self.num_hosts = len(self._addresses)
+        for number in range(self.num_hosts):
+            self.ask(lambda client: None, number)
         self.name, self.encoding = str(description["name"]), str(description["encoding"])
         self.features = tuple(Feature(*feature) for feature in description["features"])
         self.num_dense: int = description["num_dense"]
         self.contents: dict[str, str] = description.get("contents", {})
         self.best_auc: float | None = description["best_auc"]
+        self.is_stream: bool = description.get("is_stream", False)
         self._splits: tuple[Split, ...] = tuple(description["splits"])
 
     def splits(self) -> tuple[Split, ...]:
@@ -207,24 +213,61 @@ class RemoteData(TablesMixin):
 
     def num_rows(self, split: Split) -> int | None:
         """Return the number of rows of a split; None if unknown to the host before it has read the split."""
-        return self._client(0).call("rows", {"split": split})["rows"]
+        return self.ask(lambda client: client.call("rows", {"split": split})["rows"])
 
     def estimated_rows(self, split: Split) -> int | None:
         """Estimate the number of rows of a split; None if that is impossible."""
-        return self._client(0).call("rows", {"split": split})["estimated"]
+        return self.ask(lambda client: client.call("rows", {"split": split})["estimated"])
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
-        """Open a split; see `tritonemb.data.protocol.Data.open`. Batches and positions are those of the host's data
-        set; its errors are raised as built-in types. Raise ConnectionError, also in `next`, if it does not answer."""
-        request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **kwargs))
+        """Open a split; see `tritonemb.data.protocol.Data.open`. Batches and positions are those of the hosts' data
+        set; their errors are raised as built-in types. Raise ConnectionError, also in `next`, if no host answers."""
+        return _RemoteStream(self, OpenOptions(split, batch_size, **kwargs))
+
+    def ask(self, request: Callable[[Client], Any], first: int = 0) -> Any:
+        """Return the result of a request to host number `first`, or the next one that answers."""
+        last = first + self.num_hosts
+        while True:
+            client = Client(self._addresses[first % self.num_hosts], self._token, self._roots)
+            try:
+                description = client.call("describe")
+                self._description.update({} if self._description else description)
+                if description != self._description:
+                    raise ValueError(f"the reader hosts {self._addresses[0]} and {client.address} have different data")
+                return request(client)
+            except ConnectionError as error:
+                if (first := first + 1) == last:
+                    raise
+                _log.warning("%s; the next reader host takes its place", error)
+
+
+class _RemoteStream(Stream):
+    """Stream of one host, and if that fails of the next one, from the same position on."""
+
+    def __init__(self, data: RemoteData, options: OpenOptions) -> None:
+        self._data, self._options, self.position, self._failures = data, options, options.position or {}, 0
+        data.ask(self._open, options.shard[0])
+
+    def _open(self, client: Client) -> None:
+        request = {"action": "open"} | asdict(replace(self._options, position=self.position or None))
         pin_memory = request.pop("pin_memory")
-        messages, cancel = self._client(request["shard"][0]).stream(request)
+        messages, cancel = client.stream(request)
         items = _to_items(messages, pin_memory)
         first = next(items)
-        return Stream(items, first.position, first.report, on_stop=cancel)
+        super().__init__(items, first.position, first.report, on_stop=cancel)
 
-    def _client(self, shard: int) -> Client:
-        return Client(self._addresses[shard % len(self._addresses)], self._token, self._roots)
+    def __next__(self) -> Batch:
+        try:
+            batch = super().__next__()
+        except ConnectionError as error:
+            self._failures += 1  # since the last batch
+            if self._failures > self._data.num_hosts:
+                raise
+            _log.warning("%s; the next reader host continues shard %d", error, self._options.shard[0])
+            self._data.ask(self._open, self._options.shard[0] + self._failures)
+            return next(self)
+        self._failures = 0
+        return batch
 
 
 def _to_message(item: PositionedBatch) -> Message:
