@@ -121,6 +121,8 @@ def bench_step(kind: str, race: Any) -> None:
         Trained("host", states="host"),
         Trained("disk", states="disk", budget="150MB"),
         Trained("params", params="disk", states="disk", budget="250MB"),
+        Trained("gradients on host", states="host", grads="host"),
+        Trained("gradients on disk", states="host", grads="disk", budget="1GB"),
     ]
     x = torch.randn(SAMPLES[kind], DIM)
     try:
@@ -142,7 +144,9 @@ def bench_step(kind: str, race: Any) -> None:
         write, read = (
             SPAN_BYTES / median(seconds(lambda m=m: move(m)) for _ in range(9)) for m in (os.pwritev, os.preadv)
         )
-    for each, timing in list(zip(kinds, whole, strict=True))[2:]:
+    for each, timing in zip(kinds, whole, strict=True):
+        if not any(each.moved):
+            continue
         floor = 1000 * max(median(kinds[0].whole[2:]), each.moved[0] / read + each.moved[1] / write)
         case = f"{shape}, {each.name}: {each.moved[0] >> 20} MiB read, {each.moved[1] >> 20} MiB written a step"
         race.target("offload step", case, f"{each.name} / floor", timing.percentile(50) / floor, most=1.15)
