@@ -90,8 +90,9 @@ def ordered_map(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads:
     try:
         for chunk in prefetched:
             results.append(pool.submit(job, chunk))
+            limit = 2 * num_threads if len(chunk.rows) else 0  # a stream without rows hands over those it had
             del chunk  # free it while the next one is read
-            if len(results) > 2 * num_threads or results[0].done():
+            while len(results) > limit:
                 yield results.popleft().result()
         while results:
             yield results.popleft().result()

@@ -60,7 +60,7 @@ class StreamSource(ArrowSource):
         return super().shard(parts, shard) if parts[0].file else (Part(0, stripes=shard),)
 
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
-        location = f"{self.files[0].path} at {chunk.offset or 'its beginning'}, row {line + 1}"
+        location = f"{self.files[0].path} at {chunk.offset}, row {line + 1}"
         return super().location(part, chunk, line) if part.file else location
 
 
@@ -70,11 +70,10 @@ class FolderStream:
 
     def __init__(self, path: str | Path) -> None:
         self.path = display_path(path)
-        self.path = self.path.resolve() if isinstance(self.path, Path) else self.path
         self._system, self._folder = resolve_path(path)
 
     def read(self, offsets: Offsets, shard: Shard, columns: Sequence[str]) -> Iterator[tuple[Offsets, Any]]:
-        """See `RowStream.read`. The offset is that of a row in a file."""
+        """See `RowStream.read`. Offsets: a file, and a row in it."""
         name, row = next(iter(offsets.items()), ("", 0))
         has_end, files = self._list()
         if name and name not in files:
