@@ -3,15 +3,17 @@
 The peer is what one writes with PyTorch's operators over a map of all rows to slots; allocating has none. Batches have
 production's reuse of ids, and the cache a tenth of the rows, those of earlier batches.
 
-"row moves": rows with their optimizer's state from one tensor to another, as a cache's fetch and write back do it,
-against `index_select` and `index_copy_`, a tensor at a time. On a GPU rows also come from pinned host memory, where the
-peer gathers on the host and sends what it has gathered; the copy is then from host memory too.
+"row moves": rows with their optimizer's state from one tensor to another, as a cache's fetch and write back do it, of
+one table or of 26 with very different numbers of rows, against `index_select` and `index_copy_`, a tensor at a time. On
+a GPU rows also come from pinned host memory, where the peer gathers on the host and sends what it has gathered; the
+copy is then from host memory too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,11 +38,12 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
         run = partial(make_on_directory, make, workload)
         yield Case(f"row cache {op}", f"{rows}, 10% in the cache", run)
     num_moves = 8 if tiny else 16384
-    for dim in (64, 128, 256):
-        shape = f"rows {num_moves:,} D{dim}"
-        yield Case("row moves", shape, partial(make_moves, num_moves, dim, False))
+    skewed = [max(1, num_moves >> table // 2) for table in range(2, 28)]
+    for dim, sizes in ((64, [num_moves]), (128, [num_moves]), (256, [num_moves]), (64, skewed)):
+        shape = f"{'' if len(sizes) == 1 else f'T{len(sizes)} '}rows {sum(sizes):,} D{dim}"
+        yield Case("row moves", shape, partial(make_moves, sizes, dim, False))
         if device.type == "cuda" or tiny:
-            yield Case("row moves from host memory", shape, partial(make_moves, num_moves, dim, True))
+            yield Case("row moves from host memory", shape, partial(make_moves, sizes, dim, True))
 
 
 class Directory:
@@ -144,33 +147,36 @@ def bench_row_cache(case: Case, measure_case: Callable[[Case], None]) -> None:
     measure_case(case)
 
 
-def make_moves(num_moves: int, dim: int, from_host: bool, clock: Clock) -> list[Contender]:
-    """From random rows of a home of 12 times as many to random rows of a cache of twice as many."""
-    device = clock.device
+def make_moves(sizes: Sequence[int], dim: int, from_host: bool, clock: Clock) -> list[Contender]:
+    """Rows per table: from random rows of a home of 12 times as many to random rows of a cache of twice as many."""
+    device, host = clock.device, torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
-    from_rows = torch.randperm(12 * num_moves, generator=generator)[:num_moves]
-    to_rows = torch.randperm(2 * num_moves, generator=generator)[:num_moves].to(device)
-    home = [torch.randn(12 * num_moves, dim, generator=generator), torch.randn(12 * num_moves, generator=generator)]
-    host = torch.device("cpu")
+    from_rows, to_rows = (
+        [torch.randperm(factor * size, generator=generator)[:size] for size in sizes] for factor in (12, 2)
+    )
+    # The weight and the state of each table.
+    shapes = [shape for size in sizes for shape in ((12 * size, dim), (12 * size,))]
+    home = [torch.randn(shape, generator=generator) for shape in shapes]
     home = [part.pin_memory() if from_host and device != host else part.to(device) for part in home]
-    cache = [torch.zeros(2 * num_moves, *part.shape[1:], device=device) for part in home]
-    where = from_rows.to(home[0].device)
-    from_rows = from_rows.to(device)
+    cache = [torch.zeros(part.shape[0] // 6, *part.shape[1:], device=device) for part in home]
+    tables = [table for table in range(len(sizes)) for _ in range(2)]
+    where, to = [rows.to(home[0].device) for rows in from_rows], [rows.to(device) for rows in to_rows]
+    moves = [torch.cat(rows).to(device) for rows in (to_rows, from_rows)]
+    starts = torch.tensor([0, *accumulate(sizes)], device=device)
 
     def by_torch() -> list[Tensor]:
-        for to, part in zip(cache, home, strict=True):
-            to.index_copy_(0, to_rows, part.index_select(0, where).to(device, non_blocking=True))
+        for target, part, table in zip(cache, home, tables, strict=True):
+            target.index_copy_(0, to[table], part.index_select(0, where[table]).to(device, non_blocking=True))
         return cache
 
     def ours() -> list[Tensor]:
-        ops.move_rows_(cache, home, to_rows, from_rows)
+        ops.move_rows_(cache, home, *moves, starts, tables)
         return cache
 
     def erase(_: int) -> None:
-        for part in cache:
-            part.zero_()
+        torch._foreach_zero_(cache)
 
-    num_bytes = num_moves * (2 * 4 * (dim + 1) + 2 * 8)
+    num_bytes = sum(sizes) * (2 * 4 * (dim + 1) + 2 * 8)
     expected = [part.clone() for part in by_torch()]
     runs = {OURS: ours, "torch": by_torch}
     return contenders(runs, num_bytes, device, equal(*expected), erase, host if from_host else None)

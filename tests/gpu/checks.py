@@ -30,7 +30,7 @@ CORE = (
     "forward-dim128", "forward-none", "sample_weights-mean", "group-int64", "update-row_wise_adagrad",
     "update-adam", "update-bfloat16-stochastic", "row_gradients-dim128", "padding-int64", "interaction-26x128-bfloat16",
     "cross-3456-float32", "exchange-fp8_e4m3", "exchange-int8", "jagged-int64", "row_cache-lru-several",
-    "move_rows-mixed", "initial-dim128-named", "dynamic_index-several",
+    "move_rows-tables", "initial-dim128-named", "dynamic_index-several",
 )  # fmt: skip
 CPU = torch.device("cpu")
 SUMS = ("sample_weights", "interaction", "cross")  # sums of products, which no order is promised for

@@ -253,13 +253,15 @@ def several_indexes(
     return [rows, counts, *weights, *states, load("dynamic_find_", _kernels)(indexes, values, bounds, of_key)[0]]
 
 
-def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> list[Tensor]:
-    """Pairs of these dtypes, widths and numbers of elements between rows."""
+def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]], tables: Sequence[int] = ()) -> list[Tensor]:
+    """Pairs of these dtypes, widths and numbers of elements between rows, of tables of 40 moves together."""
     tensors = []
     for rows in (40, 60):
         made = [torch.randint(100, (rows, width + gap)).to(_device, dtype)[:, :width] for dtype, width, gap in rows_of]
         tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in made])
-    load("move_rows_", _kernels)(*tensors, torch.arange(40, device=_device), torch.arange(40, device=_device) - 1)
+    rows = torch.arange(40, device=_device)
+    starts = torch.tensor([0, 3, 40, 40], device=_device) if tables else None
+    load("move_rows_", _kernels)(*tensors, rows, rows - 1, starts, tables)
     return tensors[0]
 
 
@@ -465,6 +467,8 @@ def row_cache_cases() -> Iterator[Case]:
     }
     for name, rows_of in kinds.items():
         yield Case(f"move_rows-{name}", functools.partial(move_rows, rows_of), True)
+    tables = functools.partial(move_rows, [*kinds["mixed"], *kinds["longer"], *kinds["odd"]], [0, 0, 2, 1, 1, 2])
+    yield Case("move_rows-tables", tables, True)
 
 
 def dynamic_cases() -> Iterator[Case]:

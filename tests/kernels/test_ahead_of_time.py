@@ -109,7 +109,7 @@ EVERYWHERE = {
     "sample_weights-mean", "group-int64", "group-beyond-int32", "update-sgd", "update-row_wise_adagrad", "update-adam",
     "update-own-steps-adam-float32", "row_gradients-dim128", "padding-int64", "interaction-26x128-float32",
     "interaction-26x128-bfloat16", "cross-3456-bfloat16", "exchange-fp16", "exchange-fp8_e4m3", "exchange-int8",
-    "jagged-int64", "row_cache-lru-several", "row_cache-lfu-several", "move_rows-wide", "move_rows-mixed",
+    "jagged-int64", "row_cache-lru-several", "row_cache-lfu-several", "move_rows-wide", "move_rows-tables",
     "dynamic_index-several", "initial-dim128-named",
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import pytest
@@ -336,32 +337,47 @@ def moves(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
     return to, source
 
 
-def check_moves(
-    kernels: str, pairs: list[Pair], to: Tensor, source: Tensor, device: torch.device | str = "cpu"
-) -> None:
-    expected = [pair.on("cpu") for pair in pairs]
-    for pair in expected:
-        for to_row, from_row in zip(to.tolist(), source.tolist(), strict=True):
+class TableMoves(NamedTuple):
+    """Moves of several tables, and pairs with the table of each."""
+
+    moves: list[tuple[Tensor, Tensor]]
+    pairs: list[Pair]
+    tables: list[int]
+
+
+@st.composite
+def table_moves(draw: st.DrawFn) -> TableMoves:
+    by_table, pairs = draw(st.lists(moves(), min_size=1, max_size=5)), draw(st.lists(pairs_of(), max_size=6))
+    return TableMoves(by_table, pairs, [draw(st.integers(0, len(by_table) - 1)) for _ in pairs])
+
+
+def check_moves(kernels: str, problem: TableMoves, device: torch.device | str = "cpu") -> None:
+    expected = [pair.on("cpu") for pair in problem.pairs]
+    for pair, table in zip(expected, problem.tables, strict=True):
+        for to_row, from_row in zip(*(rows.tolist() for rows in problem.moves[table]), strict=True):
             if to_row >= 0 and from_row >= 0:
                 pair.to[to_row] = pair.source[from_row]
-    actual = [pair.on(device) for pair in pairs]
+    actual = [pair.on(device) for pair in problem.pairs]
+    to, source = (torch.cat(rows).to(device) for rows in zip(*problem.moves, strict=True))
+    starts = torch.tensor([0, *accumulate(len(rows) for rows, _ in problem.moves)], device=device)
+    of_table = (starts, problem.tables) if len(problem.moves) > 1 else ()
     move = served(kernels, "row_cache", "move_rows_")
-    move([pair.to for pair in actual], [pair.source for pair in actual], to.to(device), source.to(device))
+    move([pair.to for pair in actual], [pair.source for pair in actual], to, source, *of_table)
     for mine, theirs in zip(actual, expected, strict=True):
         assert torch.equal(mine.to_memory.cpu(), theirs.to_memory)  # what lies between rows too
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-@given(st.lists(pairs_of(), max_size=4), moves())
-def test_rows_move_bit_for_bit(kernels, pairs, rows):
-    check_moves(kernels, pairs, *rows)
+@given(table_moves())
+def test_rows_move_bit_for_bit(kernels, problem):
+    check_moves(kernels, problem)
 
 
 @pytest.mark.triton
 @settings(max_examples=20)
-@given(st.lists(pairs_of(), max_size=4), moves())
-def test_triton_moves_rows_bit_for_bit(device, pairs, rows):
-    check_moves("triton", pairs, *rows, device)
+@given(table_moves())
+def test_triton_moves_rows_bit_for_bit(device, problem):
+    check_moves("triton", problem, device)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
@@ -375,6 +391,22 @@ def test_many_rows_move_on_any_number_of_threads(num_threads):
     expected[to_rows[moved]] = source[from_rows[moved]]
     assert torch.equal(to, expected)
     assert torch.equal(state, expected[:, 3])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_moves_of_unequal_tables_are_all_done(num_threads):
+    """By whichever thread, however many bytes a table has of all."""
+    torch.set_num_threads(num_threads)
+    sizes, widths = [0, 1, 3_000, 0, 1, 700, 1], [8, 300, 5, 16, 1, 64, 3]
+    rows = [torch.randperm(size) for size in sizes]
+    sources = [torch.randn(size + 2, width) for size, width in zip(sizes, widths, strict=True)]
+    targets = [torch.zeros_like(source) for source in sources for _ in range(2)]
+    starts, tables = torch.tensor([0, *accumulate(sizes)]), [table for table in range(len(sizes)) for _ in range(2)]
+    move = served("cpu", "row_cache", "move_rows_")
+    move(targets, [sources[table] for table in tables], torch.cat(rows), torch.cat(rows), starts, tables)
+    for target, table in zip(targets, tables, strict=True):
+        assert torch.equal(target[: sizes[table]], sources[table][: sizes[table]])
+        assert not target[sizes[table] :].any()
 
 
 @pytest.mark.triton

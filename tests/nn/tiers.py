@@ -123,7 +123,7 @@ def stored(collection: TableCollection) -> dict[str, torch.Tensor]:
     found = {}
     for index, table in enumerate(collection.cache.tables):
         if table is not None and isinstance(table.store, HostRows):
-            found |= {f"{index}.{name}": tensor.clone() for name, tensor in table.store.fields().items()}
+            found |= {f"{index}.{name}": tensor.clone() for name, tensor in table.store.fields.items()}
         elif table is not None:
             num_rows = table.config.num_embeddings
             found[f"{index}"] = torch.zeros(num_rows, table.record.num_bytes, dtype=torch.uint8)

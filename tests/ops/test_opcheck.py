@@ -319,8 +319,9 @@ class TestOpcheck:
 
     def test_move_rows_(self):
         to, sources = [torch.zeros(4, 3), torch.zeros(4)], [torch.randn(5, 3), torch.randn(5)]
-        args = (to, sources, torch.tensor([0, 3, -1]), torch.tensor([4, 4, 2]))
-        torch.library.opcheck(OPS.move_rows_.default, args)
+        moves = torch.tensor([0, 3, -1]), torch.tensor([4, 4, 2])
+        for of_table in ((None, []), (torch.tensor([0, 1, 3]), [1, 0])):
+            torch.library.opcheck(OPS.move_rows_.default, (to, sources, *moves, *of_table))
 
 
 def test_exchanges_are_ordered_by_tensors_of_one_device():

@@ -134,9 +134,16 @@ def test_caches_that_cannot_be_are_refused():
 
 
 def test_moves_that_cannot_be_are_refused():
-    to, source, rows = torch.zeros(4, 3), torch.ones(5, 3), torch.tensor([0, 3])
+    to, source, rows, starts = torch.zeros(4, 3), torch.ones(5, 3), torch.tensor([0, 3]), torch.tensor([0, 1, 2])
     for error, match, args in (
         (ValueError, "must be pairs, got 2 and 1", ([to, to], [source], rows, rows)),
+        (ValueError, "must be pairs, got 1 and 1, and 2 tables", ([to], [source], rows, rows, starts, [0, 1])),
+        (ValueError, r"numbers of the 2 tables, got \[2\]", ([to], [source], rows, rows, starts, [2])),
+        (ValueError, r"numbers of the 1 tables, got \[1\]", ([to], [source], rows, rows, None, [1])),
+        (TypeError, "starts must be torch.int64", ([to], [source], rows, rows, starts.int(), [0])),
+        (ValueError, r"starts must have shape \(2,\)", ([to], [source], rows, rows, starts[:0], [0])),
+        (ValueError, r"from 0 to the number of moves, 2, got \[0, 1\]", ([to], [source], rows, rows, starts[:2], [0])),
+        (ValueError, r"got \[0, 3, 2\]", ([to], [source], rows, rows, torch.tensor([0, 3, 2]), [0])),
         (TypeError, "one dtype of 1, 2, 4 or 8 bytes, got torch.float32 and", ([to], [source.half()], rows, rows)),
         (TypeError, "complex128", ([to.to(torch.complex128)], [source.to(torch.complex128)], rows, rows)),
         (ValueError, r"rows of one width, got shapes \(4, 3\) and \(5, 2\)", ([to], [source[:, :2]], rows, rows)),
@@ -156,6 +163,12 @@ def test_the_cpu_kernel_refuses_rows_that_there_are_not():
     from tritonemb.kernels.cpu.row_cache import move_rows_
 
     to = torch.zeros(4, 3)
-    with pytest.raises(ValueError, match="move 1 goes from row 5 to row 3, but the shortest source has 5 rows"):
-        move_rows_([to], [torch.ones(5, 3)], torch.tensor([0, 3, -1]), torch.tensor([1, 5, 9]))
+    source, to_rows, from_rows = torch.ones(5, 3), torch.tensor([0, 3, -1]), torch.tensor([1, 5, 9])
+    with pytest.raises(ValueError, match=r"move 1 goes from row 5 to row 3, but sources\[0\] has 5 rows and d"):
+        move_rows_([to], [source], to_rows, from_rows)
+    starts, longer = torch.tensor([0, 1, 3]), torch.ones(6, 3)
+    with pytest.raises(ValueError, match=r"move 1 .* but sources\[2\] has 5 rows and destinations\[2\] 4;"):
+        move_rows_([to, to, to], [source, longer, source], to_rows, from_rows, starts, [0, 1, 1])
     assert (to == 0).all()
+    move_rows_([to], [longer], to_rows, from_rows, starts, [1])
+    assert to.sum(1).tolist() == [0, 0, 0, 3]

@@ -30,10 +30,10 @@ def test_initial_values_come_in_parts_and_fields_are_the_table(monkeypatch):
 
     store = HostRows(25, record, fill)
     assert asked == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
-    fields = store.fields()
+    fields = store.fields
     assert fields["weight"][:, 3].tolist() == list(range(25))
     fields["exp_avg"][7] = 2.5
-    assert store.fields()["exp_avg"][[3, 7]].mean(1).tolist() == [0, 2.5]
+    assert store.fields["exp_avg"][[3, 7]].mean(1).tolist() == [0, 2.5]
 
 
 def test_it_refuses_what_it_cannot_do():
@@ -62,7 +62,7 @@ GPU = torch.device("cuda", 1)
 def test_pinned_rows_take_their_own_bytes_until_nothing_refers_to_them(cudart):
     """PyTorch's allocator would pin the next power of two."""
     store = HostRows(3000, plain_record(12), initial, GPU)
-    weight = store.fields()["weight"]
+    weight = store.fields["weight"]
     address = weight.data_ptr()
     assert address % mmap.PAGESIZE == 0
     assert cudart.asked == [("device", GPU), ("wait", GPU), ("register", address, 36_000, 3)]

@@ -35,7 +35,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def new_contexts(monkeypatch):
-    monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())
+    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
 
 
 def check(rows: SnapshotReader) -> None:
@@ -49,9 +49,9 @@ def open_table(path: Path) -> DiskRows:
     return DiskRows.open(path, identity(NUM_ROWS, NUM_BYTES), initial)
 
 
-def free_contexts() -> list[aio.IoContext | None]:
+def free_contexts() -> list[aio.IoContext]:
     """Those that nobody has."""
-    pool = aio._free_contexts
+    pool = aio.free_contexts
     found = [pool.get() for _ in range(pool.qsize())]
     for context in found:
         pool.put(context)
@@ -230,7 +230,7 @@ def test_an_interrupt_when_the_kernel_has_told_what_has_ended(saved, monkeypatch
         with pytest.raises(Stop):
             check(rows)
         assert len(free_contexts()) == aio.NUM_CONTEXTS
-        assert {context._queue._in_flight for context in free_contexts() if context is not None} == {0}
+        assert {context._queue._in_flight for context in free_contexts()} == {0}
         check(rows)
 
 
@@ -322,7 +322,7 @@ def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved,
         return real(*arguments)
 
     monkeypatch.setattr(page_table, "PageTable", interrupted)
-    monkeypatch.setattr(aio, "raise_if_cancelled", lambda: None)
+    monkeypatch.setattr(page_table, "raise_if_cancelled", lambda: None)
     with pytest.raises(Stop) as caught:
         open_table(saved / "live")
     open_table(saved / "live").close()

@@ -22,13 +22,15 @@ written per row that gets a slot.
 **translate**: each position finds its group by a binary search and takes its slot.
 Bytes: `8 · N` filled, `4 · N` of order read, 8 written per position of a group.
 
-**move rows**: `destination[to_rows[i]] = source[from_rows[i]]`, as bytes, for any number of *pairs* of one row width. A
-program copies a tile of one pair's rows: 16 bytes per lane if all are aligned, else the largest unit that divides them.
+**move rows**: `destination[to_rows[i]] = source[from_rows[i]]`, as bytes, for any number of *pairs* of one row width.
+Moves are in the order of their tables. A program copies a tile of them, of one or several tables, for one pair of each:
+16 bytes per lane if the pair is aligned, else the largest unit that divides all other pairs.
 Bytes per pair and row: 16 of indices, and twice the row, once over the bus for pinned host memory (unified addressing).
 """
 
 import math
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 import torch
 from torch import Tensor
@@ -55,7 +57,8 @@ TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directo
 LOOK_UP_ROWS = 16  # per program of two warps: four loads of 16 bytes per lane
 ALLOCATE_SETS = 8  # per program of one warp: few, since all wait for the set with the most misses
 BLOCK = 1024  # entries per program
-TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, IS_WIDE, PAIR_SIZE = (tl.constexpr(n) for n in range(9))
+TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, UNIT_OF = (tl.constexpr(n) for n in range(8))
+PAIR_SIZE = tl.constexpr(8)
 WIDE_BYTES = 16
 WIDE_UNITS = 2048  # units of 8 bytes per program of four warps: eight loads of 16 bytes per lane
 NARROW_UNITS = 1024  # smaller units per program: eight loads per lane, each with its own address registers
@@ -202,36 +205,40 @@ def _rows(address, pitch, row, UNIT, ALIGN):
 
 @jit
 def _copy(pair, to_row, from_row, is_moved, UNIT, ALIGN, BLOCK):
+    """Copy the rows that are moved; `pair` points to the fields of each row's pair."""
     target = _rows(tl.load(pair + TO), tl.load(pair + TO_PITCH), to_row, UNIT, ALIGN)
     source = _rows(tl.load(pair + FROM), tl.load(pair + FROM_PITCH), from_row, UNIT, ALIGN)
     # The units per row are a multiple of those that a lane loads at once.
-    units = tl.multiple_of((tl.load(pair + ROW_BYTES) // UNIT).to(tl.int32), ALIGN // UNIT)
-    for first in range(0, units, BLOCK):
+    units = tl.where(is_moved, tl.load(pair + ROW_BYTES).to(tl.int32) // UNIT, 0)
+    units = tl.multiple_of(units, ALIGN // UNIT)
+    for first in range(0, tl.max(units, 0), BLOCK):
         column = first + tl.arange(0, BLOCK)
-        mask = is_moved[:, None] & (column[None, :] < units)
+        mask = column[None, :] < units[:, None]
         tl.store(target[:, None] + column[None, :], tl.load(source[:, None] + column[None, :], mask=mask), mask=mask)
 
 
 @jit(varying=["num_moves", "num_tiles"])
-def _move_kernel(pairs, to_rows, from_rows, num_moves, num_tiles, UNIT, BLOCK, WIDE_BLOCK, ALIGN, ROWS):
-    """Copy tile `program_id % num_tiles` of pair `program_id // num_tiles`. UNIT or WIDE_BLOCK 0: no such pair."""
+def _move_kernel(
+    pairs, starts, to_rows, from_rows, num_tables, num_moves, num_tiles, UNIT, BLOCK, WIDE_BLOCK, ALIGN, ROWS
+):
+    """Copy tile `program_id % num_tiles` of the moves for pair `program_id // num_tiles` of each table.
+
+    UNIT or WIDE_BLOCK 0: no such pair.
+    """
+    # Pair of each move; one without rows where the table has no such pair.
     program = tl.program_id(0)
-    pair = pairs + program // num_tiles * PAIR_SIZE
     move = (program % num_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    pair = pairs + (program // num_tiles * num_tables + last_at_most(starts, num_tables, move)) * PAIR_SIZE
     to_row = tl.load(to_rows + move, mask=move < num_moves, other=-1)
     from_row = tl.load(from_rows + move, mask=move < num_moves, other=-1)
     valid = (to_row >= 0) & (to_row < tl.load(pair + TO_ROWS))
     valid = valid & (from_row >= 0) & (from_row < tl.load(pair + FROM_ROWS))
     # Copy by the pair's unit; branches without a pair are not compiled.
-    if WIDE_BLOCK == 0:
-        _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
-    elif UNIT == 0:
-        _copy(pair, to_row, from_row, valid, 8, ALIGN, WIDE_BLOCK)
-    else:
-        if tl.load(pair + IS_WIDE) != 0:
-            _copy(pair, to_row, from_row, valid, 8, ALIGN, WIDE_BLOCK)
-        else:
-            _copy(pair, to_row, from_row, valid, UNIT, UNIT, BLOCK)
+    is_wide = tl.load(pair + UNIT_OF) > 8
+    if WIDE_BLOCK > 0:
+        _copy(pair, to_row, from_row, valid & is_wide, 8, ALIGN, WIDE_BLOCK)
+    if UNIT > 0:
+        _copy(pair, to_row, from_row, valid & (is_wide == 0), UNIT, UNIT, BLOCK)
 
 
 def _directory_args(directory: DirectoryTensors) -> tuple[Tensor, int]:
@@ -276,36 +283,48 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
-def pair_fields(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> list[list[int]]:
-    """Return the fields TO to ROW_BYTES of each pair: address, pitch and rows of each tensor, bytes per row."""
+def pair_fields(destinations: Sequence[Tensor], sources: Sequence[Tensor], tables: Sequence[int]) -> list[list[int]]:
+    """Return the fields TO to ROW_BYTES of each pair, and its table: address, pitch and rows of tensors, row bytes."""
     pairs = []
-    for pair in zip(destinations, sources, strict=True):
+    for *pair, table in zip(destinations, sources, tables or [0] * len(sources), strict=True):
         fields = [n for t in pair for n in (t.data_ptr(), t.stride(0) * t.element_size(), len(t))]
-        pairs.append([*fields, pair[0].element_size() * math.prod(pair[0].shape[1:])])
+        pairs.append([*fields, pair[0].element_size() * math.prod(pair[0].shape[1:]), table])
     return pairs
 
 
-def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+def move_rows_(
+    destinations: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    to_rows: Tensor,
+    from_rows: Tensor,
+    starts: Tensor | None = None,
+    tables: Sequence[int] = (),
+) -> None:
     """Copy all pairs in one launch. Arguments as in the reference.
 
     It is asynchronous: synchronize before freeing pinned host memory that it uses. Rows out of range are skipped.
     """
-    pairs = [pair for pair in pair_fields(destinations, sources) if pair[2] and pair[-1]]  # rows, bytes
-    num_moves = to_rows.numel()
+    num_tables = 1 if starts is None else starts.numel() - 1
+    by_table: list[list[list[int]]] = [[] for _ in range(num_tables)]
+    for *pair, table in pair_fields(destinations, sources, tables):
+        if pair[2] and pair[-1]:  # rows, bytes
+            # The largest unit of up to 16 bytes by which the pair can be copied.
+            by_table[table].append([*pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])])
+    num_moves, pairs = to_rows.numel(), list(chain(*by_table))
     if not pairs or num_moves == 0:
         return
-    # The largest unit of up to 16 bytes by which each pair can be copied.
-    pair_units = [(pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])) for pair in pairs]
-    wide_bytes = max((pair[-1] for pair, unit in pair_units if unit == WIDE_BYTES), default=0)
-    unit = math.gcd(*(unit for _, unit in pair_units if unit < WIDE_BYTES))
-    narrow_units = max((pair[-1] // unit for pair, pair_unit in pair_units if pair_unit < WIDE_BYTES), default=0)
+    wide_bytes = max((num_bytes for *_, num_bytes, unit in pairs if unit == WIDE_BYTES), default=0)
+    narrow = [(num_bytes, unit) for *_, num_bytes, unit in pairs if unit < WIDE_BYTES]
+    unit = math.gcd(*(unit for _, unit in narrow))
+    narrow_units = max((num_bytes // unit for num_bytes, _ in narrow), default=0)
     blocks = [min(MAX_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow_units, wide_bytes // 8)]
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
-    num_tiles = cdiv(num_moves, rows)
-    fields = [number for pair, unit in pair_units for number in (*pair, int(unit == WIDE_BYTES))]
-    args = on_device(fields, to_rows.device), to_rows, from_rows, num_moves, num_tiles
+    # Pairs of all tables, first those that are the first of their table; without rows where a table has fewer.
+    fields = chain(*chain(*zip_longest(*by_table, fillvalue=[0] * len(pairs[0]))))
+    num_tiles, max_pairs = cdiv(num_moves, rows), max(map(len, by_table))
+    args = on_device([*fields], to_rows.device), to_rows if starts is None else starts, to_rows, from_rows
     options = {"UNIT": unit, "BLOCK": blocks[0], "WIDE_BLOCK": blocks[1], "ALIGN": WIDE_BYTES if wide_bytes else 8}
-    launch(_move_kernel, (num_tiles * len(pairs),), *args, ROWS=rows, **options)
+    launch(_move_kernel, (num_tiles * max_pairs,), *args, num_tables, num_moves, num_tiles, ROWS=rows, **options)
 
 
 def set_of(rows: Tensor, num_sets: int) -> Tensor:
@@ -382,12 +401,17 @@ def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, 
 
 
 def move_rows_reference_(
-    destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor
+    destinations: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    to_rows: Tensor,
+    from_rows: Tensor,
+    starts: Tensor | None = None,
+    tables: Sequence[int] = (),
 ) -> None:
     """Copy pair by pair. Arguments as of `ops.row_cache.move_rows_`."""
-    valid = (to_rows >= 0) & (from_rows >= 0)
-    to_rows, from_rows = to_rows[valid], from_rows[valid]
-    for destination, source in zip(destinations, sources, strict=True):
-        integers = INTEGERS[source.element_size()]
-        moved = source.detach().view(integers)[from_rows.to(source.device)]
-        destination.detach().view(integers)[to_rows.to(destination.device)] = moved.to(destination.device)
+    bounds, tables = [0, to_rows.numel()] if starts is None else starts.tolist(), tables or [0] * len(sources)
+    for destination, source, table in zip(destinations, sources, tables, strict=True):
+        to, origin = (rows[bounds[table] : bounds[table + 1]] for rows in (to_rows, from_rows))
+        valid, integers = (to >= 0) & (origin >= 0), INTEGERS[source.element_size()]
+        moved = source.detach().view(integers)[origin[valid].to(source.device)]
+        destination.detach().view(integers)[to[valid].to(destination.device)] = moved.to(destination.device)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.memory import empty_pinned
-from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, PageFile, io_context
+from tritonemb.storage import aio
+from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, PageFile
 from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.utils import on_error
 
@@ -338,7 +339,8 @@ class DiskTier:
         segments = [slice(begin, min(begin + SEGMENT_BYTES, size)) for begin in range(0, size, SEGMENT_BYTES)]
         span.checksum, expected = None if write else span.checksum, span.checksum
         advice = "check the disk, and resume from a checkpoint"
-        with storage_errors(f"{self.path}: cannot {action} the swap file", advice), io_context() as context:
+        problem = f"{self.path}: cannot {action} the swap file"
+        with storage_errors(problem, advice), contextlib.closing(aio.free_contexts.get()) as context:
             try:
                 transfers = [context.submit(self._file, _extents(span, segment), write, array) for segment in segments]
                 for segment, transfer in zip(segments, transfers, strict=True):

@@ -64,8 +64,17 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return _translate(slots, starts, order, num_groups)
 
 
-def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+def move_rows_(
+    destinations: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    to_rows: Tensor,
+    from_rows: Tensor,
+    starts: Tensor | None = None,
+    tables: Sequence[int] = (),
+) -> None:
     """Copy `destination[to_rows[i]] = source[from_rows[i]]` for each pair of tensors, bit for bit.
+
+    A call moves rows of one table, or of `T` tables with `starts`; a pair's rows by the moves of its table.
 
     Args:
         destinations, sources: pairs of tensors of one dtype, of 1, 2, 4 or 8 bytes, and one row width: `[rows]` or
@@ -73,11 +82,46 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
             source, but a row may not. Tensors are on the device of the indices or, if that is a GPU, in pinned host
             memory, which must not be freed or changed before the GPU has completed the call. A row out of range is a
             ValueError on the CPU; on a GPU such moves are skipped, as that cannot be reported without synchronization.
-        to_rows, from_rows: int64 `[n]` on one device. Moves with a negative index are skipped; other `to_rows` are
-            distinct.
+        to_rows, from_rows: int64 `[n]` on one device. Moves with a negative index are skipped; other `to_rows` of a
+            table are distinct.
+        starts: int64 `[T + 1]` on that device, ascending from 0 to `n`, which a GPU does not check: the moves of table
+            `t` are `starts[t]` to `starts[t + 1] - 1`.
+        tables: table of each pair; 0 by default.
     """
-    _check_moves(destinations, sources, to_rows, from_rows)
-    _move(destinations, sources, to_rows, from_rows)
+    # Check the moves.
+    device, num_tables = to_rows.device, 1 if starts is None else starts.numel() - 1
+    _check_tensor("to_rows", to_rows, torch.int64, (to_rows.numel(),), device)
+    _check_tensor("from_rows", from_rows, torch.int64, (to_rows.numel(),), device)
+    if starts is not None:
+        _check_tensor("starts", starts, torch.int64, (max(num_tables, 1) + 1,), device)
+    if len(destinations) != len(sources) or len(tables or sources) != len(sources):
+        sizes = f"{len(destinations)} and {len(sources)}, and {len(tables)} tables"
+        raise ValueError(f"destinations and sources must be pairs, got {sizes}")
+    if tables and not 0 <= min(tables) <= max(tables) < num_tables:
+        raise ValueError(f"tables must be numbers of the {num_tables} tables, got {list(tables)}")
+    # Check the pairs.
+    for pair, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
+        if destination.dtype != source.dtype or source.element_size() > 8:
+            raise TypeError(
+                f"pair {pair} must have one dtype of 1, 2, 4 or 8 bytes, got {destination.dtype} and {source.dtype}"
+            )
+        if source.dim() not in (1, 2) or destination.shape[1:] != source.shape[1:]:
+            raise ValueError(
+                f"pair {pair} must be 1-D, or 2-D with rows of one width, got shapes {tuple(destination.shape)} and "
+                f"{tuple(source.shape)}"
+            )
+        for name, tensor in (("destinations", destination), ("sources", source)):
+            if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+                raise ValueError(f"{name}[{pair}] must have contiguous rows, got strides {tensor.stride()}")
+            pinned = tensor.device.type == "cpu" and device.type == "cuda" and tensor.is_pinned()
+            if tensor.device != device and not pinned:
+                raise ValueError(
+                    f"{name}[{pair}] must be on {device} like the rows, or in pinned host memory, got {tensor.device}"
+                )
+        width = destination.shape[1] if destination.dim() == 2 else 1
+        if destination.shape[0] > 1 and destination.stride(0) < width:
+            raise ValueError(f"destinations[{pair}] has overlapping rows: strides {destination.stride()}")
+    _move(destinations, sources, to_rows, from_rows, starts, tables)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -116,35 +160,6 @@ def _run(op: str, directory: DirectoryTensors, *args: Any) -> Any:
     return kernel(op, device)(directory, *args)
 
 
-def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    device = to_rows.device
-    _check_tensor("to_rows", to_rows, torch.int64, (to_rows.numel(),), device)
-    _check_tensor("from_rows", from_rows, torch.int64, (to_rows.numel(),), device)
-    if len(destinations) != len(sources):
-        raise ValueError(f"destinations and sources must be pairs, got {len(destinations)} and {len(sources)}")
-    for pair, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
-        if destination.dtype != source.dtype or source.element_size() > 8:
-            raise TypeError(
-                f"pair {pair} must have one dtype of 1, 2, 4 or 8 bytes, got {destination.dtype} and {source.dtype}"
-            )
-        if source.dim() not in (1, 2) or destination.shape[1:] != source.shape[1:]:
-            raise ValueError(
-                f"pair {pair} must be 1-D, or 2-D with rows of one width, got shapes {tuple(destination.shape)} and "
-                f"{tuple(source.shape)}"
-            )
-        for name, tensor in (("destinations", destination), ("sources", source)):
-            if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-                raise ValueError(f"{name}[{pair}] must have contiguous rows, got strides {tensor.stride()}")
-            pinned = tensor.device.type == "cpu" and device.type == "cuda" and tensor.is_pinned()
-            if tensor.device != device and not pinned:
-                raise ValueError(
-                    f"{name}[{pair}] must be on {device} like the rows, or in pinned host memory, got {tensor.device}"
-                )
-        width = destination.shape[1] if destination.dim() == 2 else 1
-        if destination.shape[0] > 1 and destination.stride(0) < width:
-            raise ValueError(f"destinations[{pair}] has overlapping rows: strides {destination.stride()}")
-
-
 SHARED_ARGUMENTS["*DirectoryTensors"] = (
     DirectoryTensors,
     "Tensor(a!)[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor tables, Tensor num_sets",
@@ -168,6 +183,7 @@ _translate = define(
 )
 _move = define(
     "move_rows_",
-    "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
+    "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows, Tensor? starts, int[] tables) "
+    "-> ()",
     lambda *_: None,
 )

@@ -16,15 +16,14 @@ import platform
 import queue
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tritonemb.memory import HUGE_PAGE
-from tritonemb.storage.store import raise_if_cancelled
 from tritonemb.storage.threads import shared_threads
 from tritonemb.utils import on_error
 
@@ -304,13 +303,23 @@ Transfer = Callable[[], None]  # waits for submitted extents; raises the ExtentE
 class IoContext:
     """An I/O buffer and a queue that moves extents between it and files. It serves one operation at a time.
 
+    An operation takes one, and waits until one is free: `with closing(aio.free_contexts.get()) as context`. Not in the
+    main thread, see `shielded`: a signal handler that raises there could lose the result of a system call.
+
     The buffer has two halves: the disk reads or writes one while the CPU works on the other.
     """
 
-    def __init__(self) -> None:
-        self.buffer = IoBuffer(2 * HALF_BYTES)
-        self._queue = make_queue()
+    def __init__(self, free: "queue.SimpleQueue[IoContext]") -> None:
+        self._free = free
         self._in_flight: list[Transfer] = []
+
+    @functools.cached_property
+    def buffer(self) -> IoBuffer:
+        return IoBuffer(2 * HALF_BYTES)
+
+    @functools.cached_property
+    def _queue(self) -> AioQueue | None:
+        return make_queue()
 
     def reserve(self, num_bytes: int) -> IoBuffer:
         """Return the buffer, with halves of at least this size. Its content may be lost."""
@@ -325,7 +334,6 @@ class IoContext:
         Uses asynchronous I/O for a file that is open for direct I/O, if the system has it, else the shared threads. The
         memory of the extents must not be touched until the transfer is done.
         """
-        raise_if_cancelled()
         memory, count = self.buffer.array if memory is None else memory, extents.sizes.size
         move = functools.partial(_move_remainder, file, memory, extents, write)
         if self._queue is not None and file.direct:
@@ -352,10 +360,12 @@ class IoContext:
         self._in_flight.remove(transfer)
         transfer()
 
-    def drain(self) -> None:
+    def close(self) -> None:
+        """Wait for the extents in flight, and let other operations use the context."""
         while self._in_flight:
             with suppress(ExtentError):  # the operation has failed already
                 self._in_flight.pop()()
+        self._free.put(self)
 
 
 def _move_remainder(
@@ -371,29 +381,12 @@ def _move_remainder(
         raise ExtentError(extent, error) from error
 
 
-def _make_contexts() -> queue.SimpleQueue[IoContext | None]:
-    free: queue.SimpleQueue[IoContext | None] = queue.SimpleQueue()
+def _make_contexts() -> queue.SimpleQueue[IoContext]:
+    free: queue.SimpleQueue[IoContext] = queue.SimpleQueue()
     for _ in range(NUM_CONTEXTS):
-        free.put(None)
+        free.put(IoContext(free))
     return free
 
 
-_free_contexts = _make_contexts()
-os.register_at_fork(after_in_child=lambda: globals().update(_free_contexts=_make_contexts()))
-
-
-@contextmanager
-def io_context() -> Iterator[IoContext]:
-    """Acquire an I/O context for the block; waits until one is free.
-
-    Not for the main thread, see `shielded`: a signal handler that raises there could lose the result of a system call.
-    """
-    free = _free_contexts
-    context = free.get()
-    try:
-        context = context or IoContext()
-        yield context
-    finally:
-        if context is not None:
-            context.drain()
-        free.put(context)
+free_contexts = _make_contexts()
+os.register_at_fork(after_in_child=lambda: globals().update(free_contexts=_make_contexts()))

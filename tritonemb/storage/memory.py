@@ -36,14 +36,12 @@ class HostRows:
                 f"memory for {num_rows:,} rows ({error}); place it on disk, or shard it over several hosts"
             ) from error
         self._bytes = rows.view(num_rows, record.num_bytes)
+        # Views of the fields of all rows, `[num_rows, size]` or `[num_rows]`; writes go to the store.
+        self.fields = record.views(self._bytes)
         step = max(1, FILL_BYTES // record.num_bytes)
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
             initializer(torch.arange(begin, end), self._bytes[begin:end])
-
-    def fields(self) -> dict[str, Tensor]:
-        """Return views of the fields of all rows, `[num_rows, size]` or `[num_rows]`; writes go to the store."""
-        return self.record.views(self._bytes)
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Copy rows, see `DiskRows.read`."""

@@ -6,6 +6,7 @@ Each page ends with a checksum: blocks are sealed when they are written, and che
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, pairwise
@@ -13,8 +14,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from tritonemb.storage.aio import HALF_BYTES, PAGE_BYTES, ExtentError, Extents, IoContext, PageFile, io_context, reserve
-from tritonemb.storage.store import StorageError, advice, cpu_kernels
+from tritonemb.storage import aio
+from tritonemb.storage.aio import HALF_BYTES, PAGE_BYTES, ExtentError, Extents, IoContext, PageFile, reserve
+from tritonemb.storage.store import StorageError, advice, cpu_kernels, raise_if_cancelled
 
 PAYLOAD_BYTES = PAGE_BYTES - 16  # each page ends with the number of its block and a checksum
 LEAF = 32  # consecutive blocks whose entries are contiguous
@@ -181,7 +183,7 @@ class _RequestChunk:
     blocks: np.ndarray  # int64 `[b]`
     positions: np.ndarray  # int64 `[b]`: of the blocks in the file, -1 for none
     slots: np.ndarray  # int64 `[b]`: of the blocks in the buffer, counted from `begin`, -1 for none
-    wait: Callable[[], None]  # waits for the submitted transfer; raises a StorageError
+    wait: Callable[[], None] = staticmethod(lambda: None)  # waits for the submitted transfer; raises a StorageError
 
     def __init__(self, block_range: slice, begin: int) -> None:
         self.block_range = block_range  # among the request's blocks
@@ -210,7 +212,7 @@ class BlockFile:
         num_blocks = self.layout.num_blocks
         self.page_table, self.changed = PageTable(num_blocks), ChangedBlocks(num_blocks)
         self._size = file.size()
-        with io_context() as context:
+        with closing(aio.free_contexts.get()) as context:
             self._scan(context)
 
     def read(self, rows: np.ndarray, records: int) -> np.ndarray:
@@ -225,7 +227,7 @@ class BlockFile:
             chunk.sort(blocks, positions)
             self._submit(context, chunk, np.flatnonzero(chunk.positions >= 0), False)
 
-        with io_context() as context:
+        with closing(aio.free_contexts.get()) as context:
             copy = partial(self._copy, context, starts, rows, records, written, False)
             self._overlap(context, blocks.size, begin, copy)
         return written
@@ -253,7 +255,7 @@ class BlockFile:
             self._submit(context, chunk, np.arange(chunk.blocks.size), True)
             writing.append(chunk)
 
-        with io_context() as context:
+        with closing(aio.free_contexts.get()) as context:
             self._overlap(context, blocks.size, begin, finish)
             for chunk in writing:
                 chunk.wait()
@@ -340,26 +342,31 @@ class BlockFile:
 
     def _overlap(self, context: IoContext, num_blocks: int, begin: _ChunkStage, finish: _ChunkStage) -> None:
         """Split blocks into chunks, in alternating halves of the buffer; begin each before finishing the previous."""
-        half = max(BUFFER_BYTES, self.layout.block_bytes)
-        context.reserve(half)
+        if (half := max(BUFFER_BYTES, self.layout.block_bytes)) > HALF_BYTES:
+            context.reserve(half)
         size = half // self.layout.block_bytes
         firsts = enumerate(range(0, num_blocks, size))
         chunks = (_RequestChunk(slice(at, min(at + size, num_blocks)), number % 2 * half) for number, at in firsts)
         for previous, chunk in pairwise(chain((None,), chunks, (None,))):
             if chunk is not None:
+                if previous is not None:
+                    raise_if_cancelled()
                 begin(chunk)
             if previous is not None:
                 finish(previous)
 
     def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
         """Read or write blocks from or to consecutive slots of the buffer, and wait."""
+        raise_if_cancelled()
         chunk = _RequestChunk(slice(0, blocks.size), begin)
         chunk.blocks, chunk.positions, chunk.slots = blocks, positions, np.arange(blocks.size)
         self._submit(context, chunk, chunk.slots, write)
         chunk.wait()
 
     def _submit(self, context: IoContext, chunk: _RequestChunk, indices: np.ndarray, write: bool) -> None:
-        """Start to read or write a chunk's blocks at these indices; adjacent blocks form one extent."""
+        """Start to read or write a chunk's blocks at these indices, if any; adjacent blocks form one extent."""
+        if indices.size == 0:
+            return
         step, order = self.layout.block_bytes, indices[np.argsort(chunk.positions[indices])]
         positions, slots = chunk.positions[order], chunk.slots[order]
         firsts, lasts = runs(positions, slots)

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from tritonemb.memory import DTYPES
-from tritonemb.storage import io, store
-from tritonemb.storage.aio import PAGE_BYTES, PageFile, io_context
+from tritonemb.storage import aio, io, store
+from tritonemb.storage.aio import PAGE_BYTES, PageFile
 from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
 from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
@@ -50,12 +50,12 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
     layout, changed_blocks = blocks.layout, blocks.changed.blocks()
     size = _group_size(layout)
     file.resize(_group_offset(layout, changed_blocks.size))
-    with io_context() as context:
+    with closing(aio.free_contexts.get()) as context:
+        buffer = context.reserve(PAGE_BYTES + size * layout.block_bytes)
         for group, first in enumerate(range(0, changed_blocks.size, size)):
             block_numbers = changed_blocks[first : first + size]
             count = block_numbers.size
             end = PAGE_BYTES + count * layout.block_bytes
-            buffer = context.reserve(end)
             blocks.load(context, block_numbers, PAGE_BYTES)
             index = buffer.array[:PAGE_BYTES].view(np.int64)
             index[:] = 0
@@ -115,11 +115,11 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
         if file.size() != (expected := _group_offset(layout, changed_blocks)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes, expected {expected:,}; use another one")
         # Read and check each group, and write its blocks.
-        with io_context() as context:
+        with closing(aio.free_contexts.get()) as context:
+            buffer = context.reserve(PAGE_BYTES + size * layout.block_bytes)
             for group, first in enumerate(range(0, changed_blocks, size)):
                 count = min(size, changed_blocks - first)
                 end = PAGE_BYTES + count * layout.block_bytes
-                buffer = context.reserve(end)
                 with storage_errors(f"{subject} cannot be read", "use other files"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
                 block_numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()

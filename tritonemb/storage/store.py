@@ -132,6 +132,12 @@ class IoFuture:
     def finish(self) -> None:
         self._done.set()
 
+    @staticmethod
+    def wait_all(futures: "Sequence[IoFuture]") -> None:
+        """Wait for operations; raise the first error."""
+        for future in futures:
+            future.wait()
+
     @classmethod
     def finished(cls, work: Callable[[], object]) -> Self:
         """Run an operation in this thread, and return its future."""

@@ -30,7 +30,7 @@ from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, build_layout
 from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.batch import RowBatch
-from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, RowTransfer, TableRows, synchronize
+from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, RowMoves, RowTransfer, synchronize
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
@@ -127,7 +127,9 @@ class RowCache:
         self._counts = np.zeros((WRITTEN + 1, len(tables)), dtype=np.int64)
         self.stall = 0.0  # seconds that lookups waited for rows of batches that were not prefetched
         # Transfers and releases.
-        self._transfer = RowTransfer(self.device)
+        self._transfer = RowTransfer(tables, self._first_rows)
+        self._table_numbers = torch.arange(len(tables) + 1, device=self.device)
+        self._record_bytes = [0 if table is None else table.record.num_bytes for table in self.tables]
         self._last_transfer: torch.cuda.Event | None = None  # recorded after the latest transfer
         self.releases: deque[Pins] = deque()  # released, but still pinned in the directory
         self._failure: BaseException | None = None  # of a transfer; the cache is unusable after it
@@ -185,14 +187,10 @@ class RowCache:
     def write_back(self) -> None:
         """Write dirty rows to their stores; they stay in their slots."""
         with self._exclusive():
-            directory = self._directory
-            for index in range(len(self.tables)):
-                table_slots = directory.slice_of(index)
-                tags = directory.tags[table_slots]
-                for slots in self._chunks(index, directory.dirty[table_slots].nonzero()[:, 0]):
-                    self._transfer.write([self._transfer_rows(WRITTEN, index, tags[slots], slots)])
-                    self._transfer.finish_writes()
-            directory.dirty.zero_()
+            for moves in self._moves_of_slots(WRITTEN, self._directory.dirty.nonzero()[:, 0]):
+                self._transfer.write(moves)
+                self._transfer.finish_writes()
+            self._directory.dirty.zero_()
             synchronize(self.device)  # the host reads next
 
     @contextmanager
@@ -218,9 +216,9 @@ class RowCache:
             finally:
                 with self._exclusive():
                     table_slots = directory.slice_of(index)
-                    tags, (rows, order) = directory.tags[table_slots], directory.tags[table_slots].sort()
-                    for slots in self._chunks(index, order[rows != NO_ROW]):
-                        self._transfer.read([self._transfer_rows(READ, index, tags[slots], slots)])
+                    rows, order = directory.tags[table_slots].sort()
+                    for moves in self._moves_of_slots(READ, directory.starts[index] + order[rows != NO_ROW]):
+                        self._transfer.read(moves)
                     directory.dirty[table_slots] = False
                     synchronize(self.device)
 
@@ -264,23 +262,26 @@ class RowCache:
         # Allocate slots for misses: in their sets, else in the overflow.
         slots = hit_slots.clone()
         evicted = directory.allocate(rows, slots, self._table_layout)
-        flags = hit_slots < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0
-        (missing, overflowing, cached), (misses, overflows, lookups) = self._evict(tables, evicted, slots, *flags)
+        flags = [hit_slots < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0]
+        # New ids of dynamic tables get initial values instead of being read.
+        if new_rows := [
+            self._first_rows[index] + table.new_rows[0]
+            for index, table in enumerate(self.tables)
+            if table is not None and table.new_rows is not None
+        ]:
+            flags.append(flags[0] & torch.isin(rows, torch.cat(new_rows), assume_unique=True, invert=True))
+        positions, sizes = self._evict(tables, evicted, slots, *flags)
+        (_, overflowing, cached, *_), (num_misses, overflows, lookups, *_) = positions, sizes
         self._counts[LOOKUPS] += lookups
-        self._counts[HITS] += np.subtract(lookups, misses)
+        self._counts[HITS] += np.subtract(lookups, num_misses)
         rows = rows - self._first_rows.index_select(0, tables)
-        if sum(overflows):
+        if overflowing.numel():
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
-        # Read missing rows; new ids of dynamic tables get initial values instead.
-        to_read = list[TableRows]()
-        missing_by_table = zip(rows[missing].split(misses), slots[missing].split(misses), strict=True)
-        for index, (table_rows, table_slots) in enumerate(missing_by_table):
-            if (table := self.tables[index]) is not None and table.new_rows is not None:
-                stored_mask = torch.isin(table_rows, table.new_rows[0], assume_unique=True, invert=True)
-                table_rows, table_slots = table_rows[stored_mask], table_slots[stored_mask]
-            if table_rows.numel():
-                to_read.append(self._transfer_rows(READ, index, table_rows, table_slots))
-        self._transfer.read(to_read)
+        # Read missing rows.
+        index = -1 if new_rows else 0
+        if positions[index].numel():
+            misses = (values.index_select(0, positions[index]) for values in (tables, rows, slots))
+            self._transfer.read(self._moves(READ, sizes[index], *misses))
         for index, table in enumerate(self.tables):
             if table is not None and table.new_rows is not None:
                 table_mask = tables == index
@@ -326,24 +327,24 @@ class RowCache:
         positions, sizes = _compact(masks, tables, len(self.tables))
         self._counts[EVICTIONS] += sizes[1]
         dirty = positions[0]
-        directory.dirty.index_fill_(0, index[dirty], False)
-        by_table = enumerate(zip(rows[dirty].split(sizes[0]), slots[dirty].split(sizes[0]), strict=True))
-        self._transfer.write(
-            [self._transfer_rows(WRITTEN, table, *victims) for table, victims in by_table if victims[0].numel()]
-        )
+        if dirty.numel():
+            directory.dirty.index_fill_(0, index[dirty], False)
+            victims = (values.index_select(0, dirty) for values in (tables, rows, slots))
+            self._transfer.write(self._moves(WRITTEN, sizes[0], *victims))
         return positions[2:], sizes[2:]
 
-    def _transfer_rows(self, kind: int, index: int, rows: Tensor, slots: Tensor) -> TableRows:
-        """Rows of a table to transfer; counts their bytes."""
-        table = self.tables[index]
-        assert table is not None
-        self._counts[kind, index] += rows.numel() * table.record.num_bytes
-        return table, rows, slots
+    def _moves(self, kind: int, sizes: list[int], tables: Tensor, *rows_and_slots: Tensor) -> RowMoves:
+        """Moves of rows, `sizes` per table; counts their bytes."""
+        self._counts[kind] += np.multiply(sizes, self._record_bytes)
+        return RowMoves(sizes, torch.searchsorted(tables, self._table_numbers), tables, *rows_and_slots)
 
-    def _chunks(self, index: int, slots: Tensor) -> Sequence[Tensor]:
-        """Slots of a table, in chunks whose records take at most `CHUNK_BYTES`."""
-        table = self.tables[index]
-        return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if table is not None and slots.numel() else ()
+    def _moves_of_slots(self, kind: int, index: Tensor) -> Iterator[RowMoves]:
+        """Yield moves of the rows in slots of all tables, in chunks whose records take at most `CHUNK_BYTES`."""
+        directory = self._directory
+        for chunk in index.split(max(1, CHUNK_BYTES // max(self._record_bytes))):
+            tables = torch.searchsorted(directory.first_slots, chunk, right=True) - 1
+            sizes = tables.bincount(minlength=len(self.tables)).tolist()
+            yield self._moves(kind, sizes, tables, directory.tags[chunk], chunk - directory.first_slots[tables])
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None

@@ -1,9 +1,9 @@
 """Device memory of the slots of cached tables, its layouts, its transfers, and the caches' statistics."""
 
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from tritonemb.storage.store import CacheDirectory, IoFuture
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
-MAX_PENDING_BYTES = 1 << 28  # bounds the host memory of pending writes to disk; beyond it, wait for the oldest write
 MIN_GROWTH = 256  # slots by which an overflow grows at least, as each growth synchronizes and copies the table's slots
-TableRows = tuple[CachedTable, Tensor, Tensor]  # a table, distinct rows of it, and their slots
+Tables = dict[int, CachedTable]  # by number
 
 
 @dataclass(frozen=True)
@@ -117,67 +116,74 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+class RowMoves(NamedTuple):
+    """Distinct rows of all tables and their slots, table by table; those that are read from a disk ascend per table."""
+
+    sizes: list[int]  # number of rows per table
+    starts: Tensor  # int64 `[T + 1]`: the rows of table `t` are `starts[t]` to `starts[t + 1] - 1`
+    # int64 `[n]`: number of the table, row in the table, and slot.
+    tables: Tensor
+    rows: Tensor
+    slots: Tensor
+
+
 class RowTransfer:
     """Copies rows and states between slots and stores, for one thread at a time; disk writes are asynchronous."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._writes: deque[tuple[IoFuture, int]] = deque()  # pending writes with their sizes in bytes
-        self._pending_bytes = 0
+    def __init__(self, tables: Sequence[Table], first_rows: Tensor) -> None:
+        self._tables, self._first_rows, self._device = tables, first_rows, first_rows.device
+        self._writes: Sequence[IoFuture] = ()  # pending
 
-    def write(self, transfers: Sequence[TableRows]) -> None:
-        """Start to write distinct rows; their slots may be reused at once. StorageError if an earlier write failed."""
-        on_disk = []
-        for table, rows, slots in transfers:
-            if isinstance(table.store, HostRows):
-                _move(table.store.fields(), Table.tensors(table), rows, slots)
-                continue
-            rows, order = rows.sort()
-            records, target = self._records(table, rows)
-            _move(table.record.views(records), Table.tensors(table), target, slots[order])
-            on_disk.append((table.store, rows, records))
-        host_rows = _on_host([rows for _, rows, _ in on_disk])  # on a GPU this also waits for the records
-        for (store, _, records), rows in zip(on_disk, host_rows, strict=True):
-            self._writes.append((store.write(rows, records), records.numel()))
-            self._pending_bytes += records.numel()
-            self.finish_writes(MAX_PENDING_BYTES)
+    def write(self, moves: RowMoves) -> None:
+        """Start to write rows; their slots may be reused at once. StorageError if an earlier write failed."""
+        if on_disk := self._copy_in_host(moves, False):
+            order = (moves.rows + self._first_rows[moves.tables]).argsort()  # rows of a request ascend
+            moves = moves._replace(rows=moves.rows[order], slots=moves.slots[order])
+            records = self._make_records(on_disk, moves)
+            self._copy_records(on_disk, records, moves, False)
+            rows = moves.rows.cpu().split(moves.sizes)  # on a GPU this also waits for the records
+            self.finish_writes([table.store.write(rows[n], records[n]) for n, table in on_disk.items()])
 
-    def finish_writes(self, max_pending: int = -1) -> None:
-        """Wait until at most `max_pending` bytes of writes are pending, -1: none. StorageError if a write failed."""
-        while self._writes and (self._pending_bytes > max_pending or self._writes[0][0].done()):
-            future, size = self._writes.popleft()
-            self._pending_bytes -= size
-            future.wait()
+    def finish_writes(self, later: Sequence[IoFuture] = ()) -> None:
+        """Wait for all writes but `later` ones. StorageError if one failed."""
+        earlier, self._writes = self._writes, later
+        IoFuture.wait_all(earlier)
 
-    def read(self, transfers: Sequence[TableRows]) -> None:
-        """Read rows, ascending, into slots. StorageError if a read failed."""
-        on_disk = []
-        for table, rows, slots in transfers:
-            if isinstance(table.store, HostRows):
-                _move(Table.tensors(table), table.store.fields(), slots, rows)
-            else:
-                on_disk.append((table, table.store, rows, slots))
-        host_rows, pending = _on_host([rows for _, _, rows, _ in on_disk]), []
-        for (table, store, _, slots), rows in zip(on_disk, host_rows, strict=True):
-            records, source = self._records(table, slots)
-            pending.append((table, slots, store.read(rows, records), records, source))
-        for table, slots, future, records, source in pending:
-            future.wait()
-            _move(Table.tensors(table), table.record.views(records), slots, source)
-        if pending and self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
+    def read(self, moves: RowMoves) -> None:
+        """Read rows into slots. StorageError if a read failed."""
+        if on_disk := self._copy_in_host(moves, True):
+            records, rows = self._make_records(on_disk, moves), moves.rows.cpu().split(moves.sizes)
+            IoFuture.wait_all([table.store.read(rows[n], records[n]) for n, table in on_disk.items()])
+            self._copy_records(on_disk, records, moves, True)
+            if self._device.type == "cuda":
+                torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
 
-    def _records(self, table: CachedTable, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return empty records in host memory, one per row, and their row numbers on the device."""
-        size, pin = (rows.numel(), table.record.num_bytes), self._device.type == "cuda"
-        records = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
-        return records, torch.arange(rows.numel(), device=self._device)
+    def _copy_in_host(self, moves: RowMoves, to_slots: bool) -> Tables:
+        """Copy rows between slots and stores in host memory; return the other tables that have rows, by number."""
+        tables = {n: t for n, t in enumerate(self._tables) if isinstance(t, CachedTable) and moves.sizes[n]}
+        in_host = {n: table.store.fields for n, table in tables.items() if isinstance(table.store, HostRows)}
+        self._copy(in_host, moves.rows, moves, to_slots)
+        return {n: table for n, table in tables.items() if n not in in_host}
 
+    def _make_records(self, tables: Tables, moves: RowMoves) -> dict[int, Tensor]:
+        """Return empty records in host memory, uint8 `[n, num_bytes]`, by table."""
+        options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self._device.type == "cuda"}
+        return {n: torch.zeros(moves.sizes[n], table.record.num_bytes, **options) for n, table in tables.items()}
 
-def _move(to: dict[str, Tensor], source: dict[str, Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    ops.move_rows_(list(to.values()), [source[name] for name in to], to_rows, from_rows)
+    def _copy_records(self, tables: Tables, records: dict[int, Tensor], moves: RowMoves, to_slots: bool) -> None:
+        """Copy rows between slots and records."""
+        fields = {n: table.record.views(records[n]) for n, table in tables.items()}
+        positions = torch.arange(moves.rows.numel(), device=self._device) - moves.starts[moves.tables]
+        self._copy(fields, positions, moves, to_slots)
 
-
-def _on_host(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """Copy int64 tensors to the host, in one synchronization."""
-    return torch.cat(tensors).cpu().split([tensor.numel() for tensor in tensors]) if tensors else ()
+    def _copy(self, stored: dict[int, dict[str, Tensor]], rows: Tensor, moves: RowMoves, to_slots: bool) -> None:
+        """Copy rows between slots and fields of stores or records, by table, which have them at `rows`."""
+        slots, fields, tables = list[Tensor](), list[Tensor](), list[int]()
+        for number, views in stored.items():
+            slots += [getattr(self._tables[number], name) for name in views]
+            fields += views.values()
+            tables += [number] * len(views)
+        if tables and to_slots:
+            ops.move_rows_(slots, fields, moves.slots, rows, moves.starts, tables)
+        elif tables:
+            ops.move_rows_(fields, slots, rows, moves.slots, moves.starts, tables)

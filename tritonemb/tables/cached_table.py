@@ -131,7 +131,7 @@ class CachedTable(Table):
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
             weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
             config.init(weight)
-            rows.fields()["weight"].copy_(weight)
+            rows.fields["weight"].copy_(weight)
         return rows
 
     def _initial_values(self, seed: int) -> InitialValues:
@@ -143,7 +143,7 @@ class CachedTable(Table):
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Read and write rows of the store, ascending, all by default, in chunks; yield their positions and fields."""
         if rows is None and isinstance(self.store, HostRows):
-            yield slice(None), self.store.fields()
+            yield slice(None), self.store.fields
             return
         size, step = self.row_config.num_embeddings, max(1, CHUNK_BYTES // self.record.num_bytes)
         size = size if rows is None else rows.numel()
@@ -170,7 +170,7 @@ class CachedTable(Table):
         if self.cache is not None:
             self.cache.write_back()
         if isinstance(self.store, HostRows):
-            views = self.store.fields()
+            views = self.store.fields
             return {field.name: _with_own_storage(views[field.name], field) for field in self.record.fields}
         tensors: dict[str, Tensor] = {}
         for chunk, fields in self._chunks():

@@ -21,7 +21,8 @@ FEW_ROWS = 4_096  # fewer take less time on one thread
 TAGS, USED, PINS = range(3)  # rows of `directory`, addresses
 PREFETCH_DISTANCE = 8  # moves between the prefetch of a row and its copy
 PREFETCHED_BYTES = 512  # per row; the hardware prefetcher fetches what follows
-TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES = range(7)  # columns of `pairs`
+TASKS_PER_THREAD = 4  # parts of all moves, as rows of tables differ in length
+TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, TABLE = range(8)  # columns of `pairs`
 
 
 @inlined
@@ -222,13 +223,13 @@ def route_ids(ids: Tensor, sizes: Sequence[int], tables: Tensor, first_partition
 
 
 @called
-def _move(task, num_tasks, pairs, to_rows, from_rows):
+def _move(task, num_tasks, pairs, starts, to_rows, from_rows):
     """Copy the task's moves, pair by pair, and prefetch rows PREFETCH_DISTANCE moves ahead."""
-    begin, end = to_rows.size * task // num_tasks, to_rows.size * (task + 1) // num_tasks
+    first, last = to_rows.size * task // num_tasks, to_rows.size * (task + 1) // num_tasks
     for p in range(pairs.shape[0]):
         pair = pairs[p]
         target, target_pitch, source, source_pitch = pair[TO], pair[TO_PITCH], pair[FROM], pair[FROM_PITCH]
-        size = pair[ROW_BYTES]
+        size, begin, end = pair[ROW_BYTES], max(first, starts[pair[TABLE]]), min(last, starts[pair[TABLE] + 1])
         prefetched = min(size, PREFETCHED_BYTES)
         for move in range(begin - PREFETCH_DISTANCE, end):
             next_move = move + PREFETCH_DISTANCE
@@ -240,27 +241,38 @@ def _move(task, num_tasks, pairs, to_rows, from_rows):
 
 
 @compiled
-def _move_all(num_threads, num_tasks, pairs, to_rows, from_rows, to_limit, from_limit):
-    """Copy all rows and return -1; or none, and return the first move with a row out of range."""
-    for move in range(to_rows.size):
-        to_row, from_row = to_rows[move], from_rows[move]
-        if to_row >= 0 and from_row >= 0 and (to_row >= to_limit or from_row >= from_limit):
-            return move
-    run_tasks(num_threads, num_tasks, _move, (num_tasks, pairs, to_rows, from_rows))
-    return -1
+def _move_all(num_threads, pairs, starts, to_rows, from_rows):
+    """Copy all rows and return -1, -1; or none, and return the first pair and move with a row out of range."""
+    num_bytes = 0
+    for p in range(pairs.shape[0]):
+        for move in range(starts[pairs[p, TABLE]], starts[pairs[p, TABLE] + 1]):
+            to_row, from_row = to_rows[move], from_rows[move]
+            if to_row >= 0 and from_row >= 0 and (to_row >= pairs[p, TO_ROWS] or from_row >= pairs[p, FROM_ROWS]):
+                return p, move
+            num_bytes += pairs[p, ROW_BYTES]
+    num_tasks = min(to_rows.size, TASKS_PER_THREAD * num_threads) if num_bytes >= 4 * FEW_ELEMENTS else 1
+    run_tasks(num_threads, num_tasks, _move, (num_tasks, pairs, starts, to_rows, from_rows))
+    return -1, -1
 
 
-def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+def move_rows_(
+    destinations: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    to_rows: Tensor,
+    from_rows: Tensor,
+    starts: Tensor | None = None,
+    tables: Sequence[int] = (),
+) -> None:
     """See `kernels/row_cache.py`. ValueError for a row out of range, before any copy."""
     if not destinations:
         return
-    pairs = np.array(pair_fields(destinations, sources), dtype=np.int64)
-    to_limit, from_limit = int(pairs[:, TO_ROWS].min()), int(pairs[:, FROM_ROWS].min())
-    is_small = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
-    num_tasks = 1 if is_small else min(torch.get_num_threads(), to_rows.numel())
-    bad_move = _move_all(num_tasks, num_tasks, pairs, to_rows.numpy(), from_rows.numpy(), to_limit, from_limit)
-    if bad_move >= 0:
+    pairs = np.array(pair_fields(destinations, sources, tables), dtype=np.int64)
+    bounds = np.array([0, to_rows.numel()]) if starts is None else starts.numpy()
+    if bounds[0] != 0 or bounds[-1] != to_rows.numel() or (np.diff(bounds) < 0).any():
+        raise ValueError(f"starts must ascend from 0 to the number of moves, {to_rows.numel()}, got {bounds.tolist()}")
+    pair, move = _move_all(torch.get_num_threads(), pairs, bounds, to_rows.numpy(), from_rows.numpy())
+    if pair >= 0:
         raise ValueError(
-            f"move {bad_move} goes from row {int(from_rows[bad_move])} to row {int(to_rows[bad_move])}, but the "
-            f"shortest source has {from_limit} rows and the shortest destination {to_limit}; rows to skip are negative"
+            f"move {move} goes from row {int(from_rows[move])} to row {int(to_rows[move])}, but sources[{pair}] has "
+            f"{len(sources[pair])} rows and destinations[{pair}] {len(destinations[pair])}; rows to skip are negative"
         )
