@@ -286,9 +286,10 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
 def pair_fields(destinations: Sequence[Tensor], sources: Sequence[Tensor], tables: Sequence[int]) -> list[list[int]]:
     """Return the fields TO to ROW_BYTES of each pair, and its table: address, pitch and rows of tensors, row bytes."""
     pairs = []
-    for *pair, table in zip(destinations, sources, tables or [0] * len(sources), strict=True):
-        fields = [n for t in pair for n in (t.data_ptr(), t.stride(0) * t.element_size(), len(t))]
-        pairs.append([*fields, pair[0].element_size() * math.prod(pair[0].shape[1:]), table])
+    for to, source, table in zip(destinations, sources, tables or [0] * len(sources), strict=True):
+        size, to_rows, (from_rows, *row) = source.element_size(), to.size(0), source.shape
+        fields = to.data_ptr(), to.stride(0) * size, to_rows, source.data_ptr(), source.stride(0) * size, from_rows
+        pairs.append([*fields, math.prod(row, start=size), table])
     return pairs
 
 

@@ -262,7 +262,7 @@ def _tensors(args: Iterable[Any]) -> list[Tensor]:
     for arg in args:
         if isinstance(arg, Tensor):
             tensors.append(arg)
-        elif isinstance(arg, (list, tuple)):
+        elif isinstance(arg, (list, tuple)) and arg and not isinstance(arg[0], int):
             tensors += _tensors(arg)
     return tensors
 

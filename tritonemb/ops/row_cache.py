@@ -5,6 +5,7 @@ documented, or an unknown policy.
 """
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -100,27 +101,22 @@ def move_rows_(
     if tables and not 0 <= min(tables) <= max(tables) < num_tables:
         raise ValueError(f"tables must be numbers of the {num_tables} tables, got {list(tables)}")
     # Check the pairs.
-    for pair, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
-        if destination.dtype != source.dtype or source.element_size() > 8:
-            raise TypeError(
-                f"pair {pair} must have one dtype of 1, 2, 4 or 8 bytes, got {destination.dtype} and {source.dtype}"
-            )
-        if source.dim() not in (1, 2) or destination.shape[1:] != source.shape[1:]:
-            raise ValueError(
-                f"pair {pair} must be 1-D, or 2-D with rows of one width, got shapes {tuple(destination.shape)} and "
-                f"{tuple(source.shape)}"
-            )
-        for name, tensor in (("destinations", destination), ("sources", source)):
-            if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
-                raise ValueError(f"{name}[{pair}] must have contiguous rows, got strides {tensor.stride()}")
-            pinned = tensor.device.type == "cpu" and device.type == "cuda" and tensor.is_pinned()
-            if tensor.device != device and not pinned:
-                raise ValueError(
-                    f"{name}[{pair}] must be on {device} like the rows, or in pinned host memory, got {tensor.device}"
-                )
-        width = destination.shape[1] if destination.dim() == 2 else 1
-        if destination.shape[0] > 1 and destination.stride(0) < width:
-            raise ValueError(f"destinations[{pair}] has overlapping rows: strides {destination.stride()}")
+    to, origin = ([(t.dtype, t.device, t.shape, t.stride()) for t in side] for side in (destinations, sources))
+    for pair, ((to_dtype, _, to_shape, to_strides), (dtype, _, shape, _)) in enumerate(zip(to, origin, strict=True)):
+        if to_dtype != dtype or dtype.itemsize > 8:
+            raise TypeError(f"pair {pair} must have one dtype of 1, 2, 4 or 8 bytes, got {to_dtype} and {dtype}")
+        if len(shape) not in (1, 2) or to_shape[1:] != shape[1:]:
+            shapes = f"{tuple(to_shape)} and {tuple(shape)}"
+            raise ValueError(f"pair {pair} must be 1-D, or 2-D with rows of one width, got shapes {shapes}")
+        if to_shape[0] > 1 and to_strides[0] < math.prod(shape[1:]):
+            raise ValueError(f"destinations[{pair}] has overlapping rows: strides {to_strides}")
+    for name, tensors, facts in (("destinations", destinations, to), ("sources", sources, origin)):
+        for pair, (_, place, shape, strides) in enumerate(facts):
+            if len(shape) == 2 and shape[1] > 1 and strides[1] != 1:
+                raise ValueError(f"{name}[{pair}] must have contiguous rows, got strides {strides}")
+            if place != device and not (device.type == "cuda" and place.type == "cpu" and tensors[pair].is_pinned()):
+                where = f"on {device} like the rows, or in pinned host memory"
+                raise ValueError(f"{name}[{pair}] must be {where}, got {place}")
     _move(destinations, sources, to_rows, from_rows, starts, tables)
 
 
