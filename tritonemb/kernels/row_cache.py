@@ -31,6 +31,7 @@ Bytes per pair and row: 16 of indices, and twice the row, once over the bus for 
 import math
 from collections.abc import Sequence
 from itertools import chain, zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,8 +58,8 @@ TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directo
 LOOK_UP_ROWS = 16  # per program of two warps: four loads of 16 bytes per lane
 ALLOCATE_SETS = 8  # per program of one warp: few, since all wait for the set with the most misses
 BLOCK = 1024  # entries per program
-TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, UNIT_OF = (tl.constexpr(n) for n in range(8))
-PAIR_SIZE = tl.constexpr(8)
+TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, UNIT_OF, PAIR_SIZE = (tl.constexpr(n) for n in range(9))
+Tensors = Sequence[Tensor]
 WIDE_BYTES = 16
 WIDE_UNITS = 2048  # units of 8 bytes per program of four warps: eight loads of 16 bytes per lane
 NARROW_UNITS = 1024  # smaller units per program: eight loads per lane, each with its own address registers
@@ -221,10 +222,7 @@ def _copy(pair, to_row, from_row, is_moved, UNIT, ALIGN, BLOCK):
 def _move_kernel(
     pairs, starts, to_rows, from_rows, num_tables, num_moves, num_tiles, UNIT, BLOCK, WIDE_BLOCK, ALIGN, ROWS
 ):
-    """Copy tile `program_id % num_tiles` of the moves for pair `program_id // num_tiles` of each table.
-
-    UNIT or WIDE_BLOCK 0: no such pair.
-    """
+    """Copy tile `program_id % num_tiles` of the moves for pair `program_id // num_tiles` of each table."""
     # Pair of each move; one without rows where the table has no such pair.
     program = tl.program_id(0)
     move = (program % num_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -233,7 +231,7 @@ def _move_kernel(
     from_row = tl.load(from_rows + move, mask=move < num_moves, other=-1)
     valid = (to_row >= 0) & (to_row < tl.load(pair + TO_ROWS))
     valid = valid & (from_row >= 0) & (from_row < tl.load(pair + FROM_ROWS))
-    # Copy by the pair's unit; branches without a pair are not compiled.
+    # Copy by the pair's unit; branches without a pair, whose UNIT or WIDE_BLOCK is 0, are not compiled.
     is_wide = tl.load(pair + UNIT_OF) > 8
     if WIDE_BLOCK > 0:
         _copy(pair, to_row, from_row, valid & is_wide, 8, ALIGN, WIDE_BLOCK)
@@ -283,7 +281,7 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
-def pair_fields(destinations: Sequence[Tensor], sources: Sequence[Tensor], tables: Sequence[int]) -> list[list[int]]:
+def pair_fields(destinations: Tensors, sources: Tensors, tables: Sequence[int]) -> list[list[int]]:
     """Return the fields TO to ROW_BYTES of each pair, and its table: address, pitch and rows of tensors, row bytes."""
     pairs = []
     for to, source, table in zip(destinations, sources, tables or [0] * len(sources), strict=True):
@@ -294,12 +292,7 @@ def pair_fields(destinations: Sequence[Tensor], sources: Sequence[Tensor], table
 
 
 def move_rows_(
-    destinations: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    to_rows: Tensor,
-    from_rows: Tensor,
-    starts: Tensor | None = None,
-    tables: Sequence[int] = (),
+    destinations: Tensors, sources: Tensors, to_rows: Tensor, from_rows: Tensor, starts: Any = None, tables: Any = ()
 ) -> None:
     """Copy all pairs in one launch. Arguments as in the reference.
 
@@ -402,12 +395,7 @@ def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, 
 
 
 def move_rows_reference_(
-    destinations: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    to_rows: Tensor,
-    from_rows: Tensor,
-    starts: Tensor | None = None,
-    tables: Sequence[int] = (),
+    destinations: Tensors, sources: Tensors, to_rows: Tensor, from_rows: Tensor, starts: Any = None, tables: Any = ()
 ) -> None:
     """Copy pair by pair. Arguments as of `ops.row_cache.move_rows_`."""
     bounds, tables = [0, to_rows.numel()] if starts is None else starts.tolist(), tables or [0] * len(sources)

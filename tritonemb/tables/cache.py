@@ -264,12 +264,10 @@ class RowCache:
         evicted = directory.allocate(rows, slots, self._table_layout)
         flags = [hit_slots < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0]
         # New ids of dynamic tables get initial values instead of being read.
-        if new_rows := [
-            self._first_rows[index] + table.new_rows[0]
-            for index, table in enumerate(self.tables)
-            if table is not None and table.new_rows is not None
-        ]:
-            flags.append(flags[0] & torch.isin(rows, torch.cat(new_rows), assume_unique=True, invert=True))
+        dynamic = [(n, t, t.new_rows[0]) for n, t in enumerate(self.tables) if t is not None and t.new_rows is not None]
+        if dynamic:
+            new_rows = torch.cat([self._first_rows[number] + rows_of_table for number, _, rows_of_table in dynamic])
+            flags.append(flags[0] & torch.isin(rows, new_rows, assume_unique=True, invert=True))
         positions, sizes = self._evict(tables, evicted, slots, *flags)
         (_, overflowing, cached, *_), (num_misses, overflows, lookups, *_) = positions, sizes
         self._counts[LOOKUPS] += lookups
@@ -278,15 +276,14 @@ class RowCache:
         if overflowing.numel():
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
         # Read missing rows.
-        index = -1 if new_rows else 0
+        index = -1 if dynamic else 0
         if positions[index].numel():
             misses = (values.index_select(0, positions[index]) for values in (tables, rows, slots))
             self._transfer.read(self._moves(READ, sizes[index], *misses))
-        for index, table in enumerate(self.tables):
-            if table is not None and table.new_rows is not None:
-                table_mask = tables == index
-                new_slots = table.initialize_slots(rows[table_mask], slots[table_mask])
-                directory.dirty.index_fill_(0, new_slots + directory.starts[index], True)
+        for number, table, _ in dynamic:
+            table_mask = tables == number
+            new_slots = table.initialize_slots(rows[table_mask], slots[table_mask])
+            directory.dirty.index_fill_(0, new_slots + directory.starts[number], True)
         return slots, cached
 
     def _pin_overflow(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """Device memory of the slots of cached tables, its layouts, its transfers, and the caches' statistics."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +140,8 @@ class RowTransfer:
         if on_disk := self._copy_in_host(moves, False):
             order = (moves.rows + self._first_rows[moves.tables]).argsort()  # rows of a request ascend
             moves = moves._replace(rows=moves.rows[order], slots=moves.slots[order])
-            records = self._make_records(on_disk, moves)
-            self._copy_records(on_disk, records, moves, False)
+            records, copy = self._stage(on_disk, moves)
+            copy(False)
             rows = moves.rows.cpu().split(moves.sizes)  # on a GPU this also waits for the records
             self.finish_writes([table.store.write(rows[n], records[n]) for n, table in on_disk.items()])
 
@@ -152,9 +153,9 @@ class RowTransfer:
     def read(self, moves: RowMoves) -> None:
         """Read rows into slots. StorageError if a read failed."""
         if on_disk := self._copy_in_host(moves, True):
-            records, rows = self._make_records(on_disk, moves), moves.rows.cpu().split(moves.sizes)
+            (records, copy), rows = self._stage(on_disk, moves), moves.rows.cpu().split(moves.sizes)
             IoFuture.wait_all([table.store.read(rows[n], records[n]) for n, table in on_disk.items()])
-            self._copy_records(on_disk, records, moves, True)
+            copy(True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
 
@@ -165,16 +166,13 @@ class RowTransfer:
         self._copy(in_host, moves.rows, moves, to_slots)
         return {n: table for n, table in tables.items() if n not in in_host}
 
-    def _make_records(self, tables: Tables, moves: RowMoves) -> dict[int, Tensor]:
-        """Return empty records in host memory, uint8 `[n, num_bytes]`, by table."""
+    def _stage(self, tables: Tables, moves: RowMoves) -> tuple[dict[int, Tensor], Callable[[bool], None]]:
+        """Return empty records in host memory, by table, and a function that copies them to, or from, slots."""
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self._device.type == "cuda"}
-        return {n: torch.zeros(moves.sizes[n], table.record.num_bytes, **options) for n, table in tables.items()}
-
-    def _copy_records(self, tables: Tables, records: dict[int, Tensor], moves: RowMoves, to_slots: bool) -> None:
-        """Copy rows between slots and records."""
+        records = {n: torch.zeros(moves.sizes[n], table.record.num_bytes, **options) for n, table in tables.items()}
         fields = {n: table.record.views(records[n]) for n, table in tables.items()}
         positions = torch.arange(moves.rows.numel(), device=self._device) - moves.starts[moves.tables]
-        self._copy(fields, positions, moves, to_slots)
+        return records, partial(self._copy, fields, positions, moves)
 
     def _copy(self, stored: dict[int, dict[str, Tensor]], rows: Tensor, moves: RowMoves, to_slots: bool) -> None:
         """Copy rows between slots and fields of stores or records, by table, which have them at `rows`."""

@@ -3,7 +3,6 @@
 Each set belongs to one task, which serves its misses in ascending order: results do not depend on the number of tasks.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_groups import addresses_of
 from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
-from tritonemb.kernels.row_cache import pair_fields
+from tritonemb.kernels.row_cache import Tensors, pair_fields
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors
 
 CHUNK = 32  # rows whose sets are prefetched together
@@ -256,12 +255,7 @@ def _move_all(num_threads, pairs, starts, to_rows, from_rows):
 
 
 def move_rows_(
-    destinations: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    to_rows: Tensor,
-    from_rows: Tensor,
-    starts: Tensor | None = None,
-    tables: Sequence[int] = (),
+    destinations: Tensors, sources: Tensors, to_rows: Tensor, from_rows: Tensor, starts: Any = None, tables: Any = ()
 ) -> None:
     """See `kernels/row_cache.py`. ValueError for a row out of range, before any copy."""
     if not destinations:
