@@ -40,7 +40,7 @@ def _no_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def failing_disk(monkeypatch):
     """`with failing_disk("preadv"):` all calls of this name fail; threads make them, not the kernel's queues."""
     monkeypatch.setattr(aio, "make_queue", lambda: None)
-    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
+    monkeypatch.setattr(aio.IoContext, "free", aio._make_contexts())
 
     def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -136,10 +136,10 @@ def test_caches_that_cannot_be_are_refused():
 def test_moves_that_cannot_be_are_refused():
     to, source, rows, starts = torch.zeros(4, 3), torch.ones(5, 3), torch.tensor([0, 3]), torch.tensor([0, 1, 2])
     for error, match, args in (
-        (ValueError, "must be pairs, got 2 and 1", ([to, to], [source], rows, rows)),
-        (ValueError, "must be pairs, got 1 and 1, and 2 tables", ([to], [source], rows, rows, starts, [0, 1])),
-        (ValueError, r"numbers of the 2 tables, got \[2\]", ([to], [source], rows, rows, starts, [2])),
-        (ValueError, r"numbers of the 1 tables, got \[1\]", ([to], [source], rows, rows, None, [1])),
+        (ValueError, "must be pairs of 1 tables, got 2 and 1", ([to, to], [source], rows, rows)),
+        (ValueError, r"got 1 and 1 of tables \[0, 1\]", ([to], [source], rows, rows, starts, [0, 1])),
+        (ValueError, r"pairs of 2 tables, got 1 and 1 of tables \[2\]", ([to], [source], rows, rows, starts, [2])),
+        (ValueError, r"pairs of 1 tables, got 1 and 1 of tables \[1\]", ([to], [source], rows, rows, None, [1])),
         (TypeError, "starts must be torch.int64", ([to], [source], rows, rows, starts.int(), [0])),
         (ValueError, r"starts must have shape \(2,\)", ([to], [source], rows, rows, starts[:0], [0])),
         (ValueError, r"from 0 to the number of moves, 2, got \[0, 1\]", ([to], [source], rows, rows, starts[:2], [0])),

@@ -138,7 +138,7 @@ class _Refused:
 def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:
     """Have this number of threads read and write, as if the system had no asynchronous I/O."""
     patch.setattr(aio, "make_queue", lambda: None)
-    patch.setattr(aio, "free_contexts", aio._make_contexts())
+    patch.setattr(aio.IoContext, "free", aio._make_contexts())
     patch.setattr(aio, "shared_threads", threads.IoThreads(number))
 
 

@@ -112,7 +112,7 @@ def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(aio, "_call", refuse)
-    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
+    monkeypatch.setattr(aio.IoContext, "free", aio._make_contexts())
     assert aio.make_queue() is None
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
         write(store, range(1000), 1)
@@ -144,16 +144,16 @@ def test_a_kernel_that_cannot_wipe_buffers_has_them(monkeypatch):
 
 def test_there_is_a_fixed_number_of_contexts(monkeypatch):
     monkeypatch.setattr(aio, "NUM_CONTEXTS", 2)
-    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
+    monkeypatch.setattr(aio.IoContext, "free", aio._make_contexts())
     got = threading.Event()
 
     def third() -> None:
-        with closing(aio.free_contexts.get()):
+        with closing(aio.IoContext.free.get()):
             got.set()
 
     thread = threading.Thread(target=third)
-    with closing(aio.free_contexts.get()) as first:
-        with closing(aio.free_contexts.get()) as second:
+    with closing(aio.IoContext.free.get()) as first:
+        with closing(aio.IoContext.free.get()) as second:
             assert first is not second
             thread.start()
             assert not got.wait(0.1)
@@ -162,7 +162,7 @@ def test_there_is_a_fixed_number_of_contexts(monkeypatch):
 
 
 def test_the_buffer_of_a_context_grows_for_large_blocks(monkeypatch):
-    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
-    with closing(aio.free_contexts.get()) as context:
+    monkeypatch.setattr(aio.IoContext, "free", aio._make_contexts())
+    with closing(aio.IoContext.free.get()) as context:
         assert context.reserve(PAGE) is context.buffer
         assert context.reserve(3 * aio.HALF_BYTES).array.size == 6 * aio.HALF_BYTES

@@ -202,7 +202,7 @@ def test_a_page_that_is_written_whole_is_not_read(filled, page, rows):
 def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
     """What stood in the buffers before does not get into the pages, so the same rows make the same file."""
     monkeypatch.setattr(aio, "NUM_CONTEXTS", 1)
-    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
+    monkeypatch.setattr(aio.IoContext, "free", aio._make_contexts())
     with (
         disk_rows(tmp_path / "rows", 9, 4000) as store,
         disk_rows(tmp_path / "b", 3, 300) as other,
@@ -212,7 +212,7 @@ def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
         assert page[4001:-8] == bytes(PAGE - 4009)
         write(other, [0, 1, 2], 1).wait()
         assert tmp_path.joinpath("b").read_bytes()[PAGE + 903 : -8] == bytes(PAGE - 911)
-        with closing(aio.free_contexts.get()) as context:
+        with closing(aio.IoContext.free.get()) as context:
             context.buffer.array.fill(255)
         write(store, range(9), 2).wait()
         write(store, range(9), 1).wait()

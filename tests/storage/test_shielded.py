@@ -35,7 +35,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def new_contexts(monkeypatch):
-    monkeypatch.setattr(aio, "free_contexts", aio._make_contexts())
+    monkeypatch.setattr(aio.IoContext, "free", aio._make_contexts())
 
 
 def check(rows: SnapshotReader) -> None:
@@ -51,7 +51,7 @@ def open_table(path: Path) -> DiskRows:
 
 def free_contexts() -> list[aio.IoContext]:
     """Those that nobody has."""
-    pool = aio.free_contexts
+    pool = aio.IoContext.free
     found = [pool.get() for _ in range(pool.qsize())]
     for context in found:
         pool.put(context)

@@ -304,20 +304,19 @@ def move_rows_(
         if pair[2] and pair[-1]:  # rows, bytes
             # The largest unit of up to 16 bytes by which the pair can be copied.
             by_table[table].append([*pair, math.gcd(WIDE_BYTES, *pair[:2], *pair[3:5], pair[-1])])
-    num_moves, pairs = to_rows.numel(), list(chain(*by_table))
-    if not pairs or num_moves == 0:
-        return
-    wide_bytes = max((num_bytes for *_, num_bytes, unit in pairs if unit == WIDE_BYTES), default=0)
-    narrow = [(num_bytes, unit) for *_, num_bytes, unit in pairs if unit < WIDE_BYTES]
-    unit = math.gcd(*(unit for _, unit in narrow))
-    narrow_units = max((num_bytes // unit for num_bytes, _ in narrow), default=0)
-    blocks = [min(MAX_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow_units, wide_bytes // 8)]
+    # The number of units per row, and a block of them, for pairs of smaller units and for others.
+    pairs = list(chain(*by_table))
+    unit = math.gcd(*(pair[-1] for pair in pairs if pair[-1] < WIDE_BYTES))
+    narrow_units = max((pair[-2] // unit for pair in pairs if pair[-1] < WIDE_BYTES), default=0)
+    wide_units = max((pair[-2] // 8 for pair in pairs if pair[-1] == WIDE_BYTES), default=0)
+    blocks = [min(MAX_COLUMNS, next_power_of_2(count)) if count else 0 for count in (narrow_units, wide_units)]
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     # Pairs of all tables, first those that are the first of their table; without rows where a table has fewer.
-    fields = chain(*chain(*zip_longest(*by_table, fillvalue=[0] * len(pairs[0]))))
-    num_tiles, max_pairs = cdiv(num_moves, rows), max(map(len, by_table))
+    fields = chain(*chain(*zip_longest(*by_table, fillvalue=[0] * 8)))
+    num_moves, max_pairs = to_rows.numel(), max(map(len, by_table))
+    num_tiles = cdiv(num_moves, rows)
     args = on_device([*fields], to_rows.device), to_rows if starts is None else starts, to_rows, from_rows
-    options = {"UNIT": unit, "BLOCK": blocks[0], "WIDE_BLOCK": blocks[1], "ALIGN": WIDE_BYTES if wide_bytes else 8}
+    options = {"UNIT": unit, "BLOCK": blocks[0], "WIDE_BLOCK": blocks[1], "ALIGN": WIDE_BYTES if wide_units else 8}
     launch(_move_kernel, (num_tiles * max_pairs,), *args, num_tables, num_moves, num_tiles, ROWS=rows, **options)
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.memory import empty_pinned
-from tritonemb.storage import aio
-from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, PageFile
+from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, IoContext, PageFile
 from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.utils import on_error
 
@@ -338,9 +337,8 @@ class DiskTier:
         checksum, action = 0, "write to" if write else "read from"
         segments = [slice(begin, min(begin + SEGMENT_BYTES, size)) for begin in range(0, size, SEGMENT_BYTES)]
         span.checksum, expected = None if write else span.checksum, span.checksum
-        advice = "check the disk, and resume from a checkpoint"
-        problem = f"{self.path}: cannot {action} the swap file"
-        with storage_errors(problem, advice), contextlib.closing(aio.free_contexts.get()) as context:
+        text, advice = f"{self.path}: cannot {action} the swap file", "check the disk, and resume from a checkpoint"
+        with storage_errors(text, advice), contextlib.closing(IoContext.free.get()) as context:
             try:
                 transfers = [context.submit(self._file, _extents(span, segment), write, array) for segment in segments]
                 for segment, transfer in zip(segments, transfers, strict=True):

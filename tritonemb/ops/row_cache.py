@@ -15,6 +15,7 @@ from torch import Tensor
 from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS, DirectoryTensors
 from tritonemb.ops.registry import SHARED_ARGUMENTS, check_tensor, define, kernel
 
+Tensors = Sequence[Tensor]
 _STATE = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
 
 
@@ -66,16 +67,9 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
 
 
 def move_rows_(
-    destinations: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    to_rows: Tensor,
-    from_rows: Tensor,
-    starts: Tensor | None = None,
-    tables: Sequence[int] = (),
+    destinations: Tensors, sources: Tensors, to_rows: Tensor, from_rows: Tensor, starts: Any = None, tables: Any = ()
 ) -> None:
     """Copy `destination[to_rows[i]] = source[from_rows[i]]` for each pair of tensors, bit for bit.
-
-    A call moves rows of one table, or of `T` tables with `starts`; a pair's rows by the moves of its table.
 
     Args:
         destinations, sources: pairs of tensors of one dtype, of 1, 2, 4 or 8 bytes, and one row width: `[rows]` or
@@ -86,8 +80,8 @@ def move_rows_(
         to_rows, from_rows: int64 `[n]` on one device. Moves with a negative index are skipped; other `to_rows` of a
             table are distinct.
         starts: int64 `[T + 1]` on that device, ascending from 0 to `n`, which a GPU does not check: the moves of table
-            `t` are `starts[t]` to `starts[t + 1] - 1`.
-        tables: table of each pair; 0 by default.
+            `t` are `starts[t]` to `starts[t + 1] - 1`. None for one table.
+        tables: table of each pair, whose moves copy its rows, integers; 0 by default.
     """
     # Check the moves.
     device, num_tables = to_rows.device, 1 if starts is None else starts.numel() - 1
@@ -95,11 +89,9 @@ def move_rows_(
     _check_tensor("from_rows", from_rows, torch.int64, (to_rows.numel(),), device)
     if starts is not None:
         _check_tensor("starts", starts, torch.int64, (max(num_tables, 1) + 1,), device)
-    if len(destinations) != len(sources) or len(tables or sources) != len(sources):
-        sizes = f"{len(destinations)} and {len(sources)}, and {len(tables)} tables"
-        raise ValueError(f"destinations and sources must be pairs, got {sizes}")
-    if tables and not 0 <= min(tables) <= max(tables) < num_tables:
-        raise ValueError(f"tables must be numbers of the {num_tables} tables, got {list(tables)}")
+    if not len(destinations) == len(sources) == len(tables or sources) or not {*tables} <= {*range(num_tables)}:
+        actual = f"{len(destinations)} and {len(sources)} of tables {list(tables)}"
+        raise ValueError(f"destinations and sources must be pairs of {num_tables} tables, got {actual}")
     # Check the pairs.
     to, origin = ([(t.dtype, t.device, t.shape, t.stride()) for t in side] for side in (destinations, sources))
     for pair, ((to_dtype, _, to_shape, to_strides), (dtype, _, shape, _)) in enumerate(zip(to, origin, strict=True)):
@@ -149,10 +141,8 @@ def _run(op: str, directory: DirectoryTensors, *args: Any) -> Any:
     for table, sets in enumerate(directory.num_sets.tolist() if device.type == "cpu" else ()):
         size = directory.tags[table].numel()
         if not 0 <= sets <= size // WAYS:
-            raise ValueError(
-                f"num_sets[{table}] is {sets}, but tags[{table}] has {size} elements, enough for {size // WAYS} sets "
-                f"of {WAYS}"
-            )
+            capacity = f"{size} elements, enough for {size // WAYS} sets of {WAYS}"
+            raise ValueError(f"num_sets[{table}] is {sets}, but tags[{table}] has {capacity}")
     return kernel(op, device)(directory, *args)
 
 

@@ -303,14 +303,15 @@ Transfer = Callable[[], None]  # waits for submitted extents; raises the ExtentE
 class IoContext:
     """An I/O buffer and a queue that moves extents between it and files. It serves one operation at a time.
 
-    An operation takes one, and waits until one is free: `with closing(aio.free_contexts.get()) as context`. Not in the
-    main thread, see `shielded`: a signal handler that raises there could lose the result of a system call.
-
-    The buffer has two halves: the disk reads or writes one while the CPU works on the other.
+    An operation waits for a free one: `with closing(IoContext.free.get()) as context`. Not in the main thread, see
+    `shielded`: a signal handler that raises there could lose the result of a system call. The buffer has two halves:
+    the disk reads or writes one while the CPU works on the other.
     """
 
+    free: "queue.SimpleQueue[IoContext]"
+
     def __init__(self, free: "queue.SimpleQueue[IoContext]") -> None:
-        self._free = free
+        self._pool = free
         self._in_flight: list[Transfer] = []
 
     @functools.cached_property
@@ -365,7 +366,7 @@ class IoContext:
         while self._in_flight:
             with suppress(ExtentError):  # the operation has failed already
                 self._in_flight.pop()()
-        self._free.put(self)
+        self._pool.put(self)
 
 
 def _move_remainder(
@@ -388,5 +389,5 @@ def _make_contexts() -> queue.SimpleQueue[IoContext]:
     return free
 
 
-free_contexts = _make_contexts()
-os.register_at_fork(after_in_child=lambda: globals().update(free_contexts=_make_contexts()))
+IoContext.free = _make_contexts()
+os.register_at_fork(after_in_child=lambda: setattr(IoContext, "free", _make_contexts()))

@@ -246,10 +246,8 @@ class DiskRows(Closeable):
 
     def _submit(self, operation: Callable[[], None]) -> IoFuture:
         if os.getpid() != self._process:
-            raise StorageError(
-                f"table {self.table_name!r} was opened before this process was forked, and its threads are not in this "
-                "process; use it in the process that opened it"
-            )
+            remedy = "and its threads are not in this process; use it in the process that opened it"
+            raise StorageError(f"table {self.table_name!r} was opened before this process was forked, {remedy}")
 
         def checked_operation() -> None:
             self._file.raise_if_failed()
@@ -282,10 +280,8 @@ class DiskRows(Closeable):
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
         if changes_only and self.last_snapshot is None:
-            raise StorageError(
-                f"table {self.table_name!r}: file {self.path} has no last snapshot: none was taken, or the file was "
-                "written to after it and opened again; take a whole snapshot first"
-            )
+            reason = "none was taken, or the file was written to after it and opened again; take a whole snapshot first"
+            raise StorageError(f"table {self.table_name!r}: file {self.path} has no last snapshot: {reason}")
         self._flush()
         file, parent = self._file, self.last_snapshot if changes_only else None
         file.last_snapshot = take_snapshot(file.blocks, file.identity, path, parent)

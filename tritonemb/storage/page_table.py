@@ -14,7 +14,6 @@ from typing import Any, Self
 
 import numpy as np
 
-from tritonemb.storage import aio
 from tritonemb.storage.aio import HALF_BYTES, PAGE_BYTES, ExtentError, Extents, IoContext, PageFile, reserve
 from tritonemb.storage.store import StorageError, advice, cpu_kernels, raise_if_cancelled
 
@@ -212,7 +211,7 @@ class BlockFile:
         num_blocks = self.layout.num_blocks
         self.page_table, self.changed = PageTable(num_blocks), ChangedBlocks(num_blocks)
         self._size = file.size()
-        with closing(aio.free_contexts.get()) as context:
+        with closing(IoContext.free.get()) as context:
             self._scan(context)
 
     def read(self, rows: np.ndarray, records: int) -> np.ndarray:
@@ -227,7 +226,7 @@ class BlockFile:
             chunk.sort(blocks, positions)
             self._submit(context, chunk, np.flatnonzero(chunk.positions >= 0), False)
 
-        with closing(aio.free_contexts.get()) as context:
+        with closing(IoContext.free.get()) as context:
             copy = partial(self._copy, context, starts, rows, records, written, False)
             self._overlap(context, blocks.size, begin, copy)
         return written
@@ -255,7 +254,7 @@ class BlockFile:
             self._submit(context, chunk, np.arange(chunk.blocks.size), True)
             writing.append(chunk)
 
-        with closing(aio.free_contexts.get()) as context:
+        with closing(IoContext.free.get()) as context:
             self._overlap(context, blocks.size, begin, finish)
             for chunk in writing:
                 chunk.wait()
@@ -289,10 +288,8 @@ class BlockFile:
         """Allocate blocks int64 `[b]`, ascending, for a write; return their positions, and which are new."""
         new_mask = self.page_table.find(blocks) < 0
         if self.page_table.count + np.count_nonzero(new_mask) > MAX_POSITIONS:
-            raise StorageError(
-                f"table {self.table!r}, file {self.file.path}: a file has at most {MAX_POSITIONS:,} blocks of "
-                f"{self.layout.block_bytes:,} bytes; split the table into smaller shards"
-            )
+            text = f"{MAX_POSITIONS:,} blocks of {self.layout.block_bytes:,} bytes; split the table into smaller shards"
+            raise StorageError(f"table {self.table!r}, file {self.file.path}: a file has at most {text}")
         positions = self.page_table.allocate(blocks)
         num_bytes, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
         if num_bytes > self._size:  # grow the file ahead of writes: growing it on each write is slow

@@ -15,8 +15,8 @@ import numpy as np
 from torch import Tensor
 
 from tritonemb.memory import DTYPES
-from tritonemb.storage import aio, io, store
-from tritonemb.storage.aio import PAGE_BYTES, PageFile
+from tritonemb.storage import io, store
+from tritonemb.storage.aio import PAGE_BYTES, IoContext, PageFile
 from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
 from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
@@ -50,7 +50,7 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
     layout, changed_blocks = blocks.layout, blocks.changed.blocks()
     size = _group_size(layout)
     file.resize(_group_offset(layout, changed_blocks.size))
-    with closing(aio.free_contexts.get()) as context:
+    with closing(IoContext.free.get()) as context:
         buffer = context.reserve(PAGE_BYTES + size * layout.block_bytes)
         for group, first in enumerate(range(0, changed_blocks.size, size)):
             block_numbers = changed_blocks[first : first + size]
@@ -115,7 +115,7 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
         if file.size() != (expected := _group_offset(layout, changed_blocks)):
             raise StorageError(f"snapshot {path} has {file.size():,} bytes, expected {expected:,}; use another one")
         # Read and check each group, and write its blocks.
-        with closing(aio.free_contexts.get()) as context:
+        with closing(IoContext.free.get()) as context:
             buffer = context.reserve(PAGE_BYTES + size * layout.block_bytes)
             for group, first in enumerate(range(0, changed_blocks, size)):
                 count = min(size, changed_blocks - first)

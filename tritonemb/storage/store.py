@@ -132,12 +132,6 @@ class IoFuture:
     def finish(self) -> None:
         self._done.set()
 
-    @staticmethod
-    def wait_all(futures: "Sequence[IoFuture]") -> None:
-        """Wait for operations; raise the first error."""
-        for future in futures:
-            future.wait()
-
     @classmethod
     def finished(cls, work: Callable[[], object]) -> Self:
         """Run an operation in this thread, and return its future."""
@@ -145,6 +139,12 @@ class IoFuture:
         future.run(work)
         future.finish()
         return future
+
+
+def wait_all(futures: Sequence[IoFuture]) -> None:
+    """Wait for operations; raise the first error."""
+    for future in futures:
+        future.wait()
 
 
 class OperationQueue:
@@ -261,10 +261,8 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             kind = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
             raise ValueError(f"table {table!r}: {name} must be {dtype}, contiguous, on the CPU, got {kind}")
     if rows.dim() != 1 or records.shape != (rows.numel(), record.num_bytes):
-        raise ValueError(
-            f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], "
-            f"got {list(rows.shape)} and {list(records.shape)}"
-        )
+        shapes = f"{list(rows.shape)} and {list(records.shape)}"
+        raise ValueError(f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], got {shapes}")
     row_numbers = rows.numpy()
     if (unordered := row_numbers[1:] <= row_numbers[:-1]).any():
         position = int(unordered.argmax())

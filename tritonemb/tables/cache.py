@@ -206,10 +206,8 @@ class RowCache:
                 synchronize(self.device)
             if unpinned:
                 if bool((directory.table_views[2][index] > 0).any()):
-                    raise RuntimeError(
-                        f"a batch has pinned rows of table {table.config.name!r}; finish its backward pass, or drop "
-                        "it, first"
-                    )
+                    problem = f"a batch has pinned rows of table {table.config.name!r}"
+                    raise RuntimeError(f"{problem}; finish its backward pass, or drop it, first")
                 directory.clear(index)
             try:
                 yield

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, set_row_ids
 from tritonemb.storage.memory import HostRows
-from tritonemb.storage.store import CacheDirectory, IoFuture
+from tritonemb.storage.store import CacheDirectory, IoFuture, wait_all
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
@@ -94,12 +94,8 @@ class CacheStorage:
     def _resize(self, index: int) -> None:
         table, num_slots = self._tables[index], self._directory.num_slots[index]
         for name, tensor in Table.tensors(table).items():
-            grown = tensor.new_zeros((num_slots, *tensor.shape[1:]))
-            grown[: tensor.shape[0]] = tensor
-            if name == "weight":
-                table.weight.data = grown
-            else:
-                table._buffers[name] = grown
+            spare = tensor.new_zeros((num_slots - tensor.shape[0], *tensor.shape[1:]))
+            getattr(table, name).data = torch.cat([tensor, spare])
 
     def _update_layouts(self, *layouts: Layout) -> None:
         for layout in layouts:
@@ -148,13 +144,13 @@ class RowTransfer:
     def finish_writes(self, later: Sequence[IoFuture] = ()) -> None:
         """Wait for all writes but `later` ones. StorageError if one failed."""
         earlier, self._writes = self._writes, later
-        IoFuture.wait_all(earlier)
+        wait_all(earlier)
 
     def read(self, moves: RowMoves) -> None:
         """Read rows into slots. StorageError if a read failed."""
         if on_disk := self._copy_in_host(moves, True):
             (records, copy), rows = self._stage(on_disk, moves), moves.rows.cpu().split(moves.sizes)
-            IoFuture.wait_all([table.store.read(rows[n], records[n]) for n, table in on_disk.items()])
+            wait_all([table.store.read(rows[n], records[n]) for n, table in on_disk.items()])
             copy(True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # before the records are freed

@@ -187,9 +187,8 @@ def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), tasks_for(order.numel())
-    _translate(
-        num_tasks, num_tasks, num_tasks, slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
-    )
+    arrays = slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
+    _translate(num_tasks, num_tasks, num_tasks, *arrays)
     return values
 
 
@@ -258,9 +257,7 @@ def move_rows_(
     destinations: Tensors, sources: Tensors, to_rows: Tensor, from_rows: Tensor, starts: Any = None, tables: Any = ()
 ) -> None:
     """See `kernels/row_cache.py`. ValueError for a row out of range, before any copy."""
-    if not destinations:
-        return
-    pairs = np.array(pair_fields(destinations, sources, tables), dtype=np.int64)
+    pairs = np.array(pair_fields(destinations, sources, tables), dtype=np.int64).reshape(-1, TABLE + 1)
     bounds = np.array([0, to_rows.numel()]) if starts is None else starts.numpy()
     if bounds[0] != 0 or bounds[-1] != to_rows.numel() or (np.diff(bounds) < 0).any():
         raise ValueError(f"starts must ascend from 0 to the number of moves, {to_rows.numel()}, got {bounds.tolist()}")
