@@ -313,11 +313,10 @@ def move_rows_(
     rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
     # Pairs of all tables, first those that are the first of their table; without rows where a table has fewer.
     fields = chain(*chain(*zip_longest(*by_table, fillvalue=[0] * 8)))
-    num_moves, max_pairs = to_rows.numel(), max(map(len, by_table))
-    num_tiles = cdiv(num_moves, rows)
+    num_tiles, max_pairs = cdiv(to_rows.numel(), rows), max(map(len, by_table))
     args = on_device([*fields], to_rows.device), to_rows if starts is None else starts, to_rows, from_rows
     options = {"UNIT": unit, "BLOCK": blocks[0], "WIDE_BLOCK": blocks[1], "ALIGN": WIDE_BYTES if wide_units else 8}
-    launch(_move_kernel, (num_tiles * max_pairs,), *args, num_tables, num_moves, num_tiles, ROWS=rows, **options)
+    launch(_move_kernel, (num_tiles * max_pairs,), *args, num_tables, to_rows.numel(), num_tiles, ROWS=rows, **options)
 
 
 def set_of(rows: Tensor, num_sets: int) -> Tensor:

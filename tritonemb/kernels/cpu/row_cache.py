@@ -3,6 +3,7 @@
 Each set belongs to one task, which serves its misses in ascending order: results do not depend on the number of tasks.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
