@@ -268,7 +268,7 @@ class RowCache:
             flags.append(flags[0] & torch.isin(rows, new_rows, assume_unique=True, invert=True))
         positions, sizes = self._evict(tables, evicted, slots, *flags)
         (_, overflowing, cached, *_), (num_misses, overflows, lookups, *_) = positions, sizes
-        self._counts[[LOOKUPS, HITS]] += lookups, np.subtract(lookups, num_misses)
+        self._counts[[LOOKUPS, HITS]] += np.array([lookups, np.subtract(lookups, num_misses)])
         rows = rows - self._first_rows.index_select(0, tables)
         if overflowing.numel():
             slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
