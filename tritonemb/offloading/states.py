@@ -315,7 +315,7 @@ class StateStore:
                 if placement.gradient_tier is not None:
                     dtype: torch.dtype = chunk.parameter.dtype
                     span = placement.gradient_tier.reserve(chunk.numel * dtype.itemsize)
-                    chunk.gradient = GradientPages(span, dtype, placement.device)
+                    chunk.gradient = GradientPages(span, dtype)
             group.allocate(placement.tier if group.index >= num_in_memory else None, self._step_device)
         self.buffers = Buffers(self.groups, placement.buffer_bytes, placement.device)
 

@@ -147,11 +147,14 @@ class BufferedPages:
 
 
 class GradientPages(BufferedPages):
-    """Gradient of a chunk, from a backward until `is_set` becomes False."""
+    """Gradient of a chunk, from a backward until `is_set` becomes False.
 
-    def __init__(self, span: Span, dtype: torch.dtype, device: torch.device) -> None:
+    It is copied from and to the disk in memory that is not pinned: pinning it would take longer than a slower copy.
+    """
+
+    def __init__(self, span: Span, dtype: torch.dtype) -> None:
         super().__init__(span, dtype)
-        self.is_set, self._device = False, device
+        self.is_set = False
         # Write in progress, and the factors of a gradient on disk, by which it is multiplied when it is read.
         self.pending: IoFuture | None = None
         self._factors: list[Tensor | float] = []
@@ -160,7 +163,7 @@ class GradientPages(BufferedPages):
         """Start to store a gradient `[numel]` on any device."""
         memory = gradient.view(torch.uint8)
         if self.span.memory is None:
-            pages = empty_host(self.span.num_bytes, self._device)
+            pages = empty_host(self.span.num_bytes, torch.device("cpu"))
             pages[: self.span.num_bytes].copy_(memory)
             memory = pages
         self.is_set, self._factors, self.pending = True, [], self.span.write(memory)
@@ -187,7 +190,7 @@ class GradientPages(BufferedPages):
             self.pending.wait()
         if self.span.memory is not None:
             return self.span.memory[: self.span.num_bytes].view(self._dtype)
-        pages = empty_host(self.span.num_bytes, self._device)
+        pages = empty_host(self.span.num_bytes, torch.device("cpu"))
         self.span.read(pages).wait()
         return self._scaled(pages[: self.span.num_bytes].view(self._dtype), in_place=True)
 
