@@ -57,6 +57,22 @@ class LazyModule:
 
 
 @contextmanager
+def silent_stdout() -> Iterator[None]:
+    """Discard what C code of the process writes to stdout inside the block."""
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    stdout = os.dup(1)
+    with open(os.devnull, "wb") as null:
+        os.dup2(null.fileno(), 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+@contextmanager
 def on_error(undo: Callable[[], object]) -> Iterator[None]:
     """Call `undo` if the block raises an exception of any kind."""
     try:

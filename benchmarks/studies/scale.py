@@ -177,7 +177,7 @@ def seconds_of(model: CostModel, made: ShardingPlan, how: How) -> Array:
         other = other._replace(scheme=np.where(at.scheme == cost_model.HIERARCHICAL, cost_model.DIRECT, at.scheme))
     seconds = model.predict(made).seconds.copy()
     if other is not at:
-        np.add.at(seconds, rank, model.costs(other).seconds - model.costs(at).seconds)
+        np.add.at(seconds, rank, model.costs(other)[0] - model.costs(at)[0])
     if not how.fused:  # lookup, backward and optimizer: a kernel each a table; gradients of ids are written and read
         launches = LAUNCH * np.bincount(rank, minlength=model.ranks)
         ids = model.ids[at.table] * np.where(at.scheme == cost_model.REPLICAS, 1, model.ranks * at.id_share)

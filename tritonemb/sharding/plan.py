@@ -7,6 +7,7 @@ from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Self, get_args
 
 from tritonemb.layout import rows_to_shard
+from tritonemb.optimizers import Custom
 from tritonemb.types import Placement, TableConfig, checked_size
 from tritonemb.utils import JsonFile, format_bytes
 
@@ -298,7 +299,7 @@ class ShardingPlan(JsonFile):
         local_world_size: ranks per node; node `n` has the ranks from `n * local_world_size` on. By default all ranks.
         placements: memory tiers by table name; tables without an entry keep the tier of their `TableConfig`.
         copies: replicas of the tables; the job has `copies * world_size` ranks.
-        report: `te.sharding.PlanReport` of a plan made by `te.plan`; not part of the JSON.
+        report: `te.sharding.PlanReport` of a plan made by `te.plan`; not in JSON if its optimizer is a `Custom` one.
 
     Raises:
         TypeError, ValueError: for sizes that do not fit, or a value that is not a sharding.
@@ -309,10 +310,11 @@ class ShardingPlan(JsonFile):
     local_world_size: int = 0
     placements: Mapping[str, TablePlacement] = field(default_factory=dict)
     copies: int = 1
-    report: Any = field(default=None, compare=False, repr=False)  # its class is in a module that imports this one
+    report: Any = field(default=None, compare=False, repr=False)
 
     TITLE, REQUIRED = "a sharding plan", ("world_size", "tables")
-    MEMBERS: ClassVar[Iterable[str]] = ("world_size", "local_world_size", "copies", "tables")
+    MEMBERS: ClassVar[Iterable[str]] = ("world_size", "local_world_size", "copies", "tables", "report")
+    REPORT: ClassVar[Any]  # class of reports; its module imports this one, and sets it
 
     def __post_init__(self) -> None:
         vars(self).update(tables=dict(self.tables), placements=dict(self.placements))
@@ -360,7 +362,7 @@ class ShardingPlan(JsonFile):
 
     def _known(self) -> Any:
         if self.report is None:
-            raise ValueError("this plan has no report, as it was read or written by hand; make one with te.plan(...)")
+            raise ValueError("this plan has no report, as it was written by hand; make one with te.plan(...)")
         return self.report
 
     def apply(self, table: TableConfig) -> TableConfig:
@@ -379,9 +381,11 @@ class ShardingPlan(JsonFile):
             raise ValueError(f"the sharding plan lacks the tables {missing}; it has {sorted(self.tables)}")
 
     def to_json(self) -> str:
-        """Return text for `from_json`, one line per table, without the `report`."""
+        """Return text for `from_json`, one line per table and for the report."""
         sizes = {"format": self.FORMAT, "world_size": self.world_size, "local_world_size": self.local_world_size}
         sizes |= {"copies": self.copies} if self.copies > 1 else {}
+        if self.report is not None and not isinstance(self.report.model.optimizer, Custom):
+            sizes["report"] = self.report.to_json()
         tables = []
         for name, sharding in self.tables.items():
             fields = vars(sharding) | (vars(self.placements[name]) if name in self.placements else {})
@@ -394,15 +398,16 @@ class ShardingPlan(JsonFile):
     def from_json(cls, text: str) -> Self:
         """Parse a plan; ValueError with the table and the problem."""
         values = cls._members(text)
-        tables = values.pop("tables")
+        tables, report = values.pop("tables"), values.pop("report", None)
         if not isinstance(tables, dict):
             raise ValueError(f"a sharding plan's tables must be an object, got {tables!r}")
         entries = {name: _parse_table(name, value) for name, value in tables.items()}
         placements = {name: placement for name, (_, placement) in entries.items() if placement}
         try:
-            return cls({name: sharding for name, (sharding, _) in entries.items()}, placements=placements, **values)
+            plan = cls({name: sharding for name, (sharding, _) in entries.items()}, placements=placements, **values)
         except TypeError as error:
             raise ValueError(str(error)) from error
+        return plan if report is None else replace(plan, report=cls.REPORT.from_values(plan, report))
 
 
 def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_size: int = 0) -> ShardingPlan:

@@ -12,8 +12,9 @@ table, `d` of them distinct, in `b` bags (or `d` rows, if unpooled), over the sa
     misses           2·(w·e + s) bytes per distinct row that is not cached
     replicated       rows and summed gradients that replicas gather; sums over whole rows of column-wise tables
 
-A rank's load is the sum of its stages, and a step takes as long as the slowest rank. It takes longer if different ranks
-are slow in different stages, because each exchange synchronizes the ranks.
+A rank's load is the sum of its stages, and of the latencies that each step waits for: of each message and launch that
+any table needs, once for all tables. A step takes as long as the slowest rank. It takes longer if different ranks are
+slow in different stages, because each exchange synchronizes the ranks.
 """
 
 import math
@@ -65,15 +66,8 @@ class Shards(NamedTuple):
     host_rows: Array  # in host memory, of a table on disk
 
 
-class Costs(NamedTuple):
-    """Costs of shards: seconds `[n, stages]`, and bytes `[n, placements]`; for servers a rank's part of the table."""
-
-    seconds: Array
-    memory: Array
-
-
 class Prediction(NamedTuple):
-    """Predicted times and memory of a plan. `load` is the slowest rank's sum of stages, `step` a step's seconds."""
+    """Predicted seconds and bytes of a plan. `load` is the slowest rank's sum of stages and latencies."""
 
     seconds: Array  # [ranks, stages]
     by_table: Array  # [tables]: seconds on all ranks
@@ -86,11 +80,11 @@ class Prediction(NamedTuple):
 
     @property
     def load(self) -> float:
-        return float(self.seconds.sum(1).max())
+        return float(self.seconds.sum(1).max()) + self.latency
 
     @property
     def step(self) -> float:
-        return self.load + self.latency + self.dense
+        return self.load + self.dense
 
 
 @dataclass(eq=False, repr=False)
@@ -128,6 +122,10 @@ class CostModel:
         # Ranks of a copy of the tables.
         self.ranks = job // self.copies
         self.local = min(self.topology.local_world_size, self.ranks)
+        # A rank is as slow, and has as little memory, as those with its shards in any copy.
+        shape, alike, top = (self.copies, self.ranks), np.ones(job), self.topology
+        self.rank_speed = np.reshape(top.rank_speed or alike, shape).min(0)
+        self.rank_hbm = top.hbm * np.reshape(top.rank_memory or alike, shape).min(0)
         self.nodes = self.ranks // self.local
         # Arrays [tables].
         self.rows = np.array([float(table.num_embeddings or table.capacity or 0) for table in tables])
@@ -165,8 +163,8 @@ class CostModel:
         part = (id_share + rows / np.maximum(self.rows[table], 1)) / 2  # hot rows are few, and used often
         return np.minimum(self.distinct[table] * part, rows)
 
-    def costs(self, shards: Shards) -> Costs:
-        """Return the costs of shards to their ranks."""
+    def costs(self, shards: Shards) -> tuple[Array, Array]:
+        """Return costs of shards: seconds `[n, stages]`; bytes `[n, placements]`, for servers a rank's part."""
         top, table, ranks, world = self.topology, shards.table, self.ranks, self.topology.world_size
         replicated, off_device = shards.scheme == REPLICAS, shards.placement != DEVICE
         on_disk = shards.placement == DISK
@@ -232,7 +230,7 @@ class CostModel:
             seconds[on_server, MISSES] = (wire + pulled)[on_server]
             hbm = np.where(on_server, rows * shards.width * 4 * PREFETCHED + 2 * outputs, hbm)
         server = self.rows[table] * (self.record_bytes(table, shards.width) + INDEX_BYTES) / ranks
-        return Costs(seconds, np.stack([hbm, host, disk, np.where(on_server, server, 0)], 1))
+        return seconds, np.stack([hbm, host, disk, np.where(on_server, server, 0)], 1)
 
     def _sent(self, sent: Array, hierarchical: Any) -> Array:
         """Return seconds to send bytes to all ranks in equal parts; hierarchical: reduced in the node first."""
@@ -274,13 +272,14 @@ class CostModel:
 
     @property
     def budgets(self) -> Array:
-        """Bytes for tables: device memory of a rank, host memory and disk of a node, memory of all servers."""
+        """Bytes for tables: device memory of the largest rank, host memory and disk of a node, memory of servers."""
         top = self.topology
-        return np.array([top.hbm - self.reserved_bytes, top.host, top.disk, top.servers * top.server_memory])
+        hbm = self.rank_hbm.max() - self.reserved_bytes
+        return np.array([hbm, top.host, top.disk, top.servers * top.server_memory])
 
     def describe_memory(self) -> str:
         """Describe the device memory per rank for tables, and what uses the remainder."""
-        hbm, by_size = self.topology.hbm, sorted(self.reserved.items(), key=lambda item: -item[1])
+        hbm, by_size = float(self.rank_hbm.max()), sorted(self.reserved.items(), key=lambda item: -item[1])
         used = ", ".join(f"{format_bytes(size)} for {name}" for name, size in by_size if size)
         return f"{format_bytes(max(0.0, hbm - self.reserved_bytes))} per rank: {format_bytes(hbm)} less {used}"
 
@@ -317,34 +316,39 @@ class CostModel:
         plan.require_tables([table.name for table in self.tables])
         # Sum the costs of shards by rank and node.
         shards, rank = self.shards(plan)
-        costs = self.costs(shards)
+        shard_seconds, memory = self.costs(shards)
         seconds, hbm = np.zeros((self.ranks, len(STAGES))), np.full(self.ranks, self.reserved_bytes)
-        np.add.at(seconds, rank, costs.seconds)
-        np.add.at(hbm, rank, costs.memory[:, DEVICE])
+        np.add.at(seconds, rank, shard_seconds)
+        np.add.at(hbm, rank, memory[:, DEVICE])
         first = np.unique(shards.table, return_index=True)[1]
         arrays = shards.table, shards.blocks, shards.scheme, shards.placement
         common = self.common_seconds(*(values[first] for values in arrays))
         seconds[:, IDS] += sum(common.tolist())
-        host, disk = (np.bincount(rank // self.local, costs.memory[:, tier], self.nodes) for tier in (HOST, DISK))
-        schemes, placements = shards.scheme[shards.placement != SERVER], shards.placement
-        latency = self._latency(set(schemes.tolist()), set(placements.tolist()))
+        seconds /= self.rank_speed[:, None]
+        host, disk = (np.bincount(rank // self.local, memory[:, tier], self.nodes) for tier in (HOST, DISK))
+        latency = float(self.latencies @ self.waits(shards.scheme, shards.placement).any(0))
         # Other layers: compute, and a ring all-reduce of their gradients; between nodes it uses all network cards.
         top, parameters = self.topology, self.dense_parameters
         ring = min(top.intra_bandwidth, top.inter_bandwidth * top.local_world_size if top.nodes > 1 else math.inf)
         part = 2 * (top.world_size - 1) / top.world_size
         dense = 6.0 * parameters * self.batch_size / top.flops + 4 * parameters * part / ring
-        by_table = np.bincount(shards.table, costs.seconds.sum(1), len(self.tables))
-        return Prediction(seconds, by_table, hbm, host, disk, float(costs.memory[:, SERVER].sum()), latency, dense)
+        by_table = np.bincount(shards.table, shard_seconds.sum(1), len(self.tables))
+        return Prediction(seconds, by_table, hbm, host, disk, float(memory[:, SERVER].sum()), latency, dense)
 
-    def _latency(self, schemes: set[int], placements: set[int]) -> float:
-        top = self.topology
-        seconds = top.lookup_latency + top.update_latency
-        across = top.inter_latency if self.nodes > 1 else top.intra_latency
-        if self.ranks > 1 and schemes & {DIRECT, HIERARCHICAL}:
-            seconds += top.control_latency
-            seconds += 2 * across if DIRECT in schemes else 0
-            seconds += 2 * (top.intra_latency + across) if HIERARCHICAL in schemes else 0
-        if REPLICAS in schemes and top.world_size > 1:
-            seconds += 2 * across
-        seconds += top.host_latency if placements & {HOST, DISK} else 0
-        return seconds + (top.disk_latency if DISK in placements else 0)
+    def waits(self, scheme: Any, placement: Array) -> Array:
+        """Return which of the `latencies` tables with these shards wait for: bool `[n, latencies]`."""
+        sharded, on_device = (scheme != REPLICAS) & (placement != SERVER), placement == DEVICE
+        launches = [(scheme == value) & (placement != SERVER) for value in range(3)]
+        tiers = [placement == SERVER, ~on_device & (placement != SERVER), placement == DISK]
+        return np.stack([sharded, *launches, *tiers], -1)
+
+    @property
+    def latencies(self) -> Array:
+        """Seconds of the ID exchange; of lookup, update and messages of each scheme; of servers; of host and disk."""
+        top, launches = self.topology, self.topology.lookup_latency + self.topology.update_latency
+        across = 2 * (top.inter_latency if self.nodes > 1 else top.intra_latency)
+        exchange = top.control_latency, across, 2 * top.intra_latency + across
+        ids, direct, hierarchical = (seconds * (self.ranks > 1) for seconds in exchange)
+        replicas = across if top.world_size > 1 else 0.0
+        schemes = (launches + seconds for seconds in (direct, hierarchical, replicas, 0.0))
+        return np.array([ids, *schemes, top.host_latency, top.disk_latency])

@@ -84,6 +84,20 @@ class Option(NamedTuple):
     def __str__(self) -> str:
         return self.kind.replace("_", "-") + (f" ({self.num_blocks} blocks)" if self.num_blocks > 1 else "")
 
+    @property
+    def on_tier(self) -> str:
+        return f"{self} on {self.placement}"
+
+    @classmethod
+    def of(cls, plan: ShardingPlan, table: TableConfig) -> Self:
+        """Return the option that a plan has chosen for a table."""
+        sharding, tier = plan.tables[table.name], plan.placement(table.name)
+        blocks = {(shard.first_column, shard.first_row * (not sharding.on_nodes)) for shard in plan.shards(table)}
+        kind, caches = sharding.kind, (tier.cache_share or 0.0, tier.host_share or 0.0)
+        if tier.placement == "server":
+            kind, blocks = "server", set()
+        return cls(kind, tier.placement, *caches, num_blocks=max(1, len(blocks)))
+
 
 class Kind(NamedTuple):
     """A sharding type, as the search splits tables: into units, and these into shards in bins, i.e. ranks or nodes."""
@@ -150,14 +164,11 @@ class KindOptions(NamedTuple):
 
 
 def make_problem(
-    model: CostModel,
-    constraints: list[Constraint],
-    previous: ShardingPlan | None = None,
-    reserve: Sequence[float] = (0.0, 0.0, 0.0),
+    model: CostModel, constraints: list[Constraint], reserve: Sequence[float] = (0.0, 0.0, 0.0)
 ) -> tuple[list[list[Option]], Problem]:
     """Return the Pareto-optimal options of each table, and the problem, with `reserve`d shares of the three budgets."""
     topology = model.topology
-    if (short := model.reserved_bytes - topology.hbm) >= 0:
+    if (short := model.reserved_bytes - model.rank_hbm.min()) >= 0:
         raise PlanError(
             f"no device memory is left for tables, {model.describe_memory()}: short by {format_bytes(short)}"
         )
@@ -193,7 +204,7 @@ def make_problem(
     if topology.servers:
         kind = Kind("server", 0, scheme=REPLICAS)
         options.append(_options_of_kind(model, kind, allowed, [("server", 0, 0, 0)], budgets))
-    return _assemble(model, options, constraints, previous)
+    return _assemble(model, options, constraints, (model.rank_hbm.max() - model.rank_hbm) / budgets[0])
 
 
 def _options_of_kind(
@@ -235,10 +246,10 @@ def _options_of_kind(
             table[:, None], id_share * row_part, shard_rows, width, blocks, kind.scheme, placement[:, None],
             cached[:, None] * shard_rows, on_host[:, None] * shard_rows,
         )  # fmt: skip
-        result = model.costs(Shards(*(np.broadcast_to(values, rows.shape).ravel() for values in shards)))
-        uses = result.memory / np.maximum(budgets, 1.0)
+        seconds, memory = model.costs(Shards(*(np.broadcast_to(values, rows.shape).ravel() for values in shards)))
+        uses = memory / np.maximum(budgets, 1.0)
         uses[:, [HOST, DISK]] *= local if kind.on_node else 1
-        return np.concatenate([result.seconds.sum(1)[:, None], uses], 1).reshape(*rows.shape, 5)
+        return np.concatenate([seconds.sum(1)[:, None], uses], 1).reshape(*rows.shape, 5)
 
     shape = len(table), kind.units
     replicated, pairwise_load, fixed = np.zeros((len(table), 5)), np.zeros(shape), np.zeros((*shape, 4))
@@ -274,7 +285,7 @@ def _cumulative_weight(stats: TableStats, table: TableConfig) -> tuple[Array, Ar
 
 
 def _assemble(
-    model: CostModel, kinds: list[KindOptions], constraints: list[Constraint], previous: ShardingPlan | None
+    model: CostModel, kinds: list[KindOptions], constraints: list[Constraint], less_memory: Array
 ) -> tuple[list[list[Option]], Problem]:
     """Sort the feasible, Pareto-optimal options of all tables by table, and concatenate them to a problem."""
     num_tables, feasible = len(model.tables), [options.subset((options.smallest <= 1).all(1)) for options in kinds]
@@ -283,10 +294,7 @@ def _assemble(
         raise PlanError(_no_option(model, kinds, constraints[empty[0]], int(empty[0])))
     subsets, choices = list[KindOptions](), list[Option]()
     for options in feasible:
-        # Options of the running plan stay, with any cache shares.
-        tables = [(model.tables[n], tier) for n, tier in zip(options.table.tolist(), options.tier, strict=True)]
-        in_use = [previous and _matches(previous, table, options.kind.name, tier) for table, tier in tables]
-        subsets.append(options := options.subset(_pareto_optimal(options) | np.array(in_use, dtype=bool)))
+        subsets.append(options := options.subset(_pareto_optimal(options)))
         shares = zip(options.tier, options.cached.tolist(), options.edges.tolist(), strict=True)
         choices += [Option(options.kind.name, PLACEMENTS[n], a, b, tuple(e)) for n, (a, b), e in shares]
     # Order of the options by table, and of their units.
@@ -307,7 +315,10 @@ def _assemble(
     )  # fmt: skip
     ordered: Any = [array[order] for array in by_option] + [array[unit_order] for array in by_unit]
     by_table = [[choices[index] for index in order[first:end]] for first, end in pairwise(offsets)]
-    return by_table, Problem(model.ranks, model.local, offsets, np.append(0, ends), *ordered)
+    waits = np.concatenate([model.waits(options.kind.scheme, options.tier) for options in subsets])[order]
+    ordered += [waits, model.latencies, np.ones(waits.shape[1], dtype=bool)]
+    base = np.stack([np.zeros(model.ranks), less_memory])
+    return by_table, Problem(model.ranks, model.local, model.rank_speed, base, offsets, np.append(0, ends), *ordered)
 
 
 def _pareto_optimal(options: KindOptions) -> Array:
@@ -347,16 +358,15 @@ def with_blocks(option: Option, num_blocks: int, constraint: Constraint) -> Opti
 
 def decode(
     table: TableConfig, stats: TableStats, option: Option, rule: Constraint, units: Array, shares: Array
-) -> tuple[Sharding, Option]:
-    """Convert a table's shards, `[ranks]` by bin, to a plan's `Sharding`; and the option with their number."""
+) -> Sharding:
+    """Convert a table's shards, `[ranks]` by bin, to a plan's `Sharding`."""
     if option.kind == "server":  # ranks lease the rows of their shards
-        return RowWise() if rows_to_shard(table) >= len(units) > 1 else TableWise(0), option
+        return RowWise() if rows_to_shard(table) >= len(units) > 1 else TableWise(0)
     bins, kinds = np.flatnonzero(units >= 0), cast(Any, SHARDINGS)
     units, shares = units[bins], shares[bins]
     if len(bins) <= 1:
-        single, targets = with_blocks(option, 1, rule), bins.tolist()
-        takes_list = single.kind in ("row_wise", "column_wise", "grid")
-        return kinds[single.kind](targets) if takes_list else kinds[single.kind](*targets), single
+        kind, targets = with_blocks(option, 1, rule).kind, bins.tolist()
+        return kinds[kind](targets) if kind in ("row_wise", "column_wise", "grid") else kinds[kind](*targets)
     order = np.lexsort((bins, units))
     targets, shares, units = bins[order].tolist(), shares[order], units[order]
     if option.kind == "row_wise":
@@ -371,56 +381,11 @@ def decode(
         targets, counts = [targets[n] for n in nonempty], counts[nonempty].tolist()
         even = -(-rows // len(targets))
         is_even = counts == [min(even, rows - even * n) for n in range(len(targets))]
-        return RowWise(targets, None if is_even else counts), option._replace(num_blocks=len(targets))
+        return RowWise(targets, None if is_even else counts)
     step = column_step(table)
     widths = (np.round(shares * (table.embedding_dim // step)).astype(np.int64) * step).tolist()
     widths[-1] += table.embedding_dim - sum(widths)
-    return kinds[option.kind](targets, widths), option._replace(num_blocks=len(targets))
-
-
-# Option types that become these types of a plan.
-_SOURCE_KINDS = {"table_wise": ("row_wise", "column_wise"), "table_row_wise": ("table_row_wise", "grid")}
-
-
-def _matches(plan: ShardingPlan, table: TableConfig, kind: str, tier: int) -> bool:
-    """Return whether a plan's sharding and tier of a table are those of an option, with any shards and cache."""
-    sharding, placement = plan.tables.get(table.name), plan.placement(table.name).placement
-    kinds = () if sharding is None else _SOURCE_KINDS.get(sharding.kind, (sharding.kind,))
-    return kind in kinds and placement == PLACEMENTS[tier]
-
-
-def encode(
-    plan: ShardingPlan, table: TableConfig, stats: TableStats, option: Option, max_shards: int, local: int
-) -> list[tuple[int, int, float]] | None:
-    """Convert a plan's shards of a table to units, bins and shares of an option; None if that has no such shards."""
-    if not _matches(plan, table, option.kind, PLACEMENTS.index(option.placement)) or (
-        SHARDINGS[option.kind].on_nodes and plan.local_world_size != local
-    ):
-        return None
-    if option.kind == "data_parallel":
-        return []
-    if option.kind == "row_wise":
-        sharding, num_ranges = plan.tables[table.name], len(option.edges) - 1
-        ranks = sharding.targets or range(plan.world_size)
-        # Rows of the blocks, perhaps fewer than the table has now. Few rows have fewer blocks than ranks.
-        rows = getattr(sharding, "rows", None) or [shard.num_rows for shard in plan.shards(table)]
-        counts = np.array(rows, dtype=np.float64)
-        ends = np.interp(np.cumsum(counts) / counts.sum(), *_cumulative_weight(stats, table)) * num_ranges
-        share = np.diff(ends, prepend=0.0)
-        unit = np.minimum(ends - share / 2, num_ranges - 0.5).astype(np.int64)
-        share /= np.maximum(np.bincount(unit, share, num_ranges), 1e-12)[unit]
-        shards = list(zip(unit.tolist(), ranks, share.tolist(), strict=False))
-        complete = len(set(unit.tolist())) == num_ranges
-    else:
-        steps, per_node = table.embedding_dim // column_step(table), 1 if option.kind == "column_wise" else local
-        blocks = {(shard.rank // per_node, shard.first_column): shard.num_columns for shard in plan.shards(table)}
-        count = {block: max(1, columns // column_step(table)) for block, columns in blocks.items()}
-        if option.kind in ("table_column_wise", "table_row_wise"):
-            count = {next(iter(count)): steps}
-        shards = [(0, bin_index, number / steps) for (bin_index, _), number in count.items()]
-        complete = sum(count.values()) == steps
-    bins = [bin_index for _, bin_index, _ in shards]
-    return shards if complete and len(shards) <= max_shards and len(set(bins)) == len(bins) else None
+    return kinds[option.kind](targets, widths)
 
 
 def _no_option(model: CostModel, kinds: list[KindOptions], constraint: Constraint, number: int) -> str:

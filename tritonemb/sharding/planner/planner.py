@@ -1,9 +1,10 @@
 """`plan`: choose sharding, tier and cache of each table, so that a step is fast and everything fits."""
 
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,31 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import Sharding, ShardingPlan, TablePlacement, uniform_plan
-from tritonemb.sharding.planner.cost_model import CostModel
-from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, encode, make_problem, with_blocks
-from tritonemb.sharding.planner.report import PlanReport, TableReport
-from tritonemb.sharding.planner.search import Solution, fewest_shards, keep, relax, solve
+from tritonemb.sharding.plan import (
+    ColumnWise,
+    DataParallel,
+    Grid,
+    RowWise,
+    Sharding,
+    ShardingPlan,
+    TableColumnWise,
+    TablePlacement,
+    TableRowWise,
+    TableWise,
+    uniform_plan,
+)
+from tritonemb.sharding.planner.cost_model import PLACEMENTS, CostModel, Prediction
+from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, make_problem, with_blocks
+from tritonemb.sharding.planner.report import PlanReport, RunnerUp
+from tritonemb.sharding.planner.search import Solution, fewest_shards, relax, solve
 from tritonemb.sharding.planner.settings import SETTINGS
-from tritonemb.sharding.planner.shard_packing import Assignment, Problem
+from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.planner.statistics import Array, TableStats, tables_in
 from tritonemb.sharding.planner.topology import Topology
 from tritonemb.types import TableConfig, checked_number, checked_size
 from tritonemb.utils import did_you_mean, format_bytes, require
 
 _log = logging.getLogger(__name__)
-DEFAULT_BATCH_SIZE = 1_024  # samples per rank
 
 
 def plan(
@@ -45,7 +57,8 @@ def plan(
         batch_size: samples per rank; or `global_batch_size`, of all ranks.
         optimizer: of the tables, for its states; row-wise Adagrad by default.
         stats: usage of the tables, from `te.collect_stats`; by default one id per sample and feature, uniform.
-        constraints: by table, or by a pattern such as "user_*"; a table's own `placement` does not bind.
+        constraints: by table, or by a pattern such as "user_*", over which a table's name wins; a table's own
+            `placement` does not bind.
         previous: the running plan: its shards stay unless that costs more than 2 % of the time.
         exchange: codecs of the output exchange.
         copies: of the tables, each on a part of the nodes; None tries all numbers.
@@ -99,93 +112,138 @@ def plan(
 
 def _plan(model: CostModel, rules: list[Constraint], previous: ShardingPlan | None) -> ShardingPlan:
     """Plan for a number of copies. PlanError if the tables do not fit."""
-    previous = previous if previous is not None and previous.copies == model.copies else None
     reserve = np.zeros(3)
     while True:
         try:
-            options, problem = make_problem(model, rules, previous, reserve.tolist())
+            options, problem = make_problem(model, rules, reserve.tolist())
             solution = solve(problem)
             if solution is None or solution.violation > 0 or (reserve > SETTINGS.max_reserve).any():
                 raise PlanError(_shortage(model, options, problem, solution))
         except PlanError as error:
             raise PlanError(f"{error}; {_remedies(model, rules)}") from None
-        new = _build(model, rules, options, problem, solution)
-        if not (overrun := _overrun(new.report)).any():
+        best = _decode(model, rules, options, problem, solution)
+        if not (overrun := _overrun(model, model.predict(best))).any():
             break
         reserve += 1.1 * overrun  # rounding of blocks, and uneven ids, which the search only estimates
-    if previous is None:
-        return new
-    # Keep the running plan as it is, or with few moves, if it is feasible and fast enough.
-    repaired, unmoved_tables = _keep_previous(model, options, problem, solution, previous)
-    for candidate, unmoved in ((solution, range(len(model.tables))), (repaired, unmoved_tables)):
-        try:
-            result = _build(model, rules, options, problem, candidate, previous, unmoved)
-        except ValueError:  # a table is new, or has another number of rows
-            continue
-        slower = result.report.load > SETTINGS.keep_within * new.report.load
-        allowed = all(
-            (rule.types is None or table.option.kind in rule.types)
-            and (rule.placements is None or table.option.placement in rule.placements)
-            for rule, table in zip(rules, result.report.tables, strict=True)
-        )
-        if allowed and not slower and not _overrun(result.report).any():
-            return result
-    return new
+    # Uniform plans may be better; the running plan stays if it is nearly as good.
+    best = min([best, *_uniform_plans(model)], key=lambda candidate: _load(model, rules, candidate))
+    if previous is not None and previous.copies == model.copies:
+        running = _adapt(previous, best, model)
+        if _load(model, rules, running) <= SETTINGS.keep_within * _load(model, rules, best):
+            best = running
+    return replace(best, report=_report(model, rules, options, problem, solution, best))
 
 
-def _overrun(report: PlanReport) -> Array:
+def _overrun(model: CostModel, prediction: Prediction) -> Array:
     """Return the excess over the budgets of device memory, host memory and disk, as shares of these."""
-    model, prediction = report.model, report.prediction
-    used = prediction.hbm.max() - model.reserved_bytes, prediction.host.max(initial=0), prediction.disk.max(initial=0)
-    over = np.array(used) / np.maximum(model.budgets[:3], 1.0) - 1
+    used = prediction.hbm - model.rank_hbm, prediction.host - model.topology.host, prediction.disk - model.topology.disk
+    over = np.array([values.max(initial=0) for values in used]) / np.maximum(model.budgets[:3], 1.0)
     return np.where(over > 1e-9, over, 0.0)
 
 
-def _build(
-    model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
-    previous: ShardingPlan | None = None, unmoved: Container[int] = (),
-) -> ShardingPlan:  # fmt: skip
-    """Build a solution's plan and report. `unmoved` tables are as in the `previous` plan; ValueError if invalid."""
-    shardings: dict[str, Sharding] = {}
-    placements: dict[str, TablePlacement] = {}
-    choices: list[tuple[Option, Option | None, float]] = []  # a table's option, its runner-up, and extra cost
-    assignment = solution.assignment
-    for number, (table, table_options, rule) in enumerate(zip(model.tables, options, rules, strict=True)):
-        # The selected option, its costs, and its shards.
-        first, index = int(problem.table_options[number]), int(assignment.options[number])
-        option, cost = table_options[index - first], solution.cost[first : first + len(table_options)]
-        rule = Constraint() if model.ranks == 1 else rule
-        units = assignment.units[number] - int(problem.option_units[index])
-        shards = units, assignment.shares[number]
-        shardings[table.name], choice = decode(table, model.stats[table.name], option, rule, *shards)
+def _load(model: CostModel, rules: list[Constraint], plan: ShardingPlan) -> float:
+    """Return the load of a plan; infinite if it is invalid, violates a constraint, or does not fit."""
+    for table, rule in zip(model.tables, rules, strict=True):
+        kind, tier = plan.tables[table.name].kind, plan.placement(table.name).placement
+        any_type = tier == "server" or model.ranks == 1
+        if not (any_type or kind in (rule.types or [kind])) or tier not in (rule.placements or [tier]):
+            return np.inf
+    try:
+        prediction = model.predict(plan)
+    except ValueError:  # a sharding that a table cannot have
+        return np.inf
+    return np.inf if _overrun(model, prediction).any() else prediction.load
+
+
+def _uniform_plans(model: CostModel) -> Iterator[ShardingPlan]:
+    """Yield plans with one sharding type for all tables, on the device, and a plan by their sizes."""
+    names, ranks, local = [table.name for table in model.tables], model.ranks, model.local
+    placements = dict.fromkeys(names, TablePlacement())
+
+    def make(shardings: Iterable[Sharding]) -> ShardingPlan:
+        return ShardingPlan(dict(zip(names, shardings, strict=False)), ranks, local, placements, model.copies)
+
+    # Whole tables go to the rank or node with the least load, the most expensive ones first.
+    seconds = model.predict(make(repeat(TableWise(0)))).by_table
+
+    def spread(count: int) -> list[int]:
+        load, bins = np.zeros(count), np.zeros(len(names), dtype=np.int64)
+        for table in np.argsort(-seconds, kind="stable"):
+            bins[table] = load.argmin()
+            load[bins[table]] += seconds[table]
+        return bins.tolist()
+
+    yield make(map(TableWise, spread(ranks)))
+    yield from map(make, map(repeat, (RowWise(), ColumnWise(), DataParallel())))
+    if model.nodes > 1 and local > 1:
+        yield from (make(map(sharding, spread(model.nodes))) for sharding in (TableRowWise, TableColumnWise))
+        yield make(repeat(Grid()))
+    yield make(uniform_plan(model.tables, ranks, local).tables.values())
+
+
+def _adapt(running: ShardingPlan, new: ShardingPlan, model: CostModel) -> ShardingPlan:
+    """Return the running plan, with new shards of tables that it lacks; blocks of rows grow in proportion."""
+    shardings = {table.name: running.tables.get(table.name, new.tables[table.name]) for table in model.tables}
+    for table in model.tables:
+        sharding = shardings[table.name]
+        if isinstance(sharding, RowWise) and sharding.rows is not None:
+            ends = np.cumsum(sharding.rows) * (rows_to_shard(table) / sum(sharding.rows))
+            rows = np.diff(ends.round().astype(np.int64), prepend=0).tolist()
+            shardings[table.name] = replace(sharding, rows=rows)
+    placements = {name: (running if name in running.tables else new).placement(name) for name in shardings}
+    return ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
+
+
+def _decode(
+    model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution
+) -> ShardingPlan:
+    """Convert a solution to a plan."""
+    shardings, placements, assignment = dict[str, Sharding](), dict[str, TablePlacement](), solution.assignment
+    for number, (table, rule) in enumerate(zip(model.tables, rules, strict=True)):
+        index = int(assignment.options[number])
+        option = options[number][index - int(problem.table_options[number])]
+        shards = assignment.units[number] - int(problem.option_units[index]), assignment.shares[number]
+        shardings[table.name] = decode(table, model.stats[table.name], option, rule, *shards)
         cache_share, host_share = option.cache_share or None, option.host_share or None
         placements[table.name] = TablePlacement(option.placement, cache_share=cache_share, host_share=host_share)
-        if previous is not None and number in unmoved:
-            previous.require_tables([table.name])
-            sharding = previous.tables[table.name]
-            shardings[table.name], placements[table.name] = sharding, previous.placement(table.name)
-            placement, num_blocks = placements[table.name].placement, len(sharding.targets or [0])
-            choice = choice._replace(kind=sharding.kind, placement=placement, num_blocks=num_blocks)
-        # The best option of another type or tier.
-        num_shards = solution.num_shards[first : first + len(table_options)].tolist()
-        alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards, strict=True)]
-        eligible = [n for n, option in enumerate(alternatives) if option[:2] != choice[:2] and np.isfinite(cost[n])]
-        best = min(eligible, key=cost.__getitem__, default=None)
-        runner_up = (None, 0.0) if best is None else (alternatives[best], float(cost[best] - cost[index - first]))
-        choices.append((choice, *runner_up))
-    result = ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
-    prediction = model.predict(result)
-    rows = zip(model.tables, choices, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
-    tables = tuple(TableReport(table, choice, *numbers, *runner_up) for table, (choice, *runner_up), *numbers in rows)
-    load = prediction.load  # with whole rows cached, so it may be slightly below the bound
-    report = PlanReport(model, tables, prediction, min(solution.bound, load), max(solution.greedy, load))
-    return replace(result, report=report)
+    return ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
+
+
+def _report(
+    model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
+    plan: ShardingPlan,
+) -> PlanReport:  # fmt: skip
+    """Report a plan, with the next best option of each table: the cheapest of another type or tier."""
+    runner_ups: dict[str, RunnerUp] = {}
+    shards = model.shards(plan)[0]
+    unused = ~model.waits(shards.scheme, shards.placement).any(0)  # an option may need latencies that the plan has not
+    costs = solution.cost + (problem.option_waits & unused) @ problem.latencies
+    by_table = (np.split(values, problem.table_options[1:-1]) for values in (costs, solution.num_shards))
+    for table, rule, table_options, cost, num_shards in zip(model.tables, rules, options, *by_table, strict=True):
+        choice = Option.of(plan, table)
+        alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards.tolist(), strict=True)]
+        # Any cache and any number of shards of the chosen type and tier are no alternatives.
+        names = choice.kind, "row_wise" if choice.kind == "table_wise" else choice.kind
+        same = [
+            option.placement == choice.placement and (option.kind in names or alternative.kind == choice.kind)
+            for option, alternative in zip(table_options, alternatives, strict=True)
+        ]
+        least = cost.min(where=same, initial=np.inf)
+        # Cheaper ones do not fit beside the other tables: the search has tried them.
+        extra = cost - (least if np.isfinite(least) else cost.min())
+        extra[same | (extra < 1e-9)] = np.inf
+        if np.isfinite(extra.min()):
+            runner_ups[table.name] = alternatives[extra.argmin()], float(extra.min())
+    load = model.predict(plan).load  # with whole rows cached, so it may be slightly below the bound
+    return PlanReport.of(model, plan, runner_ups, min(solution.bound, load), max(solution.greedy, load))
 
 
 def _constraints_of_tables(
     tables: Sequence[TableConfig], constraints: Mapping[str, Constraint], topology: Topology
 ) -> list[Constraint]:
-    """Match constraints to tables. ValueError for a pattern without a table, and for a table with two patterns."""
+    """Match constraints to tables; a name wins over patterns. ValueError for a pattern without a table, and for a table
+    with two patterns.
+    """
     pattern_of: dict[str, str] = {}
     names = [table.name for table in tables]
     lacking = {"host": topology.host, "disk": topology.disk, "server": topology.servers}
@@ -193,9 +251,10 @@ def _constraints_of_tables(
         title = f"constraints[{pattern!r}]"
         if not isinstance(constraint, Constraint):
             raise TypeError(f"{title} must be a te.sharding.Constraint, got {constraint!r}")
-        matches = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
+        matches = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
         if not matches:
             raise ValueError(f"{title} matches no table{did_you_mean(pattern, names)}")
+        matches = [name for name in matches if name == pattern or name not in constraints]
         if twice := [name for name in matches if name in pattern_of]:
             raise ValueError(
                 f"table {twice[0]!r} has two constraints, {pattern_of[twice[0]]!r} and {pattern!r}; give it one"
@@ -229,115 +288,63 @@ def _copies_to_try(
     return [copies]
 
 
-def _keep_previous(
-    model: CostModel, options: list[list[Option]], problem: Problem, new: Solution, previous: ShardingPlan
-) -> tuple[Solution, set[int]]:
-    """Repair the running plan with few moves, to a load within `keep_within` of the new one. Return unmoved tables."""
-    shape = len(model.tables), model.ranks
-    running = Assignment(new.assignment.options.copy(), np.full(shape, -1), np.zeros(shape))
-    # The option of each table in the running plan, of nearest cache shares, and its shards.
-    same_size = set[int]()  # tables with as many rows as in the running plan
-    for number, table in enumerate(model.tables):
-        cache, first, matches = previous.apply(table).cache, int(problem.table_options[number]), []
-        for index, option in enumerate(options[number], first):
-            first_unit, end_unit = problem.option_units[index : index + 2].tolist()
-            max_shards, stats = int(problem.unit_max_shards[first_unit:end_unit].sum()), model.stats[table.name]
-            if (shards := encode(previous, table, stats, option, max_shards, model.local)) is not None:
-                largest = max((share for _, _, share in shards), default=1.0) if option.kind == "row_wise" else 1.0
-                rows = max(1, int(largest * rows_to_shard(table)))
-                cached, on_host = cache.num_device_rows(rows) / rows, (cache.num_host_rows(rows) or 0) / rows
-                distance = abs(option.cache_share - cached) + abs(option.host_share - on_host)
-                matches.append((distance, index, shards))
-        if matches:
-            _, running.options[number], shards = min(matches, key=lambda match: match[:2])
-            for unit, target, share in shards:
-                running.units[number, target] = problem.option_units[running.options[number]] + unit
-                running.shares[number, target] = share
-            block_rows = getattr(previous.tables[table.name], "rows", None)
-            if block_rows is None or sum(block_rows) == rows_to_shard(table):
-                same_size.add(number)
-    repaired = keep(problem, new, running, SETTINGS.keep_within * new.load)
-    # Compare the shards of each table before and after.
-    same_share = (running.units < 0) | (running.shares == repaired.shares)
-    is_same = ((running.units == repaired.units) & same_share).all(1)
-    return new._replace(assignment=repaired), {number for number in same_size if is_same[number]}
-
-
 def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
     """Describe which budget is exceeded, and by how much."""
     if solution is not None:
         return (
-            "the tables fit in total, but the search found no packing within every budget; the best exceeds one by "
-            f"{100 * solution.violation:.2f} %"
+            f"the tables fit in total, but no packing was found; the best exceeds a budget by {solution.violation:.2%}"
         )
-    top, uses = model.topology, problem.totals(fewest_shards(problem, np.inf)[0])
-    usable = {option.placement for table_options in options for option in table_options}
-    # Of each usable tier: its usage by options, in bins; size and number of bins; a description, and its name.
-    budgets = [
-        (values, float(size), count,
-         f"{format_bytes(size * count)} of {name} ({text or f'{format_bytes(size)} per {owner}'})", name)
-        for tier, name, values, size, count, owner, text in (
-            ("device", "device memory", uses[:, 1], top.hbm - model.reserved_bytes, model.ranks, "rank",
-             model.describe_memory()),
-            ("host", "host memory", uses[:, 2], top.host, model.nodes, "node", ""),
-            ("disk", "disk", uses[:, 3], top.disk, model.nodes, "node", ""),
-            ("server", "server memory", uses[:, 4] * top.servers, top.server_memory, top.servers, "server", ""),
-        ) if tier in usable
-    ]  # fmt: skip
-    # The fewest bytes that the tables need, each with its smallest option, against the memory of all tiers.
-    needed = sum(values * size for values, size, *_ in budgets)
-    least = float(np.minimum.reduceat(needed, problem.table_options[:-1]).sum())
-    short = max(least - sum(size * count for _, size, count, *_ in budgets), 0.0)
-    scope = f" of {budgets[0][-1]}" if len(budgets) == 1 else " in total"
-    shortage = (
-        f"short by {format_bytes(short)}{scope}" if short else "one tier is too small, and a table must fit on one tier"
+    # The fewest bytes that the tables need, each with its smallest option, against the memory of all usable tiers.
+    names, counts = (
+        ("device memory", "host memory", "disk", "server memory"),
+        (model.ranks, model.nodes, model.nodes, 1),
     )
+    available = model.budgets * counts - [(model.rank_hbm.max() - model.rank_hbm).sum(), 0, 0, 0]
+    placements = {option.placement for table_options in options for option in table_options}
+    usable = [number for number, placement in enumerate(PLACEMENTS) if placement in placements]
+    needed = problem.totals(fewest_shards(problem, np.inf)[0])[:, 1:] @ model.budgets
+    least = float(np.minimum.reduceat(needed, problem.table_options[:-1]).sum())
+    short = least - float(available[usable].sum())
     return (
         f"{len(model.tables)} tables need {format_bytes(model.sizes.sum() * model.copies)} with optimizer states, "
         f"{format_bytes(least)} with caches and buffers; available: "
-        f"{', '.join(text for *_, text, _ in budgets)}: {shortage}"
+        f"{', '.join(f'{format_bytes(available[number])} of {names[number]}' for number in usable)}"
+        f"{f' ({model.describe_memory()})' if 'device' in placements else ''}: "
+        f"{f'short by {format_bytes(short)}' if short > 0 else 'a tier is too small, and a table must fit on one tier'}"
     )
 
 
 def _remedies(model: CostModel, rules: list[Constraint]) -> str:
     """List the smallest change of each kind that makes the tables fit, by solving again."""
     top, tables, sizes = model.topology, model.tables, [2**n * 1e9 for n in range(3, 19)]
+    memories = {"host": "host memory per node", "disk": "disk per node", "hbm": "device memory per rank"}
+    halves = [replace(t, dtype=torch.bfloat16) if t.dtype == torch.float32 else t for t in tables]
+    fewer = [model.batch_size // parts for parts in (2, 4, 8, 16) if model.batch_size >= parts]
 
-    def fits(rules: list[Constraint] = rules, **changes: Any) -> bool:
+    def more_ranks(times: int) -> Topology:
+        memory, speed = (times * tuple(values) for values in (top.rank_memory, top.rank_speed))
+        return top.but(world_size=times * top.world_size, rank_memory=memory, rank_speed=speed)
+
+    def larger(name: str) -> list[tuple[str, dict[str, Any]]]:
+        larger_sizes = [size for size in sizes if size > getattr(top, name)]
+        return [(f"{format_bytes(s)} of {memories[name]}", {"topology": top.but(**{name: s})}) for s in larger_sizes]
+
+    kinds: list[list[tuple[str, dict[str, Any]]]] = [
+        [(f"{top.world_size * times} ranks", {"topology": more_ranks(times)}) for times in (2, 4, 8, 16)],
+        [("16-bit tables (dtype=torch.bfloat16)", {"tables": halves})],
+        *map(larger, memories),
+        [(f"batches of {n:,} samples per rank", {"batch_size": n}) for n in fewer],
+    ]
+
+    def fits(changes: dict[str, Any]) -> bool:
         try:
             return relax(make_problem(replace(model, copies=1, **changes), rules)[1], slack=0.01) is not None
         except PlanError:
             return False
 
-    def remedies() -> Iterator[list[tuple[str, dict[str, Any]]]]:
-        ranks = [top.world_size * times for times in (2, 4, 8, 16)]
-        yield [(f"{number} ranks", {"topology": top.but(world_size=number)}) for number in ranks]
-        if any(table.dtype == torch.float32 for table in tables):
-            halves = [replace(t, dtype=torch.bfloat16) if t.dtype == torch.float32 else t for t in tables]
-            yield [("16-bit tables (dtype=torch.bfloat16)", {"tables": halves})]
-        memories = {"host": "host memory per node", "disk": "disk per node", "hbm": "device memory per rank"}
-        for name, text in memories.items():
-            larger = [(size, top.but(**{name: size})) for size in sizes if size > getattr(top, name)]
-            yield [(f"{format_bytes(size)} of {text}", {"topology": topology}) for size, topology in larger]
-        if model.reserved_bytes > 0.1 * top.hbm:
-            batches = [max(1, model.batch_size // parts) for parts in (2, 4, 8, 16)]
-            yield [(f"batches of {number:,} samples per rank", {"batch_size": number}) for number in batches]
-        if any(rule.placements is not None for rule in rules):
-            free = [Constraint(None, rule.types) for rule in rules]
-            yield [("a lower tier: constraints that allow more placements", {"rules": free})]
-        if any(table.capacity for table in tables):
-            for_part = {
-                part: [replace(t, capacity=max(1, int(t.capacity * part))) if t.capacity else t for t in tables]
-                for part in (0.75, 0.5, 0.25, 0.1)
-            }
-            yield [(f"dynamic tables of {part:g} of their capacity", {"tables": t}) for part, t in for_part.items()]
-
-    fitting = [next((text for text, changes in kind if fits(**changes)), None) for kind in remedies()]
-    return (
-        "it fits with " + ", or ".join(filter(None, fitting))
-        if any(fitting)
-        else "no single remedy makes it fit; combine more ranks, 16-bit tables, lower tiers"
-    )
+    fitting = [text for kind in kinds if (text := next((text for text, changes in kind if fits(changes)), None))]
+    hint = "no single remedy makes it fit; combine more ranks, 16-bit tables, lower tiers"
+    return "it fits with " + ", or ".join(fitting) if fitting else hint
 
 
 def plan_job(
@@ -360,7 +367,7 @@ def plan_job(
         if any(table.placement != "device" for table in local_tables):
             topology = topology.but(host=topology.host or 2e12, disk=topology.disk or 1e15)
         tiers = {table.name: Constraint((table.placement,)) for table in local_tables}
-        size = batch_size or DEFAULT_BATCH_SIZE
+        size = batch_size or 1_024
         local_plan = plan(local_tables, topology, batch_size=size, optimizer=optimizer, constraints=tiers)
         _log.info("%s", local_plan.report.summary())
         server_plan = uniform_plan([table for table in tables if table.placement == "server"], ranks, local)

@@ -1,23 +1,33 @@
 """The report of a plan: options of tables and alternatives, time and memory by rank, data that a new plan moves."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from html import escape
+from typing import Any, Self
 
 import numpy as np
 
+from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
+from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.sharding.plan import MAX_TABLES_SHOWN, PlanDiff, Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
 from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.types import TableConfig
+from tritonemb.types import TABLE_DTYPES, TableConfig
 from tritonemb.utils import align_columns, format_bytes
 
+RunnerUp = tuple[Option, float]  # the next best option, and the seconds that it would take longer
 DRIFT = 0.1  # tolerated increase of the imbalance over the planned one
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
+
+
+# The fields of a table that a model reads, in JSON.
+_TABLE_FIELDS = "name", "num_embeddings", "embedding_dim", "features", "pooling", "capacity", "capacity_bytes"
+_DTYPES = {str(dtype): dtype for dtype in TABLE_DTYPES}
 
 
 def duration(seconds: float, sign: str = "") -> str:
@@ -34,9 +44,7 @@ class TableReport:
     seconds: float  # load, summed over ranks
     size: float  # bytes of weights and optimizer states
     runner_up: Option | None
-    # Seconds that the slowest rank would take longer with the runner-up; negative if that alone is faster, but does not
-    # fit beside the other tables.
-    extra: float
+    extra: float  # seconds that the slowest rank would take longer with the runner-up
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,40 @@ class PlanReport:
     prediction: Prediction
     bound: float
     greedy: float
+
+    @classmethod
+    def of(
+        cls, model: CostModel, plan: ShardingPlan, runner_ups: Mapping[str, RunnerUp], bound: float, greedy: float
+    ) -> Self:
+        """Report a plan. `runner_ups`: the next best options, with the seconds that they would take longer."""
+        prediction = model.predict(plan)
+        columns = zip(model.tables, prediction.by_table.tolist(), model.sizes.tolist(), strict=True)
+        tables = [TableReport(t, Option.of(plan, t), *n, *runner_ups.get(t.name, (None, 0.0))) for t, *n in columns]
+        return cls(model, tuple(tables), prediction, bound, greedy)
+
+    def to_json(self) -> str:
+        """Return the text that `from_values` reads: the model and the runner-ups. Other things follow from the plan."""
+        model, runner_ups = self.model, {t.table.name: (t.runner_up, t.extra) for t in self.tables if t.runner_up}
+        tables = [{name: getattr(t, name) for name in _TABLE_FIELDS} | {"dtype": str(t.dtype)} for t in model.tables]
+        values = {member.name: getattr(model, member.name) for member in fields(model)}
+        values |= {"tables": tables, "optimizer": {"name": model.optimizer.name, **asdict(model.optimizer)}}
+        report = {"model": values, "runner_ups": runner_ups, "bound": self.bound, "greedy": self.greedy}
+        return json.dumps(report, default=asdict)
+
+    @classmethod
+    def from_values(cls, plan: ShardingPlan, values: Any) -> Self:
+        """Parse the JSON of a plan's report. ValueError if it is invalid."""
+        try:
+            model, optimizer = values["model"], dict(values["model"]["optimizer"])
+            parsed: dict[str, Any] = {"topology": Topology(**model["topology"])}
+            parsed["exchange"] = ExchangePrecision(**model["exchange"])
+            parsed["tables"] = [TableConfig(**t | {"dtype": _DTYPES[t["dtype"]]}) for t in model["tables"]]
+            parsed["stats"] = {name: TableStats(**stats) for name, stats in model["stats"].items()}
+            parsed["optimizer"] = OPTIMIZERS[optimizer.pop("name")](**optimizer)
+            runner_ups = {name: (Option(*option), extra) for name, (option, extra) in values["runner_ups"].items()}
+            return cls.of(CostModel(**model | parsed), plan, runner_ups, values["bound"], values["greedy"])
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the report of a sharding plan is invalid: {error!r}") from error
 
     @property
     def load(self) -> float:
@@ -88,8 +130,8 @@ class PlanReport:
         model, top, prediction = self.model, self.model.topology, self.prediction
         stages = zip(STAGES, prediction.seconds.max(0).tolist(), strict=True)
         memory = [
-            f"{name} {format_bytes(used.min())} to {format_bytes(used.max())} of {format_bytes(size)} per {owner}"
-            for name, used, size, owner in _tiers(prediction, top) if name == "device" or used.any()
+            f"{name} {format_bytes(used.min())} to {format_bytes(used.max())} of {format_bytes(size.max())} per {owner}"
+            for name, used, size, owner in _tiers(prediction, model) if name == "device" or used.any()
         ]  # fmt: skip
         if prediction.server:
             memory += [f"servers {format_bytes(prediction.server)} of {format_bytes(top.servers * top.server_memory)}"]
@@ -116,7 +158,7 @@ class PlanReport:
             ("tier", lambda t: t.option.placement),
             ("cached", lambda t: f"{100 * t.option.cache_share:.2g} %" if t.option.cache_share else ""),
             ("time, all ranks", lambda t: duration(t.seconds)),
-            ("next best", lambda t: f"{_on_tier(t.runner_up)}, {duration(t.extra, '+')}" if t.runner_up else ""),
+            ("next best", lambda t: f"{t.runner_up.on_tier}, {duration(t.extra, '+')}" if t.runner_up else ""),
         ]
         shown = sorted(self.tables, key=lambda table: -table.seconds)[:MAX_TABLES_SHOWN]
         return align_columns([[name for name, _ in cells], *([cell(table) for _, cell in cells] for table in shown)])
@@ -129,7 +171,7 @@ class PlanReport:
         report, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
         percent = 100 * report.seconds / (sum(table.seconds for table in self.tables) or 1.0)
         lines = [
-            f"{name}: {_on_tier(report.option)}, {format_bytes(report.size)} with optimizer states",
+            f"{name}: {report.option.on_tier}, {format_bytes(report.size)} with optimizer states",
             f"  use: {self.model.stats[name].pooling_factor:.3g} ids per sample, {distinct:,.0f} distinct per step",
             f"  time: {duration(report.seconds)} over all ranks, {percent:.1f} % of all tables'",
         ]
@@ -137,15 +179,10 @@ class PlanReport:
             cached, on_host = 100 * report.option.cache_share, 100 * report.option.host_share
             lines.append(f"  cached: {cached:.2g} % of its rows on the device, {on_host:.2g} % more in host memory")
         if report.runner_up is None:
-            lines.append("  no other option is better in any cost")
-        elif report.extra >= 0:
-            runner_up = _on_tier(report.runner_up)
-            lines.append(f"  next best: {runner_up}; the slowest rank would take {duration(report.extra, '+')}")
+            lines.append("  no other option is better in any cost, and fits beside the other tables")
         else:
-            lines.append(
-                f"  {_on_tier(report.runner_up)} alone would be faster by {duration(-report.extra)}, but does not fit "
-                "beside the other tables"
-            )
+            extra = duration(report.extra, "+")
+            lines.append(f"  next best: {report.runner_up.on_tier}; the slowest rank would take {extra}")
         return "\n".join(lines)
 
     def diff(self, old_plan: ShardingPlan, new_plan: ShardingPlan) -> PlanDiff:
@@ -173,8 +210,8 @@ class PlanReport:
                 f"planned {self.imbalance:.2f}"
             )
         problems += [
-            f"{name} memory: {format_bytes(used.max())} needed, {format_bytes(size)} available"
-            for name, used, size, _ in _tiers(prediction, model.topology) if used.max() > size
+            f"{name} memory: {format_bytes((used - size).max())} short, of {format_bytes(size.max())} per {owner}"
+            for name, used, size, owner in _tiers(prediction, model) if (used > size).any()
         ]  # fmt: skip
         shards, _ = model.shards(plan)
         needed = model.min_cached_rows(shards.table, shards.id_share, shards.rows)
@@ -198,22 +235,18 @@ class PlanReport:
         )
 
 
-def _tiers(prediction: Prediction, top: Topology) -> list[tuple[str, Array, float, str]]:
+def _tiers(prediction: Prediction, model: CostModel) -> list[tuple[str, Array, Array, str]]:
     """Return name, used bytes, size in bytes and owner (rank or node) of each tier."""
     return [
-        ("device", prediction.hbm, top.hbm, "rank"),
-        ("host", prediction.host, top.host, "node"),
-        ("disk", prediction.disk, top.disk, "node"),
+        ("device", prediction.hbm, model.rank_hbm, "rank"),
+        ("host", prediction.host, np.array(model.topology.host), "node"),
+        ("disk", prediction.disk, np.array(model.topology.disk), "node"),
     ]
 
 
 def _imbalance(prediction: Prediction) -> float:
-    mean = float(prediction.seconds.sum(1).mean())
-    return prediction.load / mean if mean else 1.0
-
-
-def _on_tier(option: Option) -> str:
-    return f"{option} on {option.placement}"
+    load = prediction.seconds.sum(1)
+    return float(load.max() / load.mean()) if load.any() else 1.0
 
 
 def _moved(old_shards: Sequence[Shard], new_shards: Sequence[Shard], num_rows: int) -> float:
@@ -246,3 +279,6 @@ def _bars(values: Array, names: Sequence[str], title: str) -> str:
     ]  # fmt: skip
     box = f'viewBox="0 0 {len(values)} {top:.6g}" preserveAspectRatio="none" width="100%" height="220"'
     return f"<p>{title}, at most {top:.3g}: {', '.join(colors)}</p><svg {box}>{''.join(bars)}</svg>"
+
+
+ShardingPlan.REPORT = PlanReport

@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tritonemb.kernels.cpu.jit import called, compiled, uncounted
+from tritonemb.kernels.cpu.jit import compiled, uncounted
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import (
     add_replicated,
     add_table,
     copy_shards,
     init_state,
+    node_excess,
     pack_unit,
+    rank_excess,
     remove_shard,
     remove_table,
     total_excess,
@@ -36,119 +38,80 @@ class Choices(NamedTuple):
 
 
 class Ruin(NamedTuple):
-    """The ruin of a step: shards to remove, their tables, and a backup of these tables."""
+    """The ruin of a step: tables, what was removed of each, and a backup."""
 
-    counts: Array  # [2]: tables; shards to remove
-    index_of_table: Array  # [T]: into `tables`; -1: not in it
+    num_tables: Array  # [1]
+    last_step: Array  # [T]: in which a table was ruined
     tables: Array
-    whole_table: Array  # bool: remove all shards of the table
-    shards: Array  # [2, shards]: table and bin
-    options: Array  # of the tables, before the step
-    units: Array  # [tables, ranks]: their shards, before the step
+    unit: Array  # of the removed shard; -1: all shards
+    share: Array
+    options: Array  # before the step
+    units: Array  # [tables, ranks]: shards before the step
     shares: Array
 
 
-@called
-def _empty_ruin(p, num_tables):
-    size = 5 * SETTINGS.max_ruined + SETTINGS.max_ruined_large
-    return Ruin(
-        np.zeros(2, np.int64), np.full(num_tables, -1), np.empty(size, np.int64), np.empty(size, np.bool_),
-        np.empty((2, size), np.int64), np.empty(size, np.int64), np.empty((size, p.ranks), np.int64),
-        np.empty((size, p.ranks)),
-    )  # fmt: skip
-
-
 @uncounted
-def _back_up_table(s, r, table, whole_table):
-    """Back up a table, unless it is in the ruin already."""
-    if r.index_of_table[table] < 0:
-        index = r.counts[0]
-        r.index_of_table[table], r.tables[index], r.whole_table[index] = index, table, False
-        r.options[index], r.counts[0] = s.option[table], index + 1
+def _remove(p, s, r, table, bin_index, step):
+    """Remove a table's shard from a bin, or all its shards if `bin_index` is -1; a table only once per step."""
+    if r.last_step[table] != step:
+        index, r.last_step[table], r.num_tables[0] = r.num_tables[0], step, r.num_tables[0] + 1
+        r.tables[index], r.unit[index], r.options[index] = table, -1, s.option[table]
         copy_shards(s, table, r.units[index], r.shares[index])
-    r.whole_table[r.index_of_table[table]] |= whole_table
+        if bin_index < 0:
+            remove_table(p, s, table)
+        else:
+            r.unit[index], r.share[index] = s.unit[table, bin_index], s.share[table, bin_index]
+            remove_shard(p, s, table, bin_index)
 
 
 @uncounted
-def _select_ruin(p, s, r):
-    """Select shards of a rank with a large excess, of its node and of other ranks; sometimes a random table."""
+def _ruin(p, s, r, step):
+    """Remove shards of a rank with a large excess, of its node and of other ranks; sometimes a random table."""
     # Tournament: the rank with the largest excess of a sample of ranks, or of all, weighted randomly.
-    rank, highest, r.counts[:] = 0, -1.0, 0
+    rank, highest, r.num_tables[0] = 0, -1.0, 0
     all_ranks = np.random.random() < SETTINGS.tournament_of_all
     for index in range(p.ranks if all_ranks else 1 + np.random.randint(SETTINGS.tournament)):
         contender = index if all_ranks else np.random.randint(p.ranks)
-        excess = s.rank[2, contender] + s.node[2, contender // p.local] / p.local
+        excess = rank_excess(s, contender) + node_excess(p, s, contender // p.local) / p.local
         excess *= np.random.random() if all_ranks else 1.0
         if excess > highest:
             rank, highest = contender, excess
-    # Collect shards of that rank, or of its node, and of further ranks, each from a random table on.
+    # Shards of that rank, or of its node, and of further ranks, each from a random table on.
     node, same_node, num_tables = rank // p.local, np.random.random() < SETTINGS.same_node, len(s.option)
     target_size = 1 + np.random.randint(SETTINGS.max_ruined)
-    if np.random.random() < SETTINGS.large_ruin:
-        same_node, target_size = True, SETTINGS.max_ruined_large
     for _ in range(4 * SETTINGS.max_ruined):
         if np.random.random() < SETTINGS.any_table:
-            _back_up_table(s, r, np.random.randint(num_tables), True)
+            _remove(p, s, r, np.random.randint(num_tables), -1, step)
+            target_size += 1
         of_node, first = np.random.random() < SETTINGS.of_node, np.random.randint(num_tables)
         bin_index = rank // p.local if of_node else rank
         for index in range(first, first + num_tables):
             table = index % num_tables
-            unit, selected = s.unit[table, bin_index], False
-            if unit < 0 or p.unit_on_node[unit] != of_node:
-                continue
-            whole_table = s.num_shards[unit] == 1 or np.random.random() < SETTINGS.whole_table
-            _back_up_table(s, r, table, whole_table)
-            for other in range(r.counts[1]):
-                selected |= r.shards[0, other] == table and r.shards[1, other] == bin_index
-            if not selected:
-                r.shards[0, r.counts[1]], r.shards[1, r.counts[1]] = table, bin_index
-                r.counts[1] += 1
-            if r.counts[1] >= target_size:
-                return
+            unit = s.unit[table, bin_index]
+            if unit >= 0 and p.unit_on_node[unit] == of_node:
+                whole_table = s.num_shards[unit] == 1 or np.random.random() < SETTINGS.whole_table
+                _remove(p, s, r, table, -1 if whole_table else bin_index, step)
+                if r.num_tables[0] >= target_size:
+                    return
         rank = node * p.local + np.random.randint(p.local) if same_node else np.random.randint(p.ranks)
 
 
 @uncounted
-def _remove_ruin(p, s, r, items, shares):
-    """Remove what was selected. Set `items` to units with the `shares` removed, and to `-1 - table` for whole tables.
-    Return the number of items, and the change of the excess.
-    """
-    num_items, change = 0, 0.0
-    for index in range(r.counts[1]):
-        table, bin_index = r.shards[0, index], r.shards[1, index]
-        if not r.whole_table[r.index_of_table[table]]:
-            unit, share, item = s.unit[table, bin_index], s.share[table, bin_index], 0
-            change += remove_shard(p, s, table, bin_index)
-            while item < num_items and items[item] != unit:
-                item += 1
-            if item == num_items:
-                items[item], shares[item], num_items = unit, 0.0, num_items + 1
-            shares[item] += share
-    for index in range(r.counts[0]):
-        if r.whole_table[index]:
-            change += remove_table(p, s, r.tables[index])
-            items[num_items], num_items = -1 - r.tables[index], num_items + 1
-    return num_items, change
-
-
-@uncounted
-def _total_cost(p, s, c, tables):
-    """Cost of the options and shards of tables, without the excess."""
-    total = 0.0
-    for table in tables:
-        option = s.option[table]
-        total += c.cost[option]
-        for unit in range(p.option_units[option], p.option_units[option + 1]):
-            total += c.per_shard[unit] * s.num_shards[unit]
+def _cost(p, s, c, table):
+    """Cost of a table's option and shards, without the excess."""
+    option = s.option[table]
+    total = c.cost[option]
+    for unit in range(p.option_units[option], p.option_units[option + 1]):
+        total += c.per_shard[unit] * s.num_shards[unit]
     return total
 
 
 @uncounted
 def _recreate_table(p, s, c, table, units, shares):
     """Pack a removed table with the option of least cost and excess, of a random subset of its options. Return the
-    change of the excess, and the number of scored bins. `units` and `shares` are buffers `[ranks]`.
+    number of scored bins. `units` and `shares` are buffers `[ranks]`.
     """
-    lowest, best, num_scored = np.inf, -1, 1
+    lowest, best, num_scored, excess = np.inf, -1, 1, total_excess(p, s)
     for index in range(c.offsets[table], c.offsets[table + 1]):
         if c.min_cost[index] >= lowest:  # options are in the order of their least cost
             break
@@ -156,16 +119,16 @@ def _recreate_table(p, s, c, table, units, shares):
             continue
         # Try the option, copy its shards if it is the best, and remove it.
         option = s.option[table] = c.option[index]
-        total = add_replicated(p, s, option, 1.0)
+        add_replicated(p, s, option, 1.0)
         for unit in range(p.option_units[option], p.option_units[option + 1]):
-            change, scored = pack_unit(p, s, unit, 1.0, c.per_shard[unit])
-            total, num_scored = total + change, num_scored + scored
-        total += _total_cost(p, s, c, (table,))
+            num_scored += pack_unit(p, s, unit, 1.0, c.per_shard[unit])
+        total = total_excess(p, s) - excess + _cost(p, s, c, table)
         if total < lowest:
             lowest, best = total, option
             copy_shards(s, table, units, shares)
         remove_table(p, s, table)
-    return add_table(p, s, table, best, units, shares), num_scored
+    add_table(p, s, table, best, units, shares)
+    return num_scored
 
 
 @compiled
@@ -180,53 +143,48 @@ def ruin_and_recreate(p, c, assignment, hot, cold, evaluations, seed):
     np.random.seed(seed)
     s = init_state(p, assignment)
     best_option, best_unit, best_share, is_changed = s.option.copy(), s.unit.copy(), s.share.copy(), s.option < 0
-    r, units, shares_of_bins = _empty_ruin(p, len(s.option)), np.empty(p.ranks, np.int64), np.empty(p.ranks)
-    items, shares, keys = (
-        np.empty(2 * len(r.tables), np.int64),
-        np.empty(2 * len(r.tables)),
-        np.empty(2 * len(r.tables)),
-    )
-    best = excess = total_excess(p, s)
-    num_scored, step = 0, 0
+    units, shares, size = np.empty(p.ranks, np.int64), np.empty(p.ranks), 6 * SETTINGS.max_ruined
+    r = Ruin(
+        np.zeros(1, np.int64), np.zeros(len(s.option), np.int64), np.empty(size, np.int64), np.empty(size, np.int64),
+        np.empty(size), np.empty(size, np.int64), np.empty((size, p.ranks), np.int64), np.empty((size, p.ranks)),
+    )  # fmt: skip
+    keys, costs, best = np.empty(len(r.tables)), np.empty(len(s.option)), total_excess(p, s)
+    for number in range(len(s.option)):
+        costs[number] = _cost(p, s, c, number)
+    num_scored, step, excess = 0, 0, best
     while num_scored < evaluations and best > 1e-9:
-        if step % 256 == 0:  # against the drift of rounding
-            excess = total_excess(p, s)
         temperature = hot * (cold / hot) ** (num_scored / evaluations)
         step, num_scored = step + 1, num_scored + p.ranks
-        # Ruin.
-        _select_ruin(p, s, r)
-        tables = r.tables[: r.counts[0]]
-        extra_cost = -_total_cost(p, s, c, tables)
-        num_items, change = _remove_ruin(p, s, r, items, shares)
-        # Order the items by size with noise, or randomly.
+        _ruin(p, s, r, step)
+        # Order the tables by the size of what was removed, with noise, or randomly.
         by_size = np.random.random() < SETTINGS.by_size
-        for index in range(num_items):
-            unit = items[index]
-            if unit < 0:
-                item_size = c.size[s.option[-1 - unit]]
-            else:
-                item_size = shares[index] * (p.slope[unit, :2].sum() + p.slope[unit, 2:].sum() * p.local)
-            keys[index] = -item_size * (0.7 + 0.6 * np.random.random()) if by_size else np.random.random()
+        for index in range(r.num_tables[0]):
+            unit, removed = r.unit[index], c.size[r.options[index]]
+            if unit >= 0:
+                removed = r.share[index] * (p.slope[unit, :2].sum() + p.slope[unit, 2:].sum() * p.local)
+            keys[index] = -removed * (0.7 + 0.6 * np.random.random()) if by_size else np.random.random()
         # Recreate.
-        for index in np.argsort(keys[:num_items]):
-            item = items[index]
-            if item < 0:
-                added, scored = _recreate_table(p, s, c, -1 - item, units, shares_of_bins)
+        for index in np.argsort(keys[: r.num_tables[0]]):
+            unit = r.unit[index]
+            if unit < 0:
+                num_scored += _recreate_table(p, s, c, r.tables[index], units, shares)
             else:
-                added, scored = pack_unit(p, s, item, shares[index], c.per_shard[item])
-            change, num_scored = change + added, num_scored + scored
+                num_scored += pack_unit(p, s, unit, r.share[index], c.per_shard[unit])
         # Accept or restore.
-        extra_cost += _total_cost(p, s, c, tables)
-        if change + extra_cost > 1e-12 and np.random.random() >= np.exp(-(change + extra_cost) / temperature):
+        tables, new_excess = r.tables[: r.num_tables[0]], total_excess(p, s)
+        change = new_excess - excess
+        for table in tables:
+            change += _cost(p, s, c, table) - costs[table]
+        if change > 1e-12 and np.random.random() >= np.exp(-change / temperature):
             for index, table in enumerate(tables):
                 remove_table(p, s, table)
                 add_table(p, s, table, r.options[index], r.units[index], r.shares[index])
-        else:
-            excess += change
-            is_changed[tables] = True
-        r.index_of_table[tables] = -1
+            continue
+        excess = new_excess
+        for table in tables:
+            costs[table], is_changed[table] = _cost(p, s, c, table), True
         if excess < best - 1e-9:
-            best = excess = total_excess(p, s)
+            best = excess
             for table in np.flatnonzero(is_changed):
                 best_option[table] = s.option[table]
                 copy_shards(s, table, best_unit[table], best_share[table])

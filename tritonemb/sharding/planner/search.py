@@ -1,19 +1,15 @@
 """Search for a plan: an option for each table, and shards of any size, so that the slowest rank is fast.
 
 A table has *options*: a sharding type on a tier, with a share of its rows cached. An option has *units*, ranges of rows
-or all columns, which are split into shards. A shard costs a fixed part, and a part proportional to its share. `solve`
+or all columns, which are split into shards. A shard costs a fixed part, and a part proportional to its share. A step
+also waits for latencies, of messages and launches that any table needs: `solve` tries sets of these. For each set,
 
-1. computes a lower bound of the load: the least limit of loads for which an LP relaxation keeps the budgets. In it,
-   tables are mixtures of options, all ranks are one, and the limit implies a least number of shards for each unit. A
-   MILP, with one option per table, raises the bound. Both are solved by HiGHS, which scipy brings.
-2. selects options by the MILP, and packs shards greedily, the largest tables first;
-3. improves the packing by ruin and recreate (Schrimpf et al., 2000; the loops are in `ruin_and_recreate.py`) for a
-   goal, a load that no rank may exceed; then an LP optimizes the shares of shards of rows in their bins, which drops
-   many. The selected options are fixed at first, then replaced, too, at prices of the budgets that start at the LP's
-   duals and fall while budgets are unused. Goals rise until one is met, then fall.
+1. an LP relaxation and a MILP, solved by HiGHS, which scipy brings, give a lower bound, and select options;
+2. shards are packed greedily, then by ruin and recreate (Schrimpf et al., 2000; see `ruin_and_recreate.py`) for a goal,
+   a load that no rank may exceed; an LP optimizes the shares of shards of rows in their bins. Goals rise until one is
+   met, then fall. Prices of the budgets start at the LP's duals, and fall while budgets are unused.
 
-Loads are in seconds here, and relative to a goal in the loops; memory is relative to the budgets. The same problem has
-the same solution.
+Loads are in seconds here, and relative to a goal in the loops; memory is relative to the budgets. Deterministic.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +20,7 @@ from tritonemb.sharding.planner.ruin_and_recreate import Choices, ruin_and_recre
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Assignment, Problem, pack_greedily, usage
 from tritonemb.sharding.planner.statistics import Array
-from tritonemb.utils import LazyModule
+from tritonemb.utils import LazyModule, silent_stdout
 
 optimize: Any = LazyModule("scipy.optimize", "plan")
 sparse: Any = LazyModule("scipy.sparse", "plan")
@@ -62,9 +58,11 @@ def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
     p, table = problem, problem.option_table
     common = p.option_common + p.sum_by_option(p.unit_common)
     least = np.minimum.reduceat(common, p.table_options[:-1])
+    limit -= p.latency
     # Capacity of a bin for the proportional cost of one shard.
     capacity = np.ones((len(p.fixed), 4))
-    capacity[:, 0] = np.repeat(limit - (least.sum() - least[table] + common), np.diff(p.option_units))
+    most = limit * p.rank_speed.max() - (least.sum() - least[table] + common)
+    capacity[:, 0] = np.repeat(most, np.diff(p.option_units))
     capacity -= p.fixed
     with np.errstate(divide="ignore", invalid="ignore"):
         need = np.where(p.slope <= 0, 0.0, np.where(capacity > 1e-12, p.slope / capacity, np.inf)).max(1, initial=1)
@@ -74,8 +72,9 @@ def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
         # Of k shards the largest has ceil(steps / k) of the steps.
         fewest = np.where(need <= steps, np.ceil(steps / np.maximum(np.floor(steps / need + 1e-9), 1)), np.inf)
     replicated = p.option_replicated
-    infeasible = p.sum_by_option(fewest > p.unit_max_shards) > 0
-    infeasible |= (replicated[:, 1:] > 1 + 1e-9).any(1) | (replicated[:, 0] + common > limit * (1 + 1e-9))
+    infeasible = (p.sum_by_option(fewest > p.unit_max_shards) > 0) | p.excluded
+    most = limit * p.rank_speed.min(), 1 - p.rank_base[1].max(), 1, 1, 1
+    infeasible |= (replicated + np.eye(1, 5) * common[:, None] > np.array(most) * (1 + 1e-9)).any(1)
     return np.minimum(fewest, p.unit_max_shards).astype(np.int64), infeasible
 
 
@@ -95,13 +94,14 @@ def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0) -> Relaxa
     most = np.append(0.0, np.full(4, 1 - slack))
     result = optimize.linprog(cost, above, most, one, np.ones(len(starts)), bounds=(0, None), method="highs-ds")
     assert result.x is not None, result.message
-    if result.x[len(option) + 1 :].max() > 1e-7:
+    bound = float(result.fun) * unit + problem.latency
+    if result.x[len(option) + 1 :].max() > 1e-7 or bound > limit:
         return None
     share = np.zeros(len(table))
     share[option] = result.x[: len(option)]
     prices = -result.ineqlin.marginals[1:] * unit
     cost = np.where(infeasible, np.inf, means[:, 0] + uses[:, 1:] @ prices)
-    return Relaxation(float(result.fun) * unit, share, min_shards, cost, prices)
+    return Relaxation(bound, share, min_shards, cost, prices)
 
 
 def _sums_to_one(row: Array, shape: tuple[int, int]) -> Any:
@@ -118,7 +118,7 @@ def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
     while high > low * (1 + SETTINGS.bound_precision):
         limit = low * (1 + growth) if high == np.inf else (low + high) / 2
         relaxation = relax(problem, limit)
-        if relaxation is not None and relaxation.bound <= limit:
+        if relaxation is not None:
             high, best = limit, relaxation
         else:
             low, growth = limit, max(0.01, 2 * growth)
@@ -126,9 +126,7 @@ def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
 
 
 def _milp_bound(problem: Problem, low: float, best: Relaxation) -> tuple[float, Relaxation] | None:
-    """Raise a lower bound by a MILP, in which each table has one option. Return it and its relaxation; None if nothing
-    fits. With many tables the MILP would be slow, and the LP has few mixtures anyway: the bound stays.
-    """
+    """Raise a lower bound by a MILP with one option per table, unless tables are many; None if nothing fits."""
     starts, table = problem.table_options[:-1], problem.option_table
     growth = SETTINGS.bound_precision
     while (relaxation := relax(problem, high := low * (1 + growth))) is not None:
@@ -149,56 +147,63 @@ def _milp_bound(problem: Problem, low: float, best: Relaxation) -> tuple[float, 
 
 def solve(problem: Problem) -> Solution | None:
     """Find options and shards of all tables; None if even the relaxation cannot keep the budgets."""
+    # Sets of latencies: the unions of those of options. The best are tried first.
+    sets = np.zeros((1, len(problem.latencies)), dtype=bool)
+    for option_waits in np.unique(problem.option_waits, axis=0):
+        sets = np.unique(np.concatenate([sets, sets | option_waits]), axis=0)
+    problems = [problem._replace(waits=waits) for waits in sets]
+    bounds = [np.inf if (relaxation := relax(p)) is None else relaxation.bound for p in problems]
+    best, bound = None, np.inf
+    for number in np.argsort(bounds, kind="stable")[: np.isfinite(bounds).sum()].tolist():
+        # Skip sets with which no plan can be better by more than the precision of the bound.
+        limit = bound * (1 - SETTINGS.bound_precision)
+        if best is not None and best.violation == 0 and relax(problems[number], limit) is None:
+            continue
+        if (solution := _solve(problems[number])) is not None:
+            bound = min(bound, solution.bound)
+            best = min(filter(None, (best, solution)), key=lambda solution: (solution.violation, solution.load))
+    return best and best._replace(bound=min(bound * (1 - SETTINGS.bound_precision), best.load))
+
+
+def _solve(problem: Problem) -> Solution | None:
+    """Find options and shards of all tables, with a set of latencies."""
     if (result := _lower_bound(problem)) is None:
         return None
     bound, relaxation = result
-    starts = problem.table_options[:-1]
+    latency, starts = problem.latency, problem.table_options[:-1]
+    unit = max(bound - latency, 1e-12)  # of the loads in the search, which are without latencies
     # Relax for the first goal, less the common load that the relaxation does not count.
     goal = 1 + float(np.clip(SETTINGS.first_goal * problem.ranks / len(starts), *SETTINGS.first_goal_range))
     common = problem.option_common + problem.sum_by_option(problem.unit_common * relaxation.min_shards)
     uncounted = float(common @ relaxation.share - np.minimum.reduceat(common, starts).sum())
-    relaxation = relax(problem, goal * bound - max(uncounted, 0.0)) or relaxation
+    relaxation = relax(problem, goal * unit - max(uncounted, 0.0) + latency) or relaxation
     # Options to search: the selected ones, and those that are alike in memory and cost little more.
     table = problem.option_table
     likely = np.lexsort((-relaxation.share, table))[starts]
     uses = problem.mean_uses(relaxation.min_shards)[:, 1:4]
-    selected = _select_options(problem, relaxation, likely, bound)
+    selected = _select_options(problem, relaxation, likely, unit)
     few = max(1.0, SETTINGS.few_tables / len(starts))
     alike = (np.abs(uses - uses[selected[table]]) <= few * SETTINGS.alike).all(1)
     cost = np.where(alike, relaxation.cost, np.inf)
-    candidates = cost <= np.minimum.reduceat(cost, starts)[table] + few * SETTINGS.cheap / len(starts) * bound
+    candidates = cost <= np.minimum.reduceat(cost, starts)[table] + few * SETTINGS.cheap / len(starts) * unit
     candidates[selected] = candidates[likely] = True
     # Greedy packing, then ruin and recreate with the selected options, then with all candidates.
-    search = Search(problem, candidates, relaxation.min_shards, relaxation.prices, bound)
-    search.update_incumbent(search.pack(_without_shards(problem, likely), goal))
-    greedy = search.best_score[1] * bound
+    search = Search(problem, candidates, relaxation.min_shards, relaxation.prices, unit)
+    search.update_incumbent(search.pack(Assignment.empty(likely, problem.ranks), goal))
+    greedy = search.best_score[1] * unit + latency
     if search.best_score > (0.0, SETTINGS.optimal):
         search.set_candidates(np.isin(np.arange(len(table)), selected))
-        assignment, excess = search.pack(_without_shards(problem, selected), goal), 1.0
+        assignment, excess = search.pack(Assignment.empty(selected, problem.ranks), goal), 1.0
         for number in range(SETTINGS.selected_rounds):
             assignment, excess = search.improve(assignment, goal, number) if excess > 0 else (assignment, excess)
         search.set_candidates(candidates)
         search.run(assignment, goal)
+    # Costs of all options, also with other latencies.
+    cost = problem.mean_uses(relaxation.min_shards) @ np.append(1.0, relaxation.prices)
+    cost[fewest_shards(problem._replace(waits=np.ones_like(problem.waits)), np.inf)[1]] = np.inf
     num_shards = np.maximum(problem.sum_by_option(relaxation.min_shards), 1).astype(np.int64)
-    violation, load = search.best_score[0], search.best_score[1] * bound  # 0 where nothing costs anything
-    return Solution(search.incumbent, violation, load, min(bound, load), greedy, relaxation.cost, num_shards)
-
-
-def keep(problem: Problem, new: Solution, running: Assignment, load: float) -> Assignment:
-    """Keep as many shards of a running plan as a load allows, with its options; pack tables without shards."""
-    bound = max(new.bound, 1e-12)
-    goal = load / bound
-    candidates = np.isin(np.arange(len(problem.option_replicated)), running.options)
-    search = Search(problem, candidates, np.ones_like(problem.unit_max_shards), np.zeros(4), bound)
-    assignment = search.pack(running, goal)
-    if search.score(assignment) > (0.0, goal):
-        assignment, _ = search.improve(assignment, goal, 1, SETTINGS.keep_temperature)
-    return assignment
-
-
-def _without_shards(problem: Problem, options: Array) -> Assignment:
-    shape = len(options), problem.ranks
-    return Assignment(options, np.full(shape, -1), np.zeros(shape))
+    violation, load = search.best_score[0], search.best_score[1] * unit + latency
+    return Solution(search.incumbent, violation, load, min(bound, load), greedy, cost, num_shards)
 
 
 def _solve_milp(
@@ -213,15 +218,16 @@ def _solve_milp(
     means, unit = problem.mean_uses(relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
     one = _sums_to_one(table, (table[-1] + 1, len(candidates)))
     budgets = optimize.LinearConstraint(means[:, 1:].T, -np.inf, 1 - spare)
-    result = optimize.milp(
-        means[:, 0] / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
-        integrality=np.ones(len(candidates)), bounds=(0, 1),
-        options={"mip_rel_gap": 2 * SETTINGS.bound_precision, "node_limit": SETTINGS.max_milp_nodes},
-    )  # fmt: skip
+    with silent_stdout():  # HiGHS prints debug text, whatever its options
+        result = optimize.milp(
+            means[:, 0] / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
+            integrality=np.ones(len(candidates)), bounds=(0, 1),
+            options={"mip_rel_gap": 2 * SETTINGS.bound_precision, "node_limit": SETTINGS.max_milp_nodes},
+        )  # fmt: skip
     if result.status == MILP_INFEASIBLE:
         return None, np.inf
     selected = None if result.x is None else candidates[result.x > 0.5]
-    return selected, (result.mip_dual_bound or 0.0) * unit
+    return selected, (result.mip_dual_bound or 0.0) * unit + problem.latency
 
 
 def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bound: float) -> Array:
@@ -236,7 +242,7 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
     reserve = min(SETTINGS.spare * problem.ranks / len(starts), SETTINGS.max_spare)
     selected, least = likely, np.inf
     for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, reserve), (np.inf, 0.0)):
-        near = best | (extra_cost <= cheap / len(starts) * relaxation.bound) | (relaxation.share > 1e-6)
+        near = best | (extra_cost <= cheap / len(starts) * bound) | (relaxation.share > 1e-6)
         options, _ = _solve_milp(problem, relaxation, np.flatnonzero(near & np.isfinite(relaxation.cost)), spare)
         if options is not None and (load := float(means[options, 0].sum())) < least:
             selected, least = options, load
@@ -246,16 +252,12 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
 
 
 class Search:
-    """Local search over a subset of a problem's options, at prices of its budgets. Loads are relative to a `bound`.
-
-    Args:
-        candidates: bool `[O]`: the options.
-        min_shards: `[U]`: the fewest shards of each unit.
-        prices: seconds per whole budget of device memory, host memory, disk and servers.
+    """Local search over `candidates` of a problem's options, bool `[O]`, at `prices` of its budgets, in seconds
+    per whole budget. Loads are relative to a `bound`, and units have at least `min_shards`.
     """
 
     def __init__(self, problem: Problem, candidates: Array, min_shards: Array, prices: Array, bound: float) -> None:
-        self.problem = p = _scale_loads(problem, bound)
+        self.problem = p = problem.scaled(bound)
         nodes, self.num_tables = p.ranks // p.local, len(p.table_options) - 1
         # Costs, which depend on the premium of prices over the duals.
         self._min_shards, self._price_factor = min_shards, np.full(4, 1 + SETTINGS.initial_premium)
@@ -264,7 +266,7 @@ class Search:
         self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
         self.set_candidates(candidates)
         # The incumbent, and its violation of budgets and largest load.
-        self.best_score, self.incumbent = (np.inf, np.inf), _without_shards(p, p.table_options[:-1])
+        self.best_score, self.incumbent = (np.inf, np.inf), Assignment.empty(p.table_options[:-1], p.ranks)
 
     def set_candidates(self, candidates: Array) -> None:
         """Restrict the search to candidates, and set their costs."""
@@ -291,7 +293,7 @@ class Search:
         """Return the violation of budgets, and the largest load."""
         load, hbm, host, disk, server = usage(self.problem, assignment)
         violation = sum(float(np.maximum(used - 1 - SETTINGS.tolerance, 0).sum()) for used in (hbm, host, disk, server))
-        return violation, float(load.max()) + self._common(assignment)
+        return violation, float(self._rank_loads(load, assignment).max())
 
     def run(self, assignment: Assignment, goal: float) -> None:
         """Improve an assignment for goals that rise until one is met, then fall. A new goal starts at the incumbent."""
@@ -331,35 +333,36 @@ class Search:
 
     def _common(self, assignment: Assignment) -> float:
         """Return the load that all ranks have in common, independent of the bins of shards."""
-        units = assignment.units[assignment.units >= 0]
-        return float(self.problem.option_common[assignment.options].sum() + self.problem.unit_common[units].sum())
+        p, units = self.problem, assignment.units[assignment.units >= 0]
+        return float(p.option_common[assignment.options].sum() + p.unit_common[units].sum())
 
-    def _capacity(self, assignment: Assignment, goal: float) -> float:
-        """Return the load of a goal without the common load."""
-        return max(goal - self._common(assignment), 1e-3)
+    def _rank_loads(self, load: Array, assignment: Assignment) -> Array:
+        """Return the loads of ranks at their speeds, with what they have in common."""
+        return (load + self._common(assignment)) / self.problem.rank_speed
+
+    def _scaled(self, assignment: Assignment, goal: float) -> tuple[float, Problem]:
+        """Return the load that a goal leaves for shards, and the problem with loads in this unit."""
+        p = self.problem
+        capacity = max(goal * p.rank_speed.max() - self._common(assignment), 1e-3)
+        missing = goal * (p.rank_speed.max() - p.rank_speed) / capacity  # load that slower ranks cannot take
+        return capacity, p.scaled(capacity)._replace(rank_base=np.stack([missing, p.rank_base[1]]))
 
     def pack(self, assignment: Assignment, goal: float) -> Assignment:
         """Add shards of tables that have none, greedily, the largest tables first."""
-        capacity, (options, *_), choices = self._capacity(assignment, goal), assignment, self._choices
-        per_shard, size = choices.per_shard / capacity, choices.size[options]
-        scaled = _scale_loads(self.problem, capacity)
+        (capacity, scaled), options = self._scaled(assignment, goal), assignment.options
+        per_shard, size = self._choices.per_shard / capacity, self._choices.size[options]
         return Assignment(options, *pack_greedily(scaled, assignment, per_shard, size))
 
-    def improve(
-        self, assignment: Assignment, goal: float, number: int, temperature: float | None = None
-    ) -> tuple[Assignment, float]:
+    def improve(self, assignment: Assignment, goal: float, number: int) -> tuple[Assignment, float]:
         """Run a round of ruin and recreate, and optimize the shares. Return it, and its excess."""
-        p, c, capacity = self.problem, self._choices, self._capacity(assignment, goal)
+        p, c, (capacity, scaled) = self.problem, self._choices, self._scaled(assignment, goal)
         ranks_per_table, schedules = p.ranks / self.num_tables, (SETTINGS.hot, SETTINGS.cold)
         evaluations = min(SETTINGS.evaluations * self.num_tables * p.ranks, SETTINGS.max_evaluations)
         evaluations = int(evaluations * np.clip(SETTINGS.longer * ranks_per_table, *SETTINGS.longer_range))
-        hot, cold = (temperature or schedule[min(number, 1)] * ranks_per_table for schedule in schedules)
+        hot, cold = (schedule[min(number, 1)] * ranks_per_table for schedule in schedules)
         choices = c._replace(**{name: getattr(c, name) / capacity for name in ("cost", "min_cost", "per_shard")})
-        scaled = _scale_loads(p, capacity)
-        best, last = ruin_and_recreate(scaled, choices, assignment, hot, cold, evaluations, number + 1)
-        if temperature is not None:
-            return Assignment(*best), self._excess(Assignment(*best), goal)
-        results = [self._optimized(Assignment(*result), goal) for result in (best, last)]
+        packings = ruin_and_recreate(scaled, choices, assignment, hot, cold, evaluations, number + 1)
+        results = [self._optimized(Assignment(*packing), goal) for packing in packings]
         return min(results, key=lambda result: result[1])
 
     def _optimized(self, assignment: Assignment, goal: float) -> tuple[Assignment, float]:
@@ -374,9 +377,9 @@ class Search:
     def _excess(self, assignment: Assignment, goal: float) -> float:
         load, hbm, host, disk, _ = usage(self.problem, assignment)
         over = [np.maximum(used - 1, 0).sum() for used in (hbm, host, disk)]
-        load = load + self._common(assignment)
         of_budgets = over[0] + self.problem.local * (over[1] + over[2])
-        total = np.maximum(load - goal, 0).sum() + SETTINGS.budget_weight * of_budgets
+        over_goal = np.maximum(self._rank_loads(load, assignment) - goal, 0).sum()
+        total = over_goal + SETTINGS.budget_weight * of_budgets
         return float(total) if total > 1e-6 else 0.0
 
     def optimize_shares(self, assignment: Assignment, goal: float | None = None) -> Assignment | None:
@@ -402,17 +405,17 @@ class Search:
         value = np.concatenate([slope[shard_of_rank, 0], slope[shard_of_rank, 1], slope[:, 2], slope[:, 3]])
         nonzero = free[column] & (value > 0)
         row, column, value = row[nonzero], column[nonzero], value[nonzero]
-        limits = np.concatenate([np.full(p.ranks, goal or 0.0), np.ones(num_rows - p.ranks)]) - used
+        limits = np.concatenate([(goal or 0.0) * p.rank_speed, np.ones(num_rows - p.ranks)]) - used
         # Objective: one variable for the largest load, or one for the excess of each row.
         if goal is None:
-            slack_row = np.arange(p.ranks)
+            slack_row, slack = np.arange(p.ranks), p.rank_speed
             cost, slack_column = np.append(np.zeros(num_shards), 1.0), np.zeros(p.ranks, np.int64)
         else:
-            slack_row, weight = np.arange(num_rows), SETTINGS.budget_weight
+            slack_row, slack, weight = np.arange(num_rows), np.ones(num_rows), SETTINGS.budget_weight
             slack_column = slack_row
             cost = np.repeat([0.0, 1.0, weight, weight * p.local], [num_shards, p.ranks, p.ranks, 2 * nodes])
         entries = np.append(row, slack_row), np.append(column, num_shards + slack_column)
-        above = sparse.coo_array((np.append(value, -np.ones(len(slack_row))), entries), (num_rows, len(cost)))
+        above = sparse.coo_array((np.append(value, -slack), entries), (num_rows, len(cost)))
         # The shares of a unit add up to 1.
         free_units, unit_index = np.unique(units[free], return_inverse=True)
         entries, ones = (unit_index, np.flatnonzero(free)), np.ones(len(free_units))
@@ -425,13 +428,3 @@ class Search:
         new_shares[table, bins] = np.where(free, result.x[:num_shards], shares)
         new_units[new_shares <= 1e-7] = -1
         return Assignment(assignment.options, new_units, new_shares)
-
-
-def _scale_loads(problem: Problem, unit: float) -> Problem:
-    """Return the problem with loads in a unit."""
-    p, scale = problem, np.array([1 / unit, 1, 1, 1])
-    return p._replace(
-        option_replicated=p.option_replicated * np.append(scale, 1), option_common=p.option_common / unit,
-        unit_common=p.unit_common / unit, fixed=p.fixed * scale, slope=p.slope * scale,
-        pairwise_load=p.pairwise_load / unit,
-    )  # fmt: skip

@@ -14,7 +14,7 @@ class SearchSettings(NamedTuple):
     close: float = 1.0299
     min_rounds: int = 12
     max_rounds: int = 260  # bounds the planning time where no goal is met
-    max_idle_rounds: int = 80  # without a better plan; a late gain is rare
+    max_idle_rounds: int = 40  # without a better plan; a late gain is rare
 
     # Bound and selection of options, by LP and MILP.
     bound_precision: float = 5e-4  # relative; far below the gap of an `optimal` plan, which it would blur
@@ -56,12 +56,11 @@ class SearchSettings(NamedTuple):
     evaluations: int = 2_400  # scored bins in a round per table and rank
     max_evaluations: int = 60_000_000  # bounds the time of a round
     longer: float = 6.25  # factor of these, times ranks per table: with few tables each move matters more
-    longer_range: tuple[float, float] = (1.0, 4.0)
+    longer_range: tuple[float, float] = (1.0, 2.0)
     # Temperatures at the begin and end of the first round and of later ones, relative to a rank's mean load per table:
     # the first may move whole tables, later ones polish.
     hot: tuple[float, float] = (0.1, 0.02)
     cold: tuple[float, float] = (0.005, 0.002)
-    keep_temperature: float = 1e-6  # of a running plan's repair: each move of data needs a reason
     slack_weight: float = 0.002  # of the slack that a placement leaves in its bin, in its score: breaks ties
 
     # A ruin: it removes shards of the rank with the largest excess of a tournament, of its node and of other ranks.
@@ -72,8 +71,6 @@ class SearchSettings(NamedTuple):
     whole_table: float = 0.3  # probability to remove all shards of a shard's table, which may then change its option
     any_table: float = 0.1  # probability to remove a random table, too
     max_ruined: int = 5  # shards: small ruins are fast, and accepted more often
-    large_ruin: float = 0.005  # probability of a ruin of up to `max_ruined_large` shards on a node: leaves local optima
-    max_ruined_large: int = 40
 
     # Recreation: packing of the removed shards.
     by_size: float = 0.7  # probability to recreate the largest first, else in random order

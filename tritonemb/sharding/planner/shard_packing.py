@@ -5,7 +5,7 @@ The excess is the sum of what loads and budgets exceed 1 by. A bin has at most o
 
 # ruff: noqa: NPY002  Numba knows this generator only; each kernel seeds it.
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class Problem(NamedTuple):
 
     ranks: int
     local: int
+    rank_speed: Array  # [ranks]: a rank takes its load divided by this
+    rank_base: Array  # [2, ranks]: load and device memory that a rank has less than the best one
     table_options: Array
     option_units: Array
     option_replicated: Array  # [O, 5]: load and device memory of ranks, host memory and disk of nodes, servers
@@ -39,11 +41,23 @@ class Problem(NamedTuple):
     fixed: Array  # [U, 4]: load, shares of the budgets of device memory, host memory and disk
     slope: Array  # [U, 4]
     pairwise_load: Array  # [U]: load of a shard per other shard of its unit
+    option_waits: Array  # [O, L], bool: the latencies that tables with the option wait for
+    latencies: Array  # [L]: seconds, once per step
+    waits: Array  # [L], bool: the latencies that a step waits for; options with others are excluded
 
     @property
     def option_table(self) -> Array:
         """Table of each option."""
         return np.repeat(np.arange(len(self.table_options) - 1), np.diff(self.table_options))
+
+    @property
+    def latency(self) -> float:
+        return float(self.latencies @ self.waits)
+
+    @property
+    def excluded(self) -> Array:
+        """Options that wait for other latencies, bool `[O]`."""
+        return np.asarray((self.option_waits & ~self.waits).any(1))
 
     def sum_by_option(self, values: Array) -> Array:
         """Return the sums of `values [U]` over the units of each option."""
@@ -64,10 +78,19 @@ class Problem(NamedTuple):
             sums[:, column] += p.sum_by_option(units[:, column])
         return sums
 
+    def scaled(self, unit: float) -> Self:
+        """Return the problem with loads in a unit."""
+        scale = np.array([1 / unit, 1, 1, 1])
+        return self._replace(
+            option_replicated=self.option_replicated * np.append(scale, 1), option_common=self.option_common / unit,
+            unit_common=self.unit_common / unit, fixed=self.fixed * scale, slope=self.slope * scale,
+            pairwise_load=self.pairwise_load / unit,
+        )  # fmt: skip
+
     def mean_uses(self, num_shards: Array) -> Array:
-        """Return `totals` as means: load of a rank, and shares of all budgets, `[O, 5]`."""
-        nodes = self.ranks // self.local
-        return self.totals(num_shards) / [self.ranks, self.ranks, nodes, nodes, 1]
+        """Return `totals` as means: load of a rank at its speed, and shares of all budgets, `[O, 5]`."""
+        nodes, memory = self.ranks // self.local, self.ranks - self.rank_base[1].sum()
+        return self.totals(num_shards) / [self.rank_speed.sum(), memory, nodes, nodes, 1]
 
 
 class Assignment(NamedTuple):
@@ -77,6 +100,11 @@ class Assignment(NamedTuple):
     units: Array
     shares: Array
 
+    @classmethod
+    def empty(cls, options: Array, ranks: int) -> Self:
+        """Return an assignment of options without shards."""
+        return cls(options, np.full((len(options), ranks), -1), np.zeros((len(options), ranks)))
+
 
 class State(NamedTuple):
     """A packing: an assignment, and the usage of ranks, nodes and servers."""
@@ -85,8 +113,8 @@ class State(NamedTuple):
     unit: Array  # [T, ranks]: unit of the table's shard in each bin, -1 for none
     share: Array  # [T, ranks]: of the unit
     num_shards: Array  # [U]
-    rank: Array  # [3, ranks]: load, device memory, excess
-    node: Array  # [3, nodes]: host memory, disk, excess
+    rank: Array  # [2, ranks]: load, device memory
+    node: Array  # [2, nodes]: host memory, disk
     server: Array  # [1]
     noise: Array  # factors of the slack
     capacity: Array  # [ranks]: the share of a unit that fits into a bin
@@ -100,116 +128,103 @@ def _over(value):
 
 
 @inlined
-def _add_to_node(p, s, node, host, disk):
-    s.node[0, node] += host
-    s.node[1, node] += disk
-    excess = SETTINGS.budget_weight * p.local * (_over(s.node[0, node]) + _over(s.node[1, node]))
-    change = excess - s.node[2, node]
-    s.node[2, node] = excess
-    return change
+def rank_excess(s, rank):
+    return _over(s.rank[0, rank]) + SETTINGS.budget_weight * _over(s.rank[1, rank])
 
 
 @inlined
-def _add_to_rank(s, rank, load, hbm):
-    s.rank[0, rank] += load
-    s.rank[1, rank] += hbm
-    excess = _over(s.rank[0, rank]) + SETTINGS.budget_weight * _over(s.rank[1, rank])
-    change = excess - s.rank[2, rank]
-    s.rank[2, rank] = excess
-    return change
-
-
-@inlined
-def _add_to_bin(p, s, unit, bin_index, fixed, share, pairwise):
-    """Add `fixed` times the fixed cost of a shard, a share of its unit, and `pairwise` times the pairwise load. Return
-    the change of the excess.
-    """
-    change, width = 0.0, p.local if p.unit_on_node[unit] else 1
-    load = fixed * p.fixed[unit, LOAD] + share * p.slope[unit, LOAD] + pairwise * p.pairwise_load[unit]
-    hbm = fixed * p.fixed[unit, HBM] + share * p.slope[unit, HBM]
-    for rank in range(bin_index * width, (bin_index + 1) * width):
-        change += _add_to_rank(s, rank, load, hbm)
-    host = fixed * p.fixed[unit, HOST] + share * p.slope[unit, HOST]
-    disk = fixed * p.fixed[unit, DISK] + share * p.slope[unit, DISK]
-    if host != 0.0 or disk != 0.0:
-        change += _add_to_node(p, s, bin_index * width // p.local, host, disk)
-    return change
-
-
-@uncounted
-def add_replicated(p, s, option, sign):
-    """Add the replicated cost of an option to all ranks, nodes and servers. Return the change of the excess."""
-    change, costs = 0.0, p.option_replicated[option]
-    if costs[LOAD] != 0.0 or costs[HBM] != 0.0:
-        for rank in range(p.ranks):
-            change += _add_to_rank(s, rank, sign * costs[LOAD], sign * costs[HBM])
-    if costs[HOST] != 0.0 or costs[DISK] != 0.0:
-        for node in range(p.ranks // p.local):
-            change += _add_to_node(p, s, node, sign * costs[HOST], sign * costs[DISK])
-    if costs[SERVER] != 0.0:
-        change -= SETTINGS.budget_weight * p.ranks * _over(s.server[0])
-        s.server[0] += sign * costs[SERVER]
-        change += SETTINGS.budget_weight * p.ranks * _over(s.server[0])
-    return change
+def node_excess(p, s, node):
+    return SETTINGS.budget_weight * p.local * (_over(s.node[0, node]) + _over(s.node[1, node]))
 
 
 @uncounted
 def total_excess(p, s):
-    return s.rank[2].sum() + s.node[2].sum() + SETTINGS.budget_weight * p.ranks * _over(s.server[0])
+    total = SETTINGS.budget_weight * p.ranks * _over(s.server[0])
+    for rank in range(p.ranks):
+        total += rank_excess(s, rank)
+    for node in range(p.ranks // p.local):
+        total += node_excess(p, s, node)
+    return total
+
+
+@inlined
+def _add_to_bin(p, s, unit, bin_index, fixed, share, pairwise):
+    """Add `fixed` times the fixed cost of a shard, a share of its unit, and `pairwise` times the pairwise load."""
+    width = p.local if p.unit_on_node[unit] else 1
+    load = fixed * p.fixed[unit, LOAD] + share * p.slope[unit, LOAD] + pairwise * p.pairwise_load[unit]
+    hbm = fixed * p.fixed[unit, HBM] + share * p.slope[unit, HBM]
+    for rank in range(bin_index * width, (bin_index + 1) * width):
+        s.rank[0, rank] += load
+        s.rank[1, rank] += hbm
+    s.node[0, bin_index * width // p.local] += fixed * p.fixed[unit, HOST] + share * p.slope[unit, HOST]
+    s.node[1, bin_index * width // p.local] += fixed * p.fixed[unit, DISK] + share * p.slope[unit, DISK]
+
+
+@uncounted
+def add_replicated(p, s, option, sign):
+    """Add the replicated cost of an option to all ranks, nodes and servers."""
+    costs = p.option_replicated[option]
+    if p.option_units[option] == p.option_units[option + 1]:
+        for rank in range(p.ranks):
+            s.rank[0, rank] += sign * costs[LOAD]
+            s.rank[1, rank] += sign * costs[HBM]
+        for node in range(p.ranks // p.local):
+            s.node[0, node] += sign * costs[HOST]
+            s.node[1, node] += sign * costs[DISK]
+        s.server[0] += sign * costs[SERVER]
 
 
 @uncounted
 def _add_whole_shard(p, s, unit, bin_index, share, sign):
-    """Add or subtract the cost of a shard, and the pairwise load of it and its siblings. Return the excess's change."""
-    table, change, num_siblings = p.unit_table[unit], 0.0, 0.0
+    """Add or subtract the cost of a shard, and the pairwise load of it and its siblings."""
+    table, num_siblings = p.unit_table[unit], 0.0
     if p.pairwise_load[unit] > 0.0 and s.num_shards[unit] > 0:
         for sibling in range(p.ranks):
             if sibling != bin_index and s.unit[table, sibling] == unit:
                 num_siblings += 1.0
-                change += _add_to_bin(p, s, unit, sibling, 0.0, 0.0, sign)
-    return change + _add_to_bin(p, s, unit, bin_index, sign, sign * share, sign * num_siblings)
+                _add_to_bin(p, s, unit, sibling, 0.0, 0.0, sign)
+    _add_to_bin(p, s, unit, bin_index, sign, sign * share, sign * num_siblings)
 
 
 @uncounted
 def add_shard(p, s, unit, bin_index, share):
-    """Add a share of a unit to a bin: to the unit's shard there, or as a new shard. Return the change of the excess."""
+    """Add a share of a unit to a bin: to the unit's shard there, or as a new shard."""
     table = p.unit_table[unit]
     if s.unit[table, bin_index] == unit:
         s.share[table, bin_index] += share
-        return _add_to_bin(p, s, unit, bin_index, 0.0, share, 0.0)
-    s.unit[table, bin_index], s.share[table, bin_index] = unit, share
-    s.num_shards[unit] += 1
-    return _add_whole_shard(p, s, unit, bin_index, share, 1.0)
+        _add_to_bin(p, s, unit, bin_index, 0.0, share, 0.0)
+    else:
+        s.unit[table, bin_index], s.share[table, bin_index] = unit, share
+        s.num_shards[unit] += 1
+        _add_whole_shard(p, s, unit, bin_index, share, 1.0)
 
 
 @uncounted
 def remove_shard(p, s, table, bin_index):
-    """Remove a table's shard from a bin. Return the change of the excess."""
+    """Remove a table's shard from a bin."""
     unit = s.unit[table, bin_index]
     s.unit[table, bin_index] = -1
     s.num_shards[unit] -= 1
-    return _add_whole_shard(p, s, unit, bin_index, s.share[table, bin_index], -1.0)
+    _add_whole_shard(p, s, unit, bin_index, s.share[table, bin_index], -1.0)
 
 
 @uncounted
 def remove_table(p, s, table):
-    """Remove all shards of a table and its replicated cost. Return the change of the excess."""
-    change = add_replicated(p, s, s.option[table], -1.0)
+    """Remove all shards of a table and its replicated cost."""
+    add_replicated(p, s, s.option[table], -1.0)
     for bin_index in range(p.ranks):
         if s.unit[table, bin_index] >= 0:
-            change += remove_shard(p, s, table, bin_index)
-    return change
+            remove_shard(p, s, table, bin_index)
 
 
 @uncounted
 def add_table(p, s, table, option, units, shares):
-    """Add a table without shards, with an option and shards, `[ranks]`. Return the change of the excess."""
+    """Add a table without shards, with an option and shards, `[ranks]`."""
     s.option[table] = option
-    change = add_replicated(p, s, option, 1.0)
+    add_replicated(p, s, option, 1.0)
     for bin_index in range(p.ranks):
         if units[bin_index] >= 0:
-            change += add_shard(p, s, units[bin_index], bin_index, shares[bin_index])
-    return change
+            add_shard(p, s, units[bin_index], bin_index, shares[bin_index])
 
 
 @inlined
@@ -225,7 +240,7 @@ def init_state(p, assignment):
     options, units, shares = assignment
     s = State(
         options.copy(), np.full(units.shape, -1), np.zeros(units.shape), np.zeros(len(p.unit_table), np.int64),
-        np.zeros((3, p.ranks)), np.zeros((3, p.ranks // p.local)), np.zeros(1),
+        p.rank_base.copy(), np.zeros((2, p.ranks // p.local)), np.zeros(1),
         1.0 + np.random.random(SETTINGS.num_noise + p.ranks), np.empty(p.ranks), np.empty(p.ranks),
     )  # fmt: skip
     for table in range(len(options)):
@@ -315,10 +330,10 @@ def _score_by_excess(p, s, unit, share, num_bins, noise):
         added, node = 0.0, bin_index * width // p.local
         for rank in range(bin_index * width, (bin_index + 1) * width):
             added += _over(s.rank[0, rank] + load) + SETTINGS.budget_weight * _over(s.rank[1, rank] + hbm)
-            added -= s.rank[2, rank]
+            added -= rank_excess(s, rank)
         if host > 0.0 or disk > 0.0:
             over = _over(s.node[0, node] + host) + _over(s.node[1, node] + disk)
-            added += SETTINGS.budget_weight * p.local * over - s.node[2, node]
+            added += SETTINGS.budget_weight * p.local * over - node_excess(p, s, node)
         s.score[bin_index] = added * noise[bin_index]
         if s.unit[table, bin_index] != unit and (at_limit or s.unit[table, bin_index] >= 0):
             s.score[bin_index] = INFEASIBLE_SCORE
@@ -335,10 +350,8 @@ def _best_bin(s, num_bins):
 
 @uncounted
 def pack_unit(p, s, unit, share, per_shard):
-    """Place a share of a unit in bins with capacity, in few shards; a share that fits nowhere, where it adds the least
-    excess. Return the change of the excess, and the number of scored bins.
-    """
-    noise, change = s.noise[np.random.randint(SETTINGS.num_noise) :], 0.0
+    """Place a share of a unit in few bins with capacity, else with least excess. Return the number of scored bins."""
+    noise = s.noise[np.random.randint(SETTINGS.num_noise) :]
     num_bins, num_scored = _score_by_fit(p, s, unit, share, per_shard, noise), SETTINGS.unit_overhead + p.ranks
     # Fill the bins by score, each once.
     while share > 1e-9:
@@ -356,7 +369,7 @@ def pack_unit(p, s, unit, share, per_shard):
         if fitting < (share - 1e-9 if p.unit_max_shards[unit] == 1 else 1e-9):
             continue
         fitting = share if share - fitting < 1e-9 else fitting
-        change += add_shard(p, s, unit, bin_index, fitting)
+        add_shard(p, s, unit, bin_index, fitting)
         share -= fitting
     # Split the remaining share into pieces, which exceed loads or budgets.
     pieces = SETTINGS.num_pieces
@@ -368,9 +381,9 @@ def pack_unit(p, s, unit, share, per_shard):
         piece = share if share - piece < 1e-9 else piece
         _score_by_excess(p, s, unit, piece, num_bins, noise)
         num_scored += 2 * p.ranks
-        change += add_shard(p, s, unit, _best_bin(s, num_bins), piece)
+        add_shard(p, s, unit, _best_bin(s, num_bins), piece)
         share, pieces = share - piece, pieces - 1
-    return change, num_scored
+    return num_scored
 
 
 @compiled

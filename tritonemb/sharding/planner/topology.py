@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -12,7 +13,7 @@ from tritonemb.utils import JsonFile, cpu_model, did_you_mean
 
 @dataclass(frozen=True)
 class Topology(JsonFile):
-    """Topology of a cluster with equal ranks and equal nodes.
+    """Topology of a cluster with equal nodes; ranks may differ in memory and speed.
 
     Sizes are bytes, bandwidths bytes per second in one direction, latencies seconds. A job without GPUs has its tables
     in host memory: `hbm` is a rank's share of the node's memory, and `host` is 0.
@@ -21,6 +22,7 @@ class Topology(JsonFile):
         world_size: number of ranks.
         local_world_size: ranks per node, a divisor of `world_size`; all ranks by default.
         hbm, host, disk: memory for tables: device memory per rank, host memory and disk per node.
+        rank_memory, rank_speed: by rank, if ranks differ: its share of `hbm`, and of the rates below; in (0, 1].
         lookup_bandwidth, lookup_rate, lookup_latency: per rank: bytes of random rows, and ids, per second.
         update_bandwidth, update_latency: per rank: bytes of rows and optimizer states, read and written.
         id_rate: ids per second that a rank groups by row, and whose gradients it gathers.
@@ -48,6 +50,8 @@ class Topology(JsonFile):
     hbm: float = 80e9
     host: float = 2e12
     disk: float = 0.0
+    rank_memory: Sequence[float] = ()
+    rank_speed: Sequence[float] = ()
     lookup_bandwidth: float = 1.8e12
     lookup_rate: float = 2e10
     lookup_latency: float = 30e-6
@@ -88,6 +92,14 @@ class Topology(JsonFile):
                 f"a topology's local_world_size must divide world_size, got {self.local_world_size} and "
                 f"{self.world_size}"
             )
+        for name in ("rank_memory", "rank_speed"):
+            shares = tuple(getattr(self, name))
+            object.__setattr__(self, name, shares)
+            in_range = all(0 < checked_number(f"a topology's {name}", share) <= 1 for share in shares)
+            if not in_range or len(shares) not in (0, self.world_size):
+                raise ValueError(
+                    f"a topology's {name} must be {self.world_size} numbers in (0, 1], one per rank, got {shares}"
+                )
         for member in fields(self):
             if isinstance(member.default, float):
                 value = checked_number(f"a topology's {member.name}", getattr(self, member.name))
