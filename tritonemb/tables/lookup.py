@@ -245,15 +245,17 @@ def _find_unknown_ids(
     if not unknown.numel():
         return None
     # Select the samples, unless they are most of the batch, or for a compiled graph, which reads all of them.
-    positions, outputs, is_selected = None, None, torch.zeros(batch.stride(), dtype=torch.bool, device=ids.device)
-    is_selected[(torch.searchsorted(batch.offsets().long(), unknown, right=True) - 1) % batch.stride()] = True
-    if not for_prefetch and not is_selected.float().mean() > 0.5:
-        bag_mask, lengths = is_selected.repeat(len(batch.keys())), batch.lengths()
-        positions = nonzero(bag_mask.repeat_interleave(lengths, output_size=ids.numel()))
+    positions, outputs, bounds = None, None, batch.offsets().long()
+    samples = ((torch.searchsorted(bounds, unknown, right=True) - 1) % batch.stride()).unique()
+    if not for_prefetch and 2 * samples.numel() <= batch.stride():
+        bags = (torch.arange(0, bounds.numel() - 1, batch.stride(), device=ids.device)[:, None] + samples).flatten()
+        lengths = bounds[bags + 1] - bounds[bags]
+        offsets = ops.segment_offsets(lengths)
+        positions = (bounds[bags] - offsets[:-1]).repeat_interleave(lengths)
+        positions += torch.arange(positions.numel(), device=ids.device)
         weights = None if rows.weights_or_none() is None else rows.weights()[positions]
-        offsets = ops.segment_offsets(lengths[bag_mask])
         rows = KeyedJaggedTensor.unchecked(rows.keys(), rows.values()[positions], weights, offsets)
-        ids, outputs = ids[positions], nonzero(is_selected) if tables.pooled else positions
+        ids, outputs = ids[positions], samples if tables.pooled else positions
     # A compiled graph specializes on the tables and on sizes 0 and 1: so use all tables, with two more rows each.
     values, layout = rows.values().clone(), layout._replace(tables=layout.tables.clone())
     features = KeyedJaggedTensor.unchecked(rows.keys(), values, rows.weights_or_none(), rows.offsets())
