@@ -296,9 +296,10 @@ class CostModel:
             blocks, sharding = len({shard.first_column for shard in shards}), plan.tables[table.name]
             in_node = sharding.reduces_in_node and table.pooling != "none" and self.nodes > 1
             scheme = REPLICAS if sharding.is_replicated else HIERARCHICAL if in_node else DIRECT
+            is_uniform = table.is_dynamic or not self.stats[table.name].row_share
             for shard in shards:
                 first, rows = table_rows * shard.first_row / num_units, table_rows * shard.num_rows / num_units
-                share = rows / table_rows if table.is_dynamic else self.stats[table.name].share(first, rows, table_rows)
+                share = rows / table_rows if is_uniform else self.stats[table.name].share(first, rows, table_rows)
                 cached = 0 if tier == DEVICE else min(rows, cache.num_device_rows(math.ceil(rows)))
                 on_host = 0 if tier != DISK else min(rows - cached, cache.num_host_rows(math.ceil(rows)) or 0)
                 values = (number, share, rows, shard.num_columns, blocks, scheme, tier, cached, on_host)

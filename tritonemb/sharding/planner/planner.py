@@ -295,11 +295,9 @@ def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, s
             f"the tables fit in total, but no packing was found; the best exceeds a budget by {solution.violation:.2%}"
         )
     # The fewest bytes that the tables need, each with its smallest option, against the memory of all usable tiers.
-    names, counts = (
-        ("device memory", "host memory", "disk", "server memory"),
-        (model.ranks, model.nodes, model.nodes, 1),
-    )
-    available = model.budgets * counts - [(model.rank_hbm.max() - model.rank_hbm).sum(), 0, 0, 0]
+    names = "device memory", "host memory", "disk", "server memory"
+    available = model.budgets * (model.ranks, model.nodes, model.nodes, 1)
+    available[0] -= (model.rank_hbm.max() - model.rank_hbm).sum()
     placements = {option.placement for table_options in options for option in table_options}
     usable = [number for number, placement in enumerate(PLACEMENTS) if placement in placements]
     needed = problem.totals(fewest_shards(problem, np.inf)[0])[:, 1:] @ model.budgets
