@@ -143,16 +143,18 @@ class Partitions:
             table = self.spec.tables[numbers.start]
             blocks.append(torch.empty(sum(sizes[block]), table.embedding_dim, dtype=getattr(torch, table.dtype)))
             outputs += blocks[-1].split(sizes[block])
-        with self.memory(dict(zip(self.numbers, rows.split(sizes), strict=True))) as memories:
-            order, move = torch.arange(max(sizes, default=0)), cpu_kernels("row_cache").move_rows_
-            for output, (memory, slots) in zip(outputs, memories.values(), strict=True):
-                move([output], [memory["weight"]], order[: len(slots)], slots)  # skips slot -1
-        if len(rows) and int(rows.min()) < 0:
-            by_table = zip(self.dynamic, outputs, ids.split(sizes), rows.split(sizes), strict=True)
-            for table, output, table_ids, table_rows in by_table:
-                missing = nonzero(table_rows < 0)
-                output[missing] = table.initial_values(table_ids[missing])
+        by_number = (dict(zip(self.numbers, column.split(sizes), strict=True)) for column in (ids, rows))
+        self.read_fields([{"weight": output} for output in outputs], *by_number)
         return blocks
+
+    def read_fields(self, fields: Sequence[Any], ids: Mapping[int, Tensor], rows: Mapping[int, Tensor]) -> None:
+        """Read rows by number of the table into fields by name; the initial value of the id for row -1."""
+        with self.memory(rows) as memories:
+            _move(fields, [*memories.values()])
+        if (cat([*rows.values()]) < 0).any():
+            for table_fields, (number, table_rows) in zip(fields, rows.items(), strict=True):
+                missing = nonzero(table_rows < 0)
+                table_fields["weight"][missing] = self.by_number[number].initial_values(ids[number][missing])
 
     @torch.no_grad()
     def update(self, ids: Tensor, sizes: Sequence[int], grads: list[Tensor], lr: float | None) -> None:
@@ -260,28 +262,19 @@ class Lease:
 
     @torch.no_grad()
     def read(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
-        rows, move, result = self._rows(keys), cpu_kernels("row_cache").move_rows_, list[Tensor]()
-        positions = {number: nonzero(table_rows >= 0) for number, table_rows in rows.items()}
-        known_rows = {number: table_rows[positions[number]] for number, table_rows in rows.items()}
-        with self._partitions.memory(known_rows) as memories:
-            for number, (memory, slots) in memories.items():
-                table, record, table_rows = self._partitions.by_number[number], self._records[number], rows[number]
-                records = torch.zeros(table_rows.numel(), record.num_bytes, dtype=torch.uint8)
-                fields = record.views(records)
-                names = [name for name in fields if name in memory]
-                move([fields[name] for name in names], [memory[name] for name in names], positions[number], slots)
-                if slots.numel() < table_rows.numel():
-                    missing_mask = table_rows < 0
-                    fields["weight"][missing_mask] = table.initial_values(keys[number][missing_mask])
-                if "id" in fields:
-                    fields["id"].copy_(table.index.ids[table_rows])
-                result.append(records)
-        return result
+        rows = self._rows(keys)
+        records = [torch.zeros(len(ids), self._records[n].num_bytes, dtype=torch.uint8) for n, ids in rows.items()]
+        fields = [self._records[n].views(table_records) for n, table_records in zip(rows, records, strict=True)]
+        self._partitions.read_fields(fields, keys, rows)
+        for number, table_fields in zip(rows, fields, strict=True):
+            if "id" in table_fields:
+                table_fields["id"].copy_(self._partitions.by_number[number].index.ids[rows[number]])
+        return records
 
     @torch.no_grad()
     def write(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
         """Write records by table number; the first write of a static row inserts it."""
-        rows, move, by_number = self._rows(keys), cpu_kernels("row_cache").move_rows_, self._partitions.by_number
+        rows, by_number = self._rows(keys), self._partitions.by_number
         missing = {n: positions for n, table_rows in rows.items() if (positions := nonzero(table_rows < 0)).numel()}
         if missing:
             tables, ids = [by_number[n] for n in missing], concat_ids([keys[n][i] for n, i in missing.items()])
@@ -289,12 +282,12 @@ class Lease:
             for number, table_rows in zip(missing, new_rows.split([*map(len, missing.values())]), strict=True):
                 rows[number][missing[number]] = table_rows
         self._partitions.changes.mark(rows)
+        fields = [self._records[n].views(table_records) for n, table_records in zip(rows, records, strict=True)]
         with self._partitions.memory(rows, dirty=True) as memories:
-            for (number, (memory, slots)), table_records in zip(memories.items(), records, strict=True):
-                fields = self._records[number].views(table_records)
+            for table_fields, (number, (memory, _)) in zip(fields, memories.items(), strict=True):
                 if "id" in memory:
-                    fields["id"] = by_number[number].index.ids[rows[number]]
-                move([*memory.values()], [fields[name] for name in memory], slots, torch.arange(slots.numel()))
+                    table_fields["id"] = by_number[number].index.ids[rows[number]]
+            _move(fields, [*memories.values()], write=True)
 
     def _rows(self, keys: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return row numbers by table number, in the order of keys; -1 for static rows never written."""
@@ -302,6 +295,18 @@ class Lease:
         sizes = [*map(len, static.values())]
         rows = self._partitions.find(cat([*static.values()]), sizes, [*static])
         return {**keys, **dict(zip(static, rows.split(sizes), strict=True))}
+
+
+def _move(fields: Sequence[dict[str, Tensor]], memories: Sequence[Any], write: bool = False) -> None:
+    """Copy rows of all tables from slots, -1: none, of memory to fields by name, or with `write` in reverse."""
+    slots = [table_slots for _, table_slots in memories]
+    starts, order = segment_offsets(torch.tensor([*map(len, slots)])), cat([*map(torch.arange, map(len, slots))])
+    by_table = enumerate(zip(fields, memories, strict=True))
+    pairs = [(f[name], memory[name], table) for table, (f, (memory, _)) in by_table for name in memory if name in f]
+    if pairs:
+        (*sides, tables), rows = zip(*pairs, strict=True), [order, cat(slots)]
+        direction = -1 if write else 1
+        cpu_kernels("row_cache").move_rows_(*sides[::direction], *rows[::direction], starts, tables)
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:

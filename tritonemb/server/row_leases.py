@@ -88,8 +88,9 @@ class LeaseClient(CollectionClient, RowStore):
         self.send_transfers()  # an evicted row is written back before its slot is reused
         numbers, batch_ids, sizes = list(self._row_offsets), cat(ids), [*map(len, ids)]
         routes = self.route(batch_ids, sizes, numbers)
-        columns = [batch_ids, cat(occurrences)]
-        pending = self._scatter("allocate", {"training": training}, columns, routes, numbers=numbers)
+        pending = self._scatter(
+            "allocate", {"training": training}, [batch_ids, cat(occurrences)], routes, None, numbers
+        )
         try:
             replies = wait(pending)
         except ValueError as error:

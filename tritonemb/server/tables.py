@@ -51,11 +51,8 @@ class BlockCodec:
         """Decode matrices of `pack` into the tables' dtypes."""
         if self._codecs is None:
             return list(messages)
-        matrices = []
-        for codec, dtype, message in zip(self._codecs, self._dtypes, messages, strict=True):
-            (row_bytes,) = codec.sizes([1], message.device)
-            matrices.append(codec.unpack(message, message.numel() // row_bytes, dtype, scale))
-        return matrices
+        blocks = zip(self._codecs, self._dtypes, messages, strict=True)
+        return [c.unpack(m, m.numel() // c.sizes([1], m.device)[0], dtype, scale) for c, dtype, m in blocks]
 
     def pack_reply(self, reply: PullReply) -> Message:
         columns = {name: column for name in ("versions", "refused") if (column := getattr(reply, name)) is not None}

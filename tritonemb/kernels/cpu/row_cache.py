@@ -3,7 +3,6 @@
 Each set belongs to one task, which serves its misses in ascending order: results do not depend on the number of tasks.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -208,7 +207,7 @@ def _find_servers(ids, sizes, tables, first_partitions, keys):
             position += 1
 
 
-def route_ids(ids: Tensor, sizes: Sequence[int], tables: Tensor, first_partitions: Tensor) -> tuple[Tensor, Tensor]:
+def route_ids(ids: Tensor, sizes: Any, tables: Tensor, first_partitions: Tensor) -> tuple[Tensor, Tensor]:
     """Route ids, `sizes` per table, to servers: return positions by server, table and position, and counts `[S, T]`.
 
     `tables`, `[T, 3]`: partitions, first and last valid id; `first_partitions`, `[T, S + 1]`: of servers, and the end.
