@@ -67,8 +67,8 @@ TABLE_SIZE = len(TableRow._fields)
 class DynamicIndex(NamedTuple):
     """Index of a dynamic table: `P` partitions of `C` rows, each with `M` sets, and `O` sets of overflow slots."""
 
-    # int64 `[P · C, 2]`, per row: its id; and two int32, the step of its last use and its use count. In one tensor, so
-    # that a lookup that counts uses reads one cache line per row, not two.
+    # int64 `[P · C + F, 2]`, per row: its id; and two int32, the step of its last use and its use count. In one tensor,
+    # so that a lookup that counts uses reads one cache line per row, not two. The last `F` are fallback rows.
     entries: Tensor
     digests: Tensor  # uint8 `[P · (M + O) · WAYS]`, per slot: 1 … 255, or 0 if the slot is empty
     rows: Tensor  # int32, per slot: the row of its id
@@ -191,13 +191,20 @@ def partitions_of(ids: Tensor, num_partitions: Tensor | int) -> Tensor:
 
 
 def make_index(
-    capacity: int, device: Device = None, max_partitions: int | None = None, shard: tuple[int, int] | None = None
-) -> DynamicIndex:
-    """Create an empty index for `capacity` rows or more, or a shard of it: its first partition, and their number."""
+    capacity: int, device: Device = None, max_partitions: int | None = None, shard: tuple[int, int] | None = None,
+    fallback_rows: int = 0,
+) -> DynamicIndex:  # fmt: skip
+    """Create an empty index for `capacity` rows or more, or a shard of it: its first partition, and their number.
+
+    All partitions get as many fallback rows, `fallback_rows` or more together. These have ids for random numbers.
+    """
     total_partitions, max_sets, num_rows = partition_sizes(capacity, max_partitions)
     first, partitions = (0, total_partitions) if shard is None else shard
     slots = partitions * (max_sets + -(-num_rows // WAYS)) * WAYS
-    entries = advise_huge_pages(torch.empty(num_rows * partitions, 2, dtype=torch.int64, device=device))
+    bounds = [count * -(-fallback_rows // total_partitions) for count in (first, first + partitions)]
+    num_entries = num_rows * partitions + bounds[1] - bounds[0]
+    entries = advise_huge_pages(torch.empty(num_entries, 2, dtype=torch.int64, device=device))
+    entries[num_rows * partitions :, 0] = mix64(~torch.arange(*bounds, device=device))
     rows, free = (torch.empty(size, dtype=torch.int32, device=device) for size in (slots, num_rows * partitions))
     num_sets, num_rows, num_allocated, num_overflow = torch.zeros(4, partitions, dtype=torch.int32, device=device)
     return DynamicIndex(

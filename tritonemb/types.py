@@ -189,6 +189,8 @@ class TableConfig:
         init_bound: bound of the uniform initial values; 1/sqrt(num_embeddings) by default, or 1/sqrt(embedding_dim)
             for a dynamic table, whose initial values are a function of its seed and the id.
         eviction, admission: policies of a dynamic table.
+        fallback_rows: rows of a dynamic table beside `capacity` that ids without a row share, trained like others; the
+            id's hash selects one. Rounded up slightly. 0: such ids read as initial values, and get no gradient.
 
     Attributes:
         seed: seed of the table's random numbers, 63 bits from its name: the same on every tier.
@@ -215,6 +217,7 @@ class TableConfig:
     init_bound: float | None = None
     eviction: EvictionConfig = EvictionConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    fallback_rows: int = 0
     seed: int = field(init=False, compare=False, repr=False)
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
@@ -230,6 +233,7 @@ class TableConfig:
         for size in ("num_embeddings", "embedding_dim", "capacity", "capacity_bytes"):
             if size == "embedding_dim" or getattr(self, size) is not None:
                 object.__setattr__(self, size, checked_size(f"table {self.name!r}: {size}", getattr(self, size)))
+        vars(self).update(fallback_rows=checked_size(f"table {self.name!r}: fallback_rows", self.fallback_rows, 0))
         self._check_dynamic()
         choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": TABLE_DTYPES}
         for name, values in choices.items():
@@ -263,10 +267,11 @@ class TableConfig:
             if not isinstance(getattr(self, name), kind):
                 raise TypeError(f"{title}: {name} must be an {kind.__name__}, got {getattr(self, name)!r}")
         if not self.is_dynamic:
-            if num_capacities or (self.eviction, self.admission) != (EvictionConfig(), AdmissionConfig()):
+            policies = self.eviction, self.admission, self.fallback_rows
+            if num_capacities or policies != (EvictionConfig(), AdmissionConfig(), 0):
                 raise ValueError(
-                    f"{title}: capacity, eviction and admission are for dynamic tables; omit them, or pass "
-                    "num_embeddings=None"
+                    f"{title}: capacity, eviction, admission and fallback_rows are for dynamic tables; omit them, or "
+                    "pass num_embeddings=None"
                 )
             return
         if num_capacities != 1:
@@ -333,7 +338,7 @@ class TableConfig:
         """Return the static table that stores the rows of a dynamic table or shard; `first_row` is its row origin."""
         storage = replace(
             self, num_embeddings=num_rows, capacity=None, capacity_bytes=None, eviction=EvictionConfig(),
-            admission=AdmissionConfig(), init_bound=self.bound,
+            admission=AdmissionConfig(), fallback_rows=0, init_bound=self.bound,
         )  # fmt: skip
         vars(storage).update(seed=self.seed, row_origin=first_row)
         return storage

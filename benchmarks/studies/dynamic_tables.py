@@ -47,10 +47,13 @@ STANDARD_ERRORS = 2
 RAW = ("user_id", "movie_id")
 REFERENCE, SAME, OWN = "vocabulary", "vocabulary, dynamic's values", "dynamic"
 HASHED, FREQUENT = "a quarter, hashed", "a quarter, most frequent"
+LATE = EvictionConfig("lfu", protect=1, half_life=100), AdmissionConfig(appearances=10)
+# Policies, and the share of a large table's rows that are fallback rows.
 EVICTED = {
-    "a quarter, lru": (EvictionConfig(protect=1), AdmissionConfig()),
-    "a quarter, lfu": (EvictionConfig("lfu", protect=1), AdmissionConfig()),
-    "a quarter, lfu, admission": (EvictionConfig("lfu", protect=1, half_life=100), AdmissionConfig(appearances=10)),
+    "a quarter, lru": (EvictionConfig(protect=1), AdmissionConfig(), 0.0),
+    "a quarter, lfu": (EvictionConfig("lfu", protect=1), AdmissionConfig(), 0.0),
+    "a quarter, lfu, admission": (*LATE, 0.0),
+    "a quarter, lfu, admission, fallback": (LATE[0], AdmissionConfig(appearances=20), 0.9),
 }
 
 Ids = dict[str, Tensor]  # int64, the distinct ones of all splits by feature, ascending
@@ -123,17 +126,19 @@ def quarters(ids: Ids, batch_size: int) -> dict[str, int]:
 
 
 def dynamic_tables(
-    raw: Dataset, ids: Ids, dim: int, rows_of: dict[str, int], eviction: EvictionConfig, admission: AdmissionConfig
-) -> list[TableConfig]:
-    """With room for all ids, but for large tables with `rows_of` rows."""
-    admissions = dict.fromkeys(rows_of, admission)
+    raw: Dataset, ids: Ids, dim: int, rows_of: dict[str, int], eviction: EvictionConfig, admission: AdmissionConfig,
+    fallback_share: float = 0.0,
+) -> list[TableConfig]:  # fmt: skip
+    """With room for all ids, but for large tables with `rows_of` rows, of which a share are fallback rows."""
+    shared = {name: int(rows * fallback_share) for name, rows in rows_of.items()}
+    large = {
+        name: {"capacity": rows - shared[name], "fallback_rows": shared[name], "admission": admission}
+        for name, rows in rows_of.items()
+    }
     return [
-        dataclasses.replace(
-            table, capacity=rows_of.get(table.name, len(ids[table.name])), eviction=eviction,
-            admission=admissions.get(table.name, AdmissionConfig()),
-        )
+        dataclasses.replace(table, eviction=eviction, **large.get(table.name, {"capacity": len(ids[table.name])}))
         for table in raw.tables(dim)
-    ]  # fmt: skip
+    ]
 
 
 def static_tables(data: Dataset, dim: int) -> list[TableConfig]:
@@ -198,8 +203,8 @@ def arms(config: TrainConfig, raw: Dataset) -> dict[str, Callable[[TrainConfig],
         return trained(seeded, vocabulary, static)
 
     found = {REFERENCE: static(vocabulary), SAME: same_values, OWN: dynamic(whole)}
-    for name, (eviction, admission) in EVICTED.items():
-        found[name] = dynamic(dynamic_tables(raw, ids, dim, quarter, eviction, admission))
+    for name, policies in EVICTED.items():
+        found[name] = dynamic(dynamic_tables(raw, ids, dim, quarter, *policies))
     frequent = numbered(raw, most_frequent(raw, ids, quarter), {})
     return found | {HASHED: static(numbered(raw, ids, quarter)), FREQUENT: static(frequent)}
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import tritonemb as te
 from tests.helpers import assert_same_bits, breadth, configurations
 from tritonemb.kernels import dynamic_index, random, triton_utils
-from tritonemb.layout import INDEX_BYTES, WAYS, make_index
+from tritonemb.layout import INDEX_BYTES, WAYS, make_index, partitions_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import use_kernels
 from tritonemb.tables import dynamic_rows
@@ -168,6 +168,100 @@ def test_few_rows_are_copied_for_an_unknown_id():
     assert unknown.outputs.tolist() == [3]
     assert [*unknown.rows] == [0]
     assert unknown.features.values().tolist() == [0, int(table_of(collection, "item").find(ids[28:29]))]
+
+
+def rows_by_number(table: DynamicTable, ids: Tensor) -> Tensor:
+    """Their numbers in a table that has a row for each of `IDS`, then the fallback rows."""
+    return len(IDS) + partitions_of(ids, len(table.fallback_rows))
+
+
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
+def test_ids_that_are_not_admitted_share_rows_that_are_trained(optimizer):
+    """Bitwise rows of a static table, on all tiers, also after a resume on another one."""
+    admission, saved = te.AdmissionConfig(probability=0.5), dict[str, Tensor]()
+    for tier in ("device", "host", "disk"):
+        tables = [config(admission=admission, fallback_rows=7, pooling="mean", **TIERS[tier])]
+        torch.manual_seed(0)
+        dynamic = te.nn.EmbeddingBagCollection(tables, optimizer)
+        table = table_of(dynamic)
+        table.reset_parameters(seed=3)
+        fallback = table.get_state()["fallback_weight"]
+        static = te.nn.EmbeddingBagCollection([te.TableConfig("user", len(IDS) + 7, 12, pooling="mean")], optimizer)
+        static["user"].weight.data.copy_(torch.cat([table.initial_values(IDS), fallback]))
+        assert fallback.unique(dim=0).shape == (7, 12)
+        for number, (ids, numbers) in enumerate(batches(8, ["user"])):
+            if number == 4:
+                loaded = te.nn.EmbeddingBagCollection(tables, optimizer)
+                loaded.load_state_dict(dynamic.state_dict())
+                dynamic, table = loaded, table_of(loaded)
+            out = step(dynamic, ids)
+            is_known = torch.isin(ids.values(), table.ids())
+            values = torch.where(is_known, numbers.values(), rows_by_number(table, ids.values()))
+            numbers = te.KeyedJaggedTensor(["user"], values, numbers.weights(), lengths=numbers.lengths())
+            assert torch.equal(out, step(static, numbers))
+            with torch.no_grad():
+                assert torch.equal(dynamic(ids), static(numbers))
+        assert 0 < int(is_known.sum()) < len(is_known)
+        state = {name.removeprefix("user."): value for name, value in dynamic.state_dict().items()}
+        for name, value in static["user"].tensors().items():
+            assert torch.equal(state[f"fallback_{name}"], value[len(IDS) :]), name
+        everything = torch.where(torch.isin(IDS, table.ids()), torch.arange(len(IDS)), rows_by_number(table, IDS))
+        assert torch.equal(table.lookup(IDS), static["user"].weight[everything])
+        assert_same_bits(state, saved or state)
+        saved = state
+
+
+def test_ids_without_room_and_evicted_ones_share_rows(tier):
+    few = {"capacity": 4, "fallback_rows": 2, "eviction": te.EvictionConfig(protect=1)}
+    tables = [config(**few, **TIERS[tier]), config("item", capacity=9, features=["user"])]
+    collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.5))
+    table = table_of(collection)
+    shared = table.get_state()["fallback_weight"].clone()
+    for ids in ((1, 2), (3, 4, 5, 6), (5, 6), (7, 8)):  # 5 and 6 find no room, then they evict 1 and 2
+        step(collection, bag(*ids))
+    assert table.ids().tolist() == [5, 6, 7, 8]
+    statistics = table.statistics()
+    assert (statistics.refused, statistics.evictions, statistics.rows, statistics.capacity) == (2, 4, 4, 4)
+    rows = table.get_state()["fallback_weight"]
+    assert (rows != shared).any(1).tolist() == [n in partitions_of(torch.tensor([5, 6]), 2).tolist() for n in range(2)]
+    gone = torch.tensor([1, 3, -9])
+    assert torch.equal(table.lookup(gone), rows[partitions_of(gone, 2)])
+    with torch.no_grad():
+        assert torch.equal(collection(bag(3))[:, :12], rows[partitions_of(torch.tensor([3]), 2)])
+
+
+def test_fallback_rows_are_saved_exported_and_absent_in_older_states(tmp_path):
+    def make(**options: Any) -> te.nn.EmbeddingBagCollection:
+        return te.nn.EmbeddingBagCollection([config(dim=3, **options)], te.optim.RowWiseAdagrad(lr=0.1))
+
+    late = te.AdmissionConfig(appearances=2)
+    whole, plain = make(fallback_rows=5, admission=late), make(admission=late)
+    for model in (whole, plain):
+        step(model, bag(1, 2, 3, 3))
+    table = table_of(whole)
+    for path in (tmp_path / "rows.npz", tmp_path / "rows.parquet"):
+        exported = table.export(path)
+    assert exported["fallback_weight"].shape == (5, 3)
+    assert np.array_equal(np.load(tmp_path / "rows.npz")["fallback_sum"], exported["fallback_sum"])
+    found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows.parquet").to_pydict()
+    assert found["ids"] == [3] + [None] * 5
+    assert found["weight"] == torch.cat([exported["weight"], exported["fallback_weight"]]).tolist()
+    older = make(fallback_rows=5)
+    state = {
+        name: value for name, value in whole.state_dict().items() if name.split(".")[-1] not in ("sketch", "added")
+    }
+    older.load_state_dict({name: value for name, value in state.items() if "fallback" not in name})
+    assert table_of(older).ids().tolist() == [3]
+    initial = table_of(older).initial_values(table.index.ids[-5:])
+    assert torch.equal(table_of(older).lookup([1, 2]), initial[partitions_of(torch.tensor([1, 2]), 5)])
+    with pytest.raises(RuntimeError, match=r"'user': fallback_weight must have shape \[4, 3\], got \[5, 3\]"):
+        make(fallback_rows=4).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*fallback_weight"):
+        plain.load_state_dict(whole.state_dict())
+    with pytest.raises(ValueError, match="fallback_rows are for dynamic tables"):
+        te.TableConfig("user", 9, 3, fallback_rows=1)
+    with pytest.raises(ValueError, match="fallback_rows must be at least 0"):
+        config(fallback_rows=-1)
 
 
 @pytest.mark.parametrize("static", TIERS)
@@ -353,6 +447,7 @@ def test_a_compiled_model_takes_a_prefetched_batch(backend):
         torch.manual_seed(4)
         admission = te.AdmissionConfig(appearances=2)
         tables = [config(), config("item", features=["item", "user"], admission=admission)]
+        tables.append(config("user_2", features=["user"], admission=admission, fallback_rows=9))
         collection = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
         called = torch.compile(collection, fullgraph=True, dynamic=True, backend=backend) if compiled else collection
         for ids, _ in batches(4):

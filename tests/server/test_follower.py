@@ -24,7 +24,7 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
 from tritonemb.utils import atomic_write, read_sealed, seal
 
-DYNAMIC = {"capacity": 40, "eviction": te.EvictionConfig(protect=2)}
+DYNAMIC = {"capacity": 40, "eviction": te.EvictionConfig(protect=2), "fallback_rows": 11}
 IDS = {"a": torch.arange(300), "b": torch.arange(9_000).flip(0), "d": torch.arange(-5, 400)}
 STEPS = 3  # between snapshots
 Rows = dict[str, Tensor]

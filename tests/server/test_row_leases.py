@@ -13,6 +13,7 @@ from tritonemb.server import Servers, flush
 
 OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
 ADMITTED = OF_IDS | {"admission": te.AdmissionConfig(appearances=2)}
+SHARING = ADMITTED | {"fallback_rows": 7}
 
 
 def alone(steps: int, **how):
@@ -22,8 +23,8 @@ def alone(steps: int, **how):
 
 @pytest.mark.parametrize("cache", [1, 64, None])
 @pytest.mark.parametrize("ahead", [0, 3])
-@pytest.mark.parametrize("dynamic", [None, OF_IDS, ADMITTED], ids=["static", "dynamic", "admitted"])
-@pytest.mark.few(3)
+@pytest.mark.parametrize("dynamic", [None, OF_IDS, ADMITTED, SHARING], ids=["static", "dynamic", "admitted", "sharing"])
+@pytest.mark.few(4)
 def test_bits_are_those_of_one_process(cache, ahead, dynamic):
     """Whatever the cache's size, and how far batches are prefetched."""
     expected = alone(16, dynamic=dynamic)

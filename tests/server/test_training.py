@@ -26,7 +26,7 @@ from tritonemb.training.config import CheckpointOptions
 DYNAMIC: dict[str, Any] = {
     "user": {"capacity": 2_000, "eviction": te.EvictionConfig(ttl=12)},
     "item": {"capacity": 220, "eviction": te.EvictionConfig("lfu", protect=6, half_life=5)},
-    "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3)},
+    "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3), "fallback_rows": 10},
 }
 EVERY = CheckpointOptions(checkpoint_steps=6, keep=9)
 CHANGES = replace(EVERY, checkpoint_incremental=True)

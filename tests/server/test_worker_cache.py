@@ -12,11 +12,13 @@ from tritonemb.server import AtMost, flush
 
 @pytest.mark.parametrize("cache", [32, 64, 10_000])
 @pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 3)])
-@pytest.mark.few(1)
-def test_a_cache_changes_no_bit(servers, staleness, cache):
+@pytest.mark.parametrize("fallback_rows", [0, 9])
+@pytest.mark.few(2)
+def test_a_cache_changes_no_bit(servers, staleness, cache, fallback_rows):
     """Also of rows that are evicted on servers and come back, and of ids that are not admitted yet."""
     dynamic = {
         "capacity": 70, "eviction": te.EvictionConfig(protect=4), "admission": te.AdmissionConfig(appearances=2),
+        "fallback_rows": fallback_rows,
     }  # fmt: skip
     how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 2), "dynamic": dynamic}
     with local_servers(servers) as some:

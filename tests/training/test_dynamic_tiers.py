@@ -43,7 +43,7 @@ def trainer_of(
     dynamic: dict[str, Any] = {
         "user": {"capacity": users, "eviction": te.EvictionConfig(ttl=12)},
         "item": {"capacity": 160, "eviction": te.EvictionConfig("lfu", protect=2, half_life=5)},
-        "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3)},
+        "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3), "fallback_rows": 10},
     }
     placed = {} if tier == "device" else {"placement": tier, "cache": CACHE[tier]}
     tables = [

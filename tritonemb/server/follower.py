@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tritonemb.layout import partitions_of
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.client import CollectionClient
 from tritonemb.server.connection import Connection
@@ -31,6 +32,7 @@ from tritonemb.server.snapshot import Chain, read_snapshot, successors
 from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError
+from tritonemb.tables.dynamic_table import FALLBACK
 from tritonemb.utils import Closeable, atomic_write, did_you_mean, join_names, read_sealed, seal
 
 CHECKPOINT, PUBLISHED = "trainer.json", "servers.json"  # manifests
@@ -43,11 +45,12 @@ Changes = list[tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class ReplicaTable:
-    """Rows of one table; ids without a row have initial values."""
+    """Rows of one table; ids without a row have fallback rows or initial values."""
 
     spec: TableSpec
     ids: Tensor  # int64 `[n]`, distinct, ascending
     rows: Tensor  # `[n, embedding_dim]`
+    fallback_rows: Tensor  # `[F, embedding_dim]`
 
     def look_up(self, ids: Tensor) -> Tensor:
         """Return the rows `[N, embedding_dim]` of ids int64 `[N]`; ValueError for an id out of range."""
@@ -57,14 +60,18 @@ class ReplicaTable:
         if (size := spec.num_embeddings) is not None and (bad := ids[(ids < 0) | (ids >= size)]).numel():
             raise ValueError(f"table {spec.name!r}: id {int(bad[0])} is out of range; valid ids are 0 to {size - 1}")
         if not self.ids.numel():
-            return spec.initial_values(ids)
+            return self._rows_of_unknown(ids)
         sorted_ids, order = ids.sort()  # neighbouring ids share cache lines in the search and in the gather
         sorted_rows = torch.from_numpy(np.searchsorted(self.ids.numpy(), sorted_ids.numpy()))
         row_numbers = torch.empty_like(order).index_copy_(0, order, sorted_rows.clamp_(max=self.ids.numel() - 1))
         rows, missing_mask = self.rows.index_select(0, row_numbers), self.ids[row_numbers] != ids
         if missing_mask.any():
-            rows[missing_mask] = spec.initial_values(ids[missing_mask])
+            rows[missing_mask] = self._rows_of_unknown(ids[missing_mask])
         return rows
+
+    def _rows_of_unknown(self, ids: Tensor) -> Tensor:
+        rows = self.fallback_rows
+        return rows[partitions_of(ids, len(rows))] if len(rows) else self.spec.initial_values(ids)
 
     def updated(self, changes: Changes) -> "ReplicaTable":
         """Return the table with these changes applied; the last change of an id wins. Empties the list."""
@@ -89,7 +96,7 @@ class ReplicaTable:
             _, values = changes.pop()  # frees its memory
             if values is not None:
                 rows[targets[targets >= 0]] = values[targets >= 0]
-        return ReplicaTable(self.spec, ids, rows)
+        return ReplicaTable(self.spec, ids, rows, self.fallback_rows)
 
 
 @dataclass(frozen=True)
@@ -129,28 +136,31 @@ def load_replica(last: Replica | None, folder: Path, chains: list[Values]) -> Re
     if None in new_files:
         new_files, last = [successors(files) for files in servers], None
     # Read the changes of each table, then apply them.
-    changes, seeds = defaultdict[int, Changes](list), dict[int, int]()
+    changes, metadata = defaultdict[int, Changes](list), defaultdict[int, dict[int, Mapping[str, Tensor]]](dict)
     for path, header in chain.from_iterable(filter(None, new_files)):
-        _read_changes(path, header, changes, seeds)
+        _read_changes(path, header, changes, metadata)
     tables, no_ids = {}, torch.empty(0, dtype=torch.int64)
     for number, spec in enumerate(CollectionSpec.from_json(ends[0]["spec"]).tables):
-        spec = replace(spec, seed=seeds.get(number, spec.seed))
-        empty_table = ReplicaTable(spec, no_ids, spec.initial_values(no_ids))
-        table = empty_table if last is None else last.tables[spec.name]
+        shards = [fields for _, fields in sorted(metadata[number].items())]  # by server, that is by partition
+        spec = replace(spec, seed=max((int(fields["seed"]) for fields in shards), default=spec.seed))
+        empty = spec.initial_values(no_ids)
+        table = ReplicaTable(spec, no_ids, empty, empty) if last is None else last.tables[spec.name]
+        fallback_rows = [fields[f"{FALLBACK}weight"] for fields in shards if spec.fallback_rows]
+        table = replace(table, fallback_rows=torch.cat([table.fallback_rows[:0], *fallback_rows]))
         tables[spec.name] = table.updated(changes.pop(number, []))
     snapshots, oldest_time = tuple(end["snapshot"] for end in ends), min(end["time"] for end in ends)
     return Replica(ends[0]["steps"], oldest_time, snapshots, last is None, tables)
 
 
-def _read_changes(path: Path, header: Values, changes: Mapping[int, Changes], seeds: dict[int, int]) -> None:
-    """Append the changes of a snapshot file to those of each table, and note the tables' seeds."""
+def _read_changes(path: Path, header: Values, changes: Mapping[int, Changes], metadata: Mapping[int, Any]) -> None:
+    """Append the changes of a snapshot file to those of each table, and note the table's other tensors by server."""
     records = read_snapshot(path)
     if next(records)[0] != header:
         raise StorageError(f"snapshot {path} was replaced while it was read")
     for values, tensors in records:
         fields = dict(zip(values.get("names", ()), tensors, strict=False))  # pushes have no names
         if "seed" in fields:
-            seeds[values["table"]] = int(fields["seed"])
+            metadata[values["table"]][header["server"]] = fields
         elif "ids" in fields:  # clone: tensors of a record share one buffer, which also has the optimizer states
             rows = fields.get("weight")
             changes[values["table"]].append((fields["ids"].clone(), None if rows is None else rows.clone()))

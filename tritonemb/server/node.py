@@ -29,6 +29,7 @@ from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
 from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond, ServedTables, warm_up
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError, storage_errors
+from tritonemb.tables.dynamic_table import row_fields
 from tritonemb.utils import Closeable
 
 MAX_REQUESTS_PER_APPEND = 64  # to the log
@@ -344,7 +345,7 @@ def _read(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 def _load(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     number, state = served.spec.numbers[values["table"]], dict(zip(values["names"], tensors, strict=True))
     owned = served.partitions.owned(state["ids"].long(), [len(state["ids"])], [number])
-    state |= {name: state[name][owned] for name in state.keys() - {"sketch", "added", "clock", "seed"}}
+    state |= {name: state[name][owned] for name in row_fields(state)}
     served.partitions.by_number[number].load_state(state)
     served.partitions.changes.versions = None
     return {}, []

@@ -55,9 +55,11 @@ class RowChanges:
             for chain in self.chains.values():
                 chain.changed[number][table_rows[table_rows >= 0]] = True
             if self.versions is not None:
-                self._version += 1
+                self._version += 2
                 new_rows = table_rows if new_masks is None else table_rows[new_masks[number]]
-                self.versions[number][new_rows[new_rows >= 0]] = self._version
+                new_rows = new_rows[new_rows >= 0]
+                # An id may change between a row and its fallback row: both must not have one version.
+                self.versions[number][new_rows] = self._version + (new_rows >= self._tables[number].capacity)
 
     def track_versions(self) -> None:
         if self.versions is None:
@@ -126,8 +128,9 @@ class Partitions:
         with torch.enable_grad():  # marks the batch as one for training
             assigned = assign_rows(self.tables, self._batch(ids, sizes), occurrences=occurrences)
         rows = assigned.features.values()
-        new_masks = dict(zip(self.numbers, (table_rows < 0 for table_rows in known_rows), strict=False))
-        self.changes.mark(dict(zip(self.numbers, rows.split(sizes), strict=True)), new_masks)
+        by_number = dict(zip(self.numbers, rows.split(sizes), strict=True))
+        masks = (old_rows != new_rows for old_rows, new_rows in zip(known_rows, by_number.values(), strict=False))
+        self.changes.mark(by_number, dict(zip(self.numbers, masks, strict=False)))
         self.changes.note_removed()
         return rows
 
@@ -160,7 +163,7 @@ class Partitions:
     def update(self, ids: Tensor, sizes: Sequence[int], grads: list[Tensor], lr: float | None) -> None:
         """Apply one optimizer step to gradients of ids, which may repeat, with a learning rate, or the last one."""
         assert self.tables is not None
-        rows = self.find(ids, sizes)  # -1: refused, or evicted since the pull; takes no gradient
+        rows = self.find(ids, sizes)  # -1: refused, or evicted since the pull, without fallback rows; takes no gradient
         self.changes.mark(dict(zip(self.numbers, rows.split(sizes), strict=True)))
         if lr not in (None, self.tables.current_learning_rate):
             self.tables.set_learning_rate(lr)
@@ -242,7 +245,7 @@ class Lease:
         partitions.changes.note_removed()
         if (pinned := partitions.pin([by_number.get(number, NO_ROWS) for number in partitions.numbers])) is not None:
             pinned.release()
-        return [rows, (keys != NO_KEY) & (rows >= 0)]
+        return [rows, keys != NO_KEY]
 
     def check(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
         """Check keys by table number, and the records of the first of them; ValueError."""

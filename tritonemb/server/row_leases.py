@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.layout import partition_sizes, segment_offsets
+from tritonemb.layout import segment_offsets
 from tritonemb.server.client import CollectionClient, TableClient, wait
 from tritonemb.server.connection import Connection
 from tritonemb.server.metrics import totals
@@ -47,7 +47,7 @@ class LeaseClient(CollectionClient, RowStore):
         for number, table in enumerate(self.spec.tables):
             counts = [self.spec.partitions(number, server)[1] for server in range(len(self._connections))]
             if table.num_embeddings is None and any(counts):
-                self._row_offsets[number] = torch.tensor([0, *counts]).cumsum(0) * partition_sizes(table.capacity)[2]
+                self._row_offsets[number] = torch.tensor([0, *counts]).cumsum(0) * table.rows_per_partition
         self._descriptions = self._submit_all("describe", {})
 
     def num_rows(self, table: str) -> int:

@@ -30,6 +30,7 @@ from tritonemb.server.spec import CollectionSpec, TableSpec, with_current_names
 from tritonemb.server.tables import PushRequest, ServedTables
 from tritonemb.server.transport import Message, Values
 from tritonemb.storage.store import StorageError, storage_errors
+from tritonemb.tables.dynamic_table import row_fields
 from tritonemb.utils import on_error, sync
 
 Chain = list[tuple[Path, Values]]
@@ -315,7 +316,7 @@ def merge_table(spec: TableSpec, shards: Sequence[Mapping[str, Tensor]]) -> dict
     saved = _concatenate(shards)
     saved.pop("row", None)
     ids, order = saved["ids"].sort()
-    saved |= {name: saved[name][order] for name in saved.keys() - {"sketch", "added", "clock", "seed"}}
+    saved |= {name: saved[name][order] for name in row_fields(saved)}
     if spec.num_embeddings is None:
         return saved
     # A static table: scatter trained rows into initial values.

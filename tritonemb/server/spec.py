@@ -51,6 +51,7 @@ class TableSpec:
     row_bytes: int  # of a row with its optimizer states and its index entry
     eviction: Values
     admission: Values
+    fallback_rows: int = 0
 
     @classmethod
     def from_config(cls, config: TableConfig, seed: int, optimizer: Optimizer) -> "TableSpec":
@@ -66,6 +67,7 @@ class TableSpec:
         return cls(
             config.name, config.num_embeddings, config.embedding_dim, str(config.dtype).removeprefix("torch."),
             capacity, config.bound, seed, row_bytes, asdict(config.eviction), asdict(config.admission),
+            config.fallback_rows,
         )  # fmt: skip
 
     @property
@@ -73,13 +75,19 @@ class TableSpec:
         """Number of hash partitions of the table; each server has a range of them."""
         return partition_sizes(self.capacity)[0]
 
+    @property
+    def rows_per_partition(self) -> int:
+        """Rows of a full partition, with its fallback rows."""
+        num_partitions, _, num_rows = partition_sizes(self.capacity)
+        return num_rows + -(-self.fallback_rows // num_partitions)
+
     def config(self, first: int, count: int, cache: CacheConfig | None) -> TableConfig:
         """Config of a server's partitions, in memory, or on disk with a cache."""
         table = TableConfig(
             self.name, None, self.embedding_dim, dtype=getattr(torch, self.dtype), capacity=self.capacity,
             init_bound=self.bound, eviction=EvictionConfig(**self.eviction),
             admission=AdmissionConfig(**self.admission), placement="device" if cache is None else "disk",
-            cache=cache or CacheConfig(),
+            cache=cache or CacheConfig(), fallback_rows=self.fallback_rows,
         )  # fmt: skip
         return table.shard(self.name, (first, count), (0, self.embedding_dim), [self.name])
 
@@ -181,7 +189,7 @@ class CollectionSpec:
         """Bytes of all rows on a server when its tables are full."""
         total = 0
         for number, table in enumerate(self.tables):
-            rows, shard = self.partitions(number, server)[1] * partition_sizes(table.capacity)[2], self.shards[number]
+            rows, shard = self.partitions(number, server)[1] * table.rows_per_partition, self.shards[number]
             if shard is not None and table.num_embeddings is not None:
                 rows = rows * shard[1] // table.num_embeddings
             total += rows * table.row_bytes

@@ -17,7 +17,7 @@ from tritonemb.sharding.placement import PlacedShard, ShardGroups
 from tritonemb.sharding.plan import Shard
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, slice_shard
 from tritonemb.tables.cached_table import CachedTable, metadata_kind
-from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.lookup_tables import table_type
 from tritonemb.tables.server_table import ServerTable, TableService
 from tritonemb.tables.table import Table
@@ -155,9 +155,10 @@ class LocalShards:
                     is_primary = partition == 0
                 elif name in ("sketch", "added"):
                     size, first = table.sketch.shard_spec(name)
-                elif name.startswith("rows."):  # all storage slots of a table on disk
-                    partitions, (all_partitions, _) = table.index.num_sets.numel(), table.index.shard.tolist()
-                    size[0], first = size[0] // partitions * all_partitions, (table.row_config.row_origin, 0)
+                elif name.startswith(("rows.", FALLBACK)):  # all storage slots of a table on disk; fallback rows
+                    per_partition = size[0] // table.index.num_sets.numel()
+                    size[0], first = (per_partition * number for number in table.index.shard.tolist())
+                    first = (first, 0)
                 else:
                     size[0] = sum(counts)
                 local_shards = [LocalShard(value, *first, is_primary)] if is_local else []
@@ -199,10 +200,11 @@ class LocalShards:
             if owned.sum() != ids.shape[0]:
                 problems.append(f"{path}ids: these shards are of another plan; load a checkpoint, or full tensors")
                 continue
-            tensors = {} if table is None else {name: state_dict.get(path + name) for name in table.templates(0)}
+            names = () if table is None else table.templates(0, state_dict, path)
+            tensors = {name: state_dict.get(path + name) for name in names}
             if table is not None and not any(value is None for value in tensors.values()):
                 try:
-                    table.load_state({name: _local_tensor(value) for name, value in tensors.items()})
+                    table.load_state({name: _local_tensor(value, name) for name, value in tensors.items()})
                 except ValueError as error:
                     problems.append(str(error))
         return problems
@@ -222,9 +224,15 @@ class LocalShards:
         return problems
 
 
-def _local_tensor(value: Tensor) -> Tensor:
+def _local_tensor(value: Tensor, name: str = "") -> Tensor:
+    """Return a tensor of a dynamic table with this rank's rows, or in full size if it has a shape of its partitions."""
     if not isinstance(value, TableShards):
         return value
+    if name in ("sketch", "added") or name.startswith(FALLBACK):
+        result = torch.empty(value.shape, dtype=value.dtype)
+        for shard in value.shards:
+            slice_shard(result, shard.rectangle).copy_(shard.tensor)
+        return result
     return value.shards[0].tensor if value.shards else torch.empty(0, *value.shape[1:], dtype=value.dtype)
 
 

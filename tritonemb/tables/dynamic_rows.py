@@ -23,6 +23,7 @@ from tritonemb.layout import (
     dynamic_rows,
     make_index,
     mix64,
+    nonzero,
     partitions_of,
     renumber,
     segment_offsets,
@@ -50,7 +51,7 @@ class Sketch:
         limit = torch.iinfo(torch.int16).max
         if appearances > limit:
             raise ValueError(f"AdmissionConfig(appearances=...) must be at most {limit}, got {appearances}")
-        self._width = 1 << (len(index.ids) // self._num_partitions).bit_length()
+        self._width = 1 << (len(index.free) // self._num_partitions).bit_length()
         device = index.ids.device
         self._cells = torch.zeros(NUM_HASHES, self._num_partitions * self._width, dtype=torch.int16, device=device)
         self._added = torch.zeros(self._num_partitions, dtype=torch.int64, device=device)
@@ -120,7 +121,8 @@ class DynamicRows(Table):
         self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
         self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
-        self.index = make_index(num_rows, index_device, shard=config.partitions)
+        self.index = make_index(num_rows, index_device, None, config.partitions, config.fallback_rows)
+        self.capacity = len(self.index.free)
         self._shard: tuple[int, int] = tuple(self.index.shard.tolist())
         num_rows = len(self.index.ids)
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
@@ -146,9 +148,21 @@ class DynamicRows(Table):
         """Number of ids that have a row."""
         return int(self.index.num_rows.sum())
 
+    @property
+    def fallback_rows(self) -> Tensor:
+        """Rows of this shard that ids without a row share, int64."""
+        return torch.arange(self.capacity, len(self.index.ids), device=self.index.ids.device)
+
     def find(self, ids: Tensor) -> Tensor:
         """Find rows of ids, int64 `[N]`, -1 for ids without one."""
-        return find_batch([self], *concat_ids([ids]))
+        rows: Tensor = kernel("dynamic_find_", ids.device)([self.index], *concat_ids([ids]))[0]
+        return rows
+
+    def fall_back(self, ids: Tensor) -> Tensor:
+        """Return the fallback rows of ids, int64 `[N]`: those of an id's partition are in its shard."""
+        (num_partitions, first), num_rows = self._shard, len(self.index.ids) - self.capacity
+        rows_per_partition = num_rows // self.index.num_sets.numel()
+        return self.capacity + partitions_of(ids, num_partitions * rows_per_partition) - first * rows_per_partition
 
     def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
         """Return the error for an insertion of `needed` new ids of which `missing` find no row."""
@@ -157,7 +171,7 @@ class DynamicRows(Table):
             return ValueError(f"{title} has no room for {missing:,} of {needed:,} new ids; raise its capacity")
         return ValueError(
             f"{title}: cannot insert {missing:,} of {needed:,} new ids of a batch: {self.num_rows:,} of "
-            f"{len(self.index.ids):,} rows are in use, and rows of the last {eviction.protect} batches are protected; "
+            f"{self.capacity:,} rows are in use, and rows of the last {eviction.protect} batches are protected; "
             "raise the capacity, make batches smaller, or lower EvictionConfig(protect=...), at least 1"
         )
 
@@ -168,9 +182,9 @@ class DynamicRows(Table):
 
     def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
         """Record new ids of a step and their rows, -1 if refused; for `begins` see `PendingInsert`."""
-        if self.config.admission != AdmissionConfig():
-            if self.sketch is not None:
-                self.sketch.add(ids, begins.diff())
+        if self.sketch is not None:
+            self.sketch.add(ids, begins.diff())
+        if self.config.admission != AdmissionConfig() or self.config.fallback_rows:
             self.count(refused=int(begins.diff()[rows < 0].sum()))
 
     def expire(self) -> None:
@@ -280,9 +294,12 @@ class DynamicRows(Table):
 
 
 def find_batch(tables: Sequence[DynamicRows], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
-    """Find rows of a batch's ids, int64 `[N]`, -1 for ids without one; for arguments see `insert_batch`."""
+    """Find rows or fallback rows of a batch's ids, int64 `[N]`, -1 for none; for arguments see `insert_batch`."""
     find = kernel("dynamic_find_", values.device)
     rows: Tensor = find([table.index for table in tables], values, bounds.contiguous(), table_of_key)[0]
+    if any(table.config.fallback_rows for table in tables):
+        keys = zip(table_of_key, pairwise(bounds.tolist()), strict=True)
+        _fall_back(tables, values, rows, [(table, *key) for table, key in keys])
     return rows
 
 
@@ -310,8 +327,8 @@ def insert_batch(
         rules: eviction rules of an insertion of distinct ids that is no step: it admits all, and initializes no rows.
 
     Returns:
-        Rows, int64 `[N]`, -1 for ids that are refused, and the values themselves for other tables; keys, int32 `[N]`,
-        `NO_KEY` except for new ids; and whether any id is refused.
+        Rows, int64 `[N]`, fallback rows or -1 for ids that are refused, and the values themselves for other tables;
+        keys, int32 `[N]`, `NO_KEY` except for ids that were inserted; and whether any row is -1.
     """
     device, indexes, is_step = values.device, [table.index for table in tables], rules is None
     rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
@@ -331,6 +348,14 @@ def insert_batch(
     numbers = for_host.tolist()
     key_bounds = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
     table_counts = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
+    table_ends = [*accumulate((count[DISTINCT] for count in table_counts), initial=0)]
+    lacking = [n for n, c in enumerate(table_counts) if is_step and c[MISSING] and tables[n].config.fallback_rows]
+    for number in lacking:
+        new_ids = slice(table_ends[number], table_ends[number + 1])
+        _refuse_without_room(tables[number], pending.ids[new_ids], pending.admitted[new_ids], rules[number][1])
+    if lacking:
+        starts = kernel("dynamic_room", device)(indexes, pending, rules, counts.zero_())
+        table_counts = counts.tolist()
     # Raise before anything changes but uses, which are undone.
     for table, count in zip(tables, table_counts, strict=True):
         if count[MISSING]:
@@ -339,7 +364,6 @@ def insert_batch(
                     undo_use(indexes[number], rows[begin:end], previous_steps[begin:end])
             raise table.capacity_error(count[NEEDED], count[MISSING], is_step)
     # Insert new ids and initialize their rows.
-    table_ends = [*accumulate((count[DISTINCT] for count in table_counts), initial=0)]
     if size := table_ends[-1]:
         ids, begins, table_numbers = pending.ids[:size], pending.begins[: size + 1], pending.tables[:size]
         pending = pending._replace(ids=ids, begins=begins, tables=table_numbers)
@@ -352,6 +376,11 @@ def insert_batch(
                 table.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
         if is_step and not all(isinstance(table, CachedTable) for table in tables):
             initialize(tables, tables[0].state_names, ids, new_rows, table_numbers)
+    # Replace refused ids by fallback rows.
+    refusing = [table for table, c in zip(tables, table_counts, strict=True) if c[NEEDED] < c[DISTINCT]]
+    if refusing:
+        keys = keys.masked_fill(rows < 0, NO_KEY)
+        _fall_back(tables, values, rows, key_bounds)
     # Advance the clocks and count.
     if is_step:
         for number, (table, count) in enumerate(zip(tables, table_counts, strict=True)):
@@ -361,7 +390,26 @@ def insert_batch(
             table.expire()
     if occurrences is not None:
         rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
-    return rows, keys, any(count[NEEDED] < count[DISTINCT] for count in table_counts)
+    return rows, keys, any(not table.config.fallback_rows for table in refusing)
+
+
+def _fall_back(tables: Sequence[DynamicRows], values: Tensor, rows: Tensor, keys: Sequence[tuple[int, ...]]) -> None:
+    """Replace rows -1 by fallback rows; `keys`: table, begin and end of each key."""
+    for number, begin, end in keys:
+        if number >= 0 and tables[number].config.fallback_rows:
+            positions = begin + nonzero(rows[begin:end] < 0)
+            rows[positions] = tables[number].fall_back(values[positions])
+
+
+def _refuse_without_room(table: DynamicRows, ids: Tensor, admitted: Tensor, max_step: int) -> None:
+    """Refuse new ids, the last ones of each partition that has no room for all."""
+    index = table.index
+    steps = index.last_used[: table.capacity].view(-1, index.num_sets.numel())
+    is_allocated = torch.arange(len(steps), device=steps.device)[:, None] < index.num_allocated
+    room = len(steps) - index.num_rows + (is_allocated & (steps <= max_step)).sum(0)
+    partitions = partitions_of(ids, index.shard[0]) - index.shard[1]
+    for partition in partitions.unique().tolist():
+        admitted[nonzero(admitted & (partitions == partition))[int(room[partition]) :]] = False
 
 
 def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor) -> None:

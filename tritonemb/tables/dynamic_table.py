@@ -1,7 +1,7 @@
 """Dynamic tables: hash tables from int64 ids to rows, which are assigned to ids on first use in training."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tritonemb.layout import SET_BYTES, dynamic_rows, nonzero, partitions_of
 from tritonemb.tables.cached_table import CachedTable, metadata_kind
-from tritonemb.tables.dynamic_rows import DynamicRows
+from tritonemb.tables.dynamic_rows import DynamicRows, concat_ids, find_batch
 from tritonemb.tables.table import draw_seed, load_named_tensors
 from tritonemb.utils import require
 
 R = TypeVar("R")
+FALLBACK = "fallback_"  # prefix of the names of fallback rows in `state_dict`
 
 
 @dataclass(frozen=True)
@@ -27,9 +28,9 @@ class DynamicStatistics:
         lookups: occurrences of ids in batches that were trained.
         hits: lookups of ids that had a row.
         inserts: rows assigned to new ids.
-        refused: occurrences of ids that were not admitted.
+        refused: occurrences of ids that were not admitted, or with fallback rows found no room.
         evictions: rows evicted for new ids, or expired after `EvictionConfig.ttl` steps.
-        rows, capacity: rows in use, and their maximum.
+        rows, capacity: rows in use, and their maximum, without fallback rows.
         num_bytes: bytes of memory or disk that weights, states and the index of allocated rows take.
     """
 
@@ -58,6 +59,12 @@ class DynamicStatistics:
         return self.num_bytes / self.rows if self.rows else 0.0
 
 
+def row_fields(names: Iterable[str]) -> list[str]:
+    """Return the names of tensors of `state_dict` with a value per row."""
+    others = "sketch", "added", "clock", "seed"
+    return [name for name in names if name not in others and not name.startswith(FALLBACK)]
+
+
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(method)
     def call(table: "DynamicTable", *args: Any, **kwargs: Any) -> R:
@@ -84,15 +91,13 @@ class DynamicTable(DynamicRows):
 
     def statistics(self) -> DynamicStatistics:
         """Return counters and size."""
-        num_allocated, num_sets = int(self.index.num_allocated.sum()), int(self.index.num_sets.sum())
-        num_bytes = num_allocated * (self._bytes_per_row + 16) + num_sets * SET_BYTES
-        return DynamicStatistics(
-            **self._counters, rows=self.num_rows, capacity=len(self.index.ids), num_bytes=num_bytes
-        )
+        num_allocated = int(self.index.num_allocated.sum()) + len(self.fallback_rows)
+        num_bytes = num_allocated * (self._bytes_per_row + 16) + int(self.index.num_sets.sum()) * SET_BYTES
+        return DynamicStatistics(**self._counters, rows=self.num_rows, capacity=self.capacity, num_bytes=num_bytes)
 
     def extra_repr(self) -> str:
         c = self.config
-        return f"{self.num_rows} of {len(self.index.ids)}, {c.embedding_dim}, pooling={c.pooling!r}, dtype={c.dtype}"
+        return f"{self.num_rows} of {self.capacity}, {c.embedding_dim}, pooling={c.pooling!r}, dtype={c.dtype}"
 
     def _to_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         tensor = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
@@ -107,12 +112,13 @@ class DynamicTable(DynamicRows):
 
     @_locked
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
-        """Look up rows of ids, `[N, embedding_dim]`; ids without a row read as initial values."""
-        distinct, inverse = self._to_ids(ids).unique(return_inverse=True)
-        rows, values = self.find(distinct), self.initial_values(distinct)
+        """Look up rows of ids, `[N, embedding_dim]`; others read as their fallback rows, or as initial values."""
+        ids = self._to_ids(ids)
+        rows, values = find_batch([self], *concat_ids([ids])), self.initial_values(ids)
         known_mask = rows >= 0
-        values[known_mask] = self.read_rows(rows[known_mask])["weight"].to(values)
-        return values[inverse]
+        distinct, inverse = rows[known_mask].unique(return_inverse=True)
+        values[known_mask] = self.read_rows(distinct)["weight"].to(values)[inverse]
+        return values
 
     @_locked
     def insert(self, ids: Tensor | Sequence[int], rows: Tensor, **states: Tensor) -> None:
@@ -148,17 +154,18 @@ class DynamicTable(DynamicRows):
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
         """Return `ids`, `weight`, states, `step` and `count`, sorted by id; with a path also write them to a file.
 
+        Fallback rows are `fallback_weight` and so on; in a .parquet file they are rows without an id, at its end.
         ValueError unless the file is .parquet or .npz.
         """
-        state = self.get_state()
-        tensors = {name: state[name] for name in ("ids", "weight", *self.state_names, "step", "count")}
+        state, names = self.get_state(), ("ids", "weight", *self.state_names, "step", "count")
+        tensors = {name: value for name, value in state.items() if name in names or name.startswith(FALLBACK)}
         if path is None:
             return tensors
         suffix = Path(path).suffix
         if suffix not in (".parquet", ".npz"):
             raise ValueError(f"an export must be a .parquet or .npz file, got {str(path)!r}")
-        arrays = {name: value.cpu().numpy() for name, value in tensors.items() if name != "weight"}
-        arrays["weight"] = tensors["weight"].float().cpu().numpy()  # NumPy has no bfloat16
+        # NumPy has no bfloat16.
+        arrays = {n: (t.float() if n.endswith("weight") else t).cpu().numpy() for n, t in tensors.items()}
         if suffix == ".npz":
             np.savez(path, **arrays)  # type: ignore[arg-type]
         else:
@@ -169,7 +176,9 @@ class DynamicTable(DynamicRows):
                 else pyarrow.array(array)
                 for name, array in arrays.items()
             }
-            parquet.write_table(pyarrow.table(columns), path)
+            fallback = {n.removeprefix(FALLBACK): columns.pop(n) for n in arrays if n.startswith(FALLBACK)}
+            parts = [pyarrow.table(table) for table in (columns, fallback) if table]
+            parquet.write_table(pyarrow.concat_tables(parts, promote_options="default"), path)
         return tensors
 
     def _check_rows(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
@@ -191,6 +200,7 @@ class DynamicTable(DynamicRows):
         self.clear()
         if not self.weight.is_meta:  # a meta table leaves torch's generator unchanged
             self.clock, self.seed = 0, draw_seed() if seed is None else seed
+            self._load_fallback_rows({})
 
     @_locked
     def get_state(self) -> dict[str, Tensor]:
@@ -204,18 +214,25 @@ class DynamicTable(DynamicRows):
 
     def get_table_state(self) -> dict[str, Tensor]:
         """Return the tensors of `state_dict` that are not per row."""
-        state = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}
+        state, rows = {"clock": torch.tensor(self.clock), "seed": torch.tensor(self.seed)}, self.fallback_rows
+        if len(rows):
+            values = self.templates(len(rows)) if self.weight.is_meta else self.read_rows(rows)
+            state |= {FALLBACK + name: values[name] for name in ("weight", *self.state_names)}
         return state | ({} if self.sketch is None else self.sketch.tensors())
 
     def _get_stored_rows(self, rows: Tensor) -> dict[str, Tensor]:
         return self.read_rows(rows)
 
-    def templates(self, num_rows: int) -> dict[str, Tensor]:
-        """Return empty tensors of `state_dict` for `num_rows` rows."""
+    def templates(self, num_rows: int, saved: Container[str] | None = None, prefix: str = "") -> dict[str, Tensor]:
+        """Return empty tensors of `state_dict` for `num_rows` rows; no fallback rows if the names `saved` lack them."""
         row_tensors = {"ids": self.index.ids, **{name: self._memory(name) for name in ("weight", *self.state_names)}}
         row_tensors |= dict.fromkeys(("step", "count"), self.index.ids)
         empty = {name: torch.empty(num_rows, *t.shape[1:], dtype=t.dtype) for name, t in row_tensors.items()}
         empty |= {name: torch.empty((), dtype=torch.int64) for name in ("clock", "seed")}
+        if len(self.fallback_rows) and (saved is None or f"{prefix}{FALLBACK}weight" in saved):
+            size = len(self.fallback_rows) // self.index.num_sets.numel() * self._shard[0]
+            values = {name: empty[name] for name in ("weight", *self.state_names)}
+            empty |= {FALLBACK + name: value.new_empty(size, *value.shape[1:]) for name, value in values.items()}
         return empty | ({} if self.sketch is None else self.sketch.templates())
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -223,7 +240,7 @@ class DynamicTable(DynamicRows):
             destination.update({prefix + name: tensor for name, tensor in self.get_state().items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        load_named_tensors(self.templates(0), self.load_state, state_dict, prefix, *args)
+        load_named_tensors(self.templates(0, state_dict, prefix), self.load_state, state_dict, prefix, *args)
 
     @_locked
     def load_state(self, state: Mapping[str, Tensor]) -> None:
@@ -238,8 +255,11 @@ class DynamicTable(DynamicRows):
         self._check_rows(ids, values)
         if self.sketch is not None:
             self.sketch.check(state, title)
+        for name, template in self.templates(0, state).items():
+            if name.startswith(FALLBACK) and state[name].shape != template.shape:
+                raise ValueError(f"{title}: {name} must have shape {[*template.shape]}, got {[*state[name].shape]}")
         owned_mask = self.owns(ids)
-        ids, order, capacity = ids[owned_mask], order[owned_mask], len(self.index.ids) // self.index.num_sets.numel()
+        ids, order, capacity = ids[owned_mask], order[owned_mask], self.capacity // self.index.num_sets.numel()
         if (max_rows := int(partitions_of(ids, self._shard[0]).bincount(minlength=1).max())) > capacity:
             raise ValueError(
                 f"{title} has {ids.numel():,} rows in the state_dict, {max_rows:,} of them in a partition that has "
@@ -254,8 +274,20 @@ class DynamicTable(DynamicRows):
     def load_table_state(self, state: Mapping[str, Tensor]) -> None:
         """Load the tensors of `state_dict` that are not per row."""
         self.clock, self.seed = int(state["clock"]), int(state["seed"])
+        self._load_fallback_rows(state)
         if self.sketch is not None:
             self.sketch.load(state)
+
+    def _load_fallback_rows(self, state: Mapping[str, Tensor]) -> None:
+        """Load this shard's fallback rows from a `state_dict`, or initialize them if it has none."""
+        if not len(rows := self.fallback_rows):
+            return
+        values = {name: self.templates(len(rows))[name].zero_() for name in self.state_names}
+        values["weight"] = self.initial_values(self.index.ids[rows])
+        if f"{FALLBACK}weight" in state:
+            first = len(rows) // self.index.num_sets.numel() * self._shard[1]
+            values = {name: state[FALLBACK + name][first : first + len(rows)] for name in values}
+        self._write(rows, values)
 
 
 class CachedDynamicTable(DynamicTable, CachedTable):

@@ -141,7 +141,7 @@ def load_model(
         tensors = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
         if table is None or (ids := stored.get(f"{prefix}ids")) is None:
             continue
-        templates = table.templates(ids.size[0])
+        templates = table.templates(ids.size[0], stored, prefix)
         if (entry := disk_tables.get(f"{prefix}rows")) is not None:  # rows are in files
             if isinstance(table, CachedTable) and table.config.placement == "disk" and reader.find_shard(entry, table):
                 rows = {key: value for key, value in current.items() if key.startswith("rows.")}
