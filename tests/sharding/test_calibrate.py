@@ -45,7 +45,7 @@ def test_costs_are_not_negative_and_errors_are_relative():
 
 def test_a_topology_is_measured(tmp_path):
     topology = small(disk_folder=tmp_path)
-    assumed = Topology.here(1)
+    assumed = Topology.detect(1)
     assert set(topology.spread) == LINKS
     assert (topology.world_size, topology.machine) == (1, machine())
     assert (topology.hbm, topology.host) == (assumed.hbm, assumed.host)
@@ -114,5 +114,5 @@ def test_ranks_measure_together(ranks):
     assert (one.world_size, one.local_world_size, two.local_world_size) == (2, 2, 1)
     assert (one.inter_bandwidth, one.inter_latency) == (one.intra_bandwidth, one.intra_latency)
     assert "intra" not in two.spread
-    assert two.intra_bandwidth == Topology.here(2, 1).intra_bandwidth
-    assert two.inter_bandwidth != Topology.here(2, 1).inter_bandwidth
+    assert two.intra_bandwidth == Topology.detect(2, 1).intra_bandwidth
+    assert two.inter_bandwidth != Topology.detect(2, 1).inter_bandwidth

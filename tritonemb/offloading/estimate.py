@@ -35,7 +35,7 @@ class Machine:
     rated_writes: float = 3.5e15  # endurance of the drive, in bytes
 
     @classmethod
-    def here(cls, path: str | os.PathLike[str] | None = None, ranks: int = 1) -> "Machine":
+    def detect(cls, path: str | os.PathLike[str] | None = None, ranks: int = 1) -> "Machine":
         """Measure this machine, shared equally by `ranks`; without a GPU, device and host are the same memory."""
         gpu = torch.device("cuda") if torch.cuda.is_available() else None
         host = available_bytes(torch.device("cpu"))
@@ -123,7 +123,7 @@ def estimate_offload(
         largest_unsplit = max((p.numel() for p in parameters if p not in weights), default=0)
     if total < 1 or world_size < 1:
         raise ValueError(f"needs at least one parameter and one rank, got {total:,} and {world_size}")
-    machine = machine or Machine.here(path, world_size)
+    machine = machine or Machine.detect(path, world_size)
     device_limit = machine.device if budget is None else float(parse_bytes(budget))
     rank_parameters = total / world_size
     parameter_bytes = rank_parameters * itemsize

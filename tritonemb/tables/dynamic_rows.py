@@ -324,7 +324,7 @@ def insert_batch(
         bounds: `[K + 1]`, where its keys begin and end.
         table_of_key: index of the table that each key looks up, or -1.
         occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
-        rules: eviction rules of an insertion of distinct ids that is no step: it admits all, and initializes no rows.
+        rules: eviction rules of an insertion of distinct ids outside of a step: it admits all, and initializes no rows.
 
     Returns:
         Rows, int64 `[N]`, fallback rows or -1 for ids that are refused, and the values themselves for other tables;

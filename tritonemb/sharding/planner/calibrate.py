@@ -150,7 +150,7 @@ def calibrate(
             spread["inter"] = spread["intra"]
     routing = fit_link("routing", _subtract(timed(*_id_exchanges(torch_device, ids)), message), "routing_rate")
     rates["control_latency"] = routing[0]
-    topology = Topology.here(group.size, local, device).but(
+    topology = Topology.detect(group.size, local, device).but(
         **{name: rate for name, rate in rates.items() if name not in ("flops_latency", "routing_latency")},
         disk=float(disk_usage(disk_folder or tempfile.gettempdir()).free), machine=machine(device), spread=spread,
         busy=bool(busy),

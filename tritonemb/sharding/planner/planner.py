@@ -222,7 +222,7 @@ def _report(
     for table, rule, table_options, cost, num_shards in zip(model.tables, rules, options, *by_table, strict=True):
         choice = Option.of(plan, table)
         alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards.tolist(), strict=True)]
-        # Any cache and any number of shards of the chosen type and tier are no alternatives.
+        # Any cache and any number of shards of the chosen type and tier are not alternatives.
         names = choice.kind, "row_wise" if choice.kind == "table_wise" else choice.kind
         same = [
             option.placement == choice.placement and (option.kind in names or alternative.kind == choice.kind)
@@ -361,7 +361,7 @@ def plan_job(
         return uniform_plan(tables, ranks, local)
 
     def make() -> ShardingPlan:
-        topology = Topology.here(ranks, local, device.type)
+        topology = Topology.detect(ranks, local, device.type)
         if any(table.placement != "device" for table in local_tables):
             topology = topology.but(host=topology.host or 2e12, disk=topology.disk or 1e15)
         tiers = {table.name: Constraint((table.placement,)) for table in local_tables}

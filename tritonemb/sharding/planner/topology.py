@@ -128,7 +128,7 @@ class Topology(JsonFile):
         return cls(**cls.PRESETS[name] | {"name": name} | changes)
 
     @classmethod
-    def here(cls, world_size: int, local_world_size: int = 0, device: str = "cpu") -> Self:
+    def detect(cls, world_size: int, local_world_size: int = 0, device: str = "cpu") -> Self:
         """Return a topology with this machine's memory and assumed rates. Without a GPU, 0.9 of the RAM is used."""
         import torch
 
