@@ -57,13 +57,12 @@ class LazyModule:
 
 
 @contextmanager
-def silent_stdout() -> Iterator[None]:
-    """Discard what C code of the process writes to stdout inside the block."""
+def stdout_to_stderr() -> Iterator[None]:
+    """Write to stderr what the process, in C code too, writes to stdout inside the block."""
     flush = ctypes.CDLL(None).fflush
     flush(None)
     stdout = os.dup(1)
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), 1)
+    os.dup2(2, 1)
     try:
         yield
     finally:

@@ -20,7 +20,7 @@ from tritonemb.sharding.planner.ruin_and_recreate import Choices, ruin_and_recre
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Assignment, Problem, pack_greedily, usage
 from tritonemb.sharding.planner.statistics import Array
-from tritonemb.utils import LazyModule, silent_stdout
+from tritonemb.utils import LazyModule, stdout_to_stderr
 
 optimize: Any = LazyModule("scipy.optimize", "plan")
 sparse: Any = LazyModule("scipy.sparse", "plan")
@@ -218,7 +218,7 @@ def _solve_milp(
     means, unit = problem.mean_uses(relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
     one = _sums_to_one(table, (table[-1] + 1, len(candidates)))
     budgets = optimize.LinearConstraint(means[:, 1:].T, -np.inf, 1 - spare)
-    with silent_stdout():  # HiGHS prints debug text, whatever its options
+    with stdout_to_stderr():  # HiGHS prints debug text, whatever its options
         result = optimize.milp(
             means[:, 0] / unit, constraints=[budgets, optimize.LinearConstraint(one, 1, 1)],
             integrality=np.ones(len(candidates)), bounds=(0, 1),
