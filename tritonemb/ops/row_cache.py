@@ -146,6 +146,15 @@ def _run(op: str, directory: DirectoryTensors, *args: Any) -> Any:
     return kernel(op, device)(directory, *args)
 
 
+def _run_moves(*args: Any) -> None:
+    """Raise if moves are not in the order of tables; not on a GPU, as above. Run the kernel."""
+    to_rows, starts = args[2], args[4]
+    bounds = [0, to_rows.numel()] if starts is None or starts.device.type != "cpu" else starts.tolist()
+    if bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, to_rows.numel()):
+        raise ValueError(f"starts must ascend from 0 to the number of moves, {to_rows.numel()}, got {bounds}")
+    kernel("move_rows_", to_rows.device)(*args)
+
+
 SHARED_ARGUMENTS["*DirectoryTensors"] = (
     DirectoryTensors,
     "Tensor(a!)[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor tables, Tensor num_sets",
@@ -172,4 +181,5 @@ _move = define(
     "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows, Tensor? starts, int[] tables) "
     "-> ()",
     lambda *_: None,
+    _run_moves,
 )

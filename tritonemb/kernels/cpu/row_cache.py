@@ -259,8 +259,6 @@ def move_rows_(
     """See `kernels/row_cache.py`. ValueError for a row out of range, before any copy."""
     pairs = np.array(pair_fields(destinations, sources, tables), dtype=np.int64).reshape(-1, TABLE + 1)
     bounds = np.array([0, to_rows.numel()]) if starts is None else starts.numpy()
-    if bounds[0] != 0 or bounds[-1] != to_rows.numel() or (np.diff(bounds) < 0).any():
-        raise ValueError(f"starts must ascend from 0 to the number of moves, {to_rows.numel()}, got {bounds.tolist()}")
     pair, move = _move_all(torch.get_num_threads(), pairs, bounds, to_rows.numpy(), from_rows.numpy())
     if pair >= 0:
         raise ValueError(
