@@ -572,7 +572,7 @@ def same_set(count: int) -> list[int]:
     return sorted(id_of(index << 20) for index in range(count))
 
 
-@pytest.mark.parametrize("kernels", ["cpu", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("triton", marks=[pytest.mark.triton, pytest.mark.more])])
 def test_overflow_rows_are_found_behind_holes_of_their_list(request, kernels):
     device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
     index, ids = make_index(32 * 9, max_partitions=1), torch.tensor(same_set(90), device=device)

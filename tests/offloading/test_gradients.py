@@ -203,6 +203,7 @@ def test_gradients_that_cannot_be_stored_are_named(tmp_path):
         offloaded(None, grads="disk")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("before", [True, False])
 def test_compiled_layers(before, tmp_path, dynamo):
     def compile_layers(model):

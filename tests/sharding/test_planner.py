@@ -169,6 +169,7 @@ SLOW_MESSAGES = te.Topology(2, control_latency=6e-3, intra_latency=1e-3, id_rate
     ids=["slow messages", "node", "slow network", "slow launches", "host", "unlike ranks"],
 )
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.few(3)
 def test_no_plan_of_one_sharding_is_faster(topology, seed):
     """Steps wait for latencies: a plan without an ID exchange may be faster than one of less load."""
     tables, stats = zipf_tables(9, seed, rows=2e5)
