@@ -146,13 +146,12 @@ def _run(op: str, directory: DirectoryTensors, *args: Any) -> Any:
     return kernel(op, device)(directory, *args)
 
 
-def _run_moves(*args: Any) -> None:
+def _run_moves(destinations: Any, sources: Any, to_rows: Tensor, from_rows: Tensor, starts: Any, tables: Any) -> None:
     """Raise if moves are not in the order of tables; not on a GPU, as above. Run the kernel."""
-    to_rows, starts = args[2], args[4]
     bounds = [0, to_rows.numel()] if starts is None or starts.device.type != "cpu" else starts.tolist()
     if bounds != sorted(bounds) or (bounds[0], bounds[-1]) != (0, to_rows.numel()):
         raise ValueError(f"starts must ascend from 0 to the number of moves, {to_rows.numel()}, got {bounds}")
-    kernel("move_rows_", to_rows.device)(*args)
+    kernel("move_rows_", to_rows.device)(destinations, sources, to_rows, from_rows, starts, tables)
 
 
 SHARED_ARGUMENTS["*DirectoryTensors"] = (

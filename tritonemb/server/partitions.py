@@ -112,7 +112,7 @@ class Partitions:
         return cast(Tensor, self.spec.route(ids, sizes, numbers)[0][self._server])
 
     def checked(self, sizes: list[int], tensors: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Any:
-        """Return integer tensors `[n]` of a message, ids first. ValueError if these are malformed, or elsewhere."""
+        """Return integer tensors `[n]` of a message, ids first. ValueError for other ones, or ids of other servers."""
         ids, numbers = tensors[0], self.numbers if numbers is None else numbers
         shapes_match = all(t.shape == (sum(sizes),) and not t.is_floating_point() for t in tensors)
         shapes_match &= len(sizes) == len(numbers) and min(sizes, default=0) >= 0

@@ -160,7 +160,7 @@ def load_model(
     if local_tables:
         model.load_state_dict(local_tables, strict=False)
 
-    # Servers restore their snapshots, or get the tables that were elsewhere; all ranks continue from the same step.
+    # Servers restore their snapshots, or get the tables of other tiers; all ranks continue from the same step.
     steps = {name: steps_of_snapshot(chains[0][-1]) for name, chains in snapshots.items() if name in collections}
 
     def load_servers() -> None:
