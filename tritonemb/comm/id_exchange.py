@@ -105,7 +105,7 @@ class IdExchange:
 
         Raise the error, or ValueError for an id out of range; other ranks raise RuntimeError, which names this rank.
         """
-        group = self.group
+        group, batch_size = self.group, batch.stride()
         # Ids by route: checked, and deduplicated.
         num_rows, first_rows, owners, owned, owner_ids, dynamic = self._tensors(batch.device())
         routed, inverse = self._weigh_means(self._by_route(batch)), None
@@ -115,7 +115,7 @@ class IdExchange:
             ids, route, offsets, weights = ids[:0], route[:0], torch.zeros_like(offsets), None
         if self.deduplicate:
             ids, route, offsets, inverse, weights = self._deduplicate(ids, route)
-        bags = 1 if self.deduplicate else batch.stride()
+        bags = 1 if self.deduplicate else batch_size
         # Destinations: owner and local row in one number. An id of -1 gets a missing row of its route's first owner.
         row = ids
         if self._dynamic:
@@ -130,7 +130,7 @@ class IdExchange:
         ids = wide_ids[ids] if self._dynamic else ids
         # Exchange the sizes, and whether a rank has an error.
         weight_status = 1 if weights is not None else 0 if ids.numel() else -1
-        local_sizes = _Sizes(bags, 0, weight_status, error is not None, batch.stride())
+        local_sizes = _Sizes(bags, 0, weight_status, error is not None, batch_size)
         sizes = torch.tensor([local_sizes] * group.size, dtype=torch.int64, device=ids.device)
         sizes[:, 1] = lengths.reshape(group.size, -1).sum(1)
         widths = [len(_Sizes._fields)] * group.size

@@ -399,11 +399,11 @@ def split_lookups(tables: LookupTables, batch: KeyedJaggedTensor) -> tuple[Keyed
 
     Keys keep their order, so that a row's gradients are summed in the order of a device table.
     """
-    layout, device = tables.layout(batch.keys(), batch.values().device), batch.values().device
+    layout = tables.layout(keys := batch.keys(), device := batch.values().device)
     if layout.multiplicity <= 1:
         return batch, layout
     batches = []
-    for feature in batch.keys():  # noqa: SIM118
+    for feature in keys:
         values, offsets, weights = batch[feature].values(), batch[feature].offsets(), batch[feature].weights_or_none()
         names = [config.name for config in tables.configs if feature in config.feature_names]
         # A table's name has no dot, so no other pair has the key.

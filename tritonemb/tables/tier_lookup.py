@@ -160,7 +160,7 @@ def prefetch_batch(
         rows = RowBatch(values, offsets, batch.weights_or_none(), groups, slot_layout)
         # Grouping drops ids out of range, so compare the numbers of ids.
         if tables.bounds_check == "raise" and values.numel() and not tables.dynamic:
-            num_ids = batch.lengths() * table_layout.key_starts.diff().repeat_interleave(batch.stride())
+            num_ids = offsets[:: batch.stride()].diff() * table_layout.key_starts.diff()
             invalid = groups.starts[-1] != num_ids.sum()
         if find_replica_rows is None:
             pinned = cache.pin(rows, None, invalid)
