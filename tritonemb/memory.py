@@ -10,6 +10,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -58,6 +59,17 @@ def view_tensors(data: Tensor, spans: Iterable[TensorSpan]) -> list[Tensor]:
         (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).reshape(shape)
         for part, dtype, shape in parts
     ]
+
+
+def concat(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows of tensors; parts of one tensor that follow each other are viewed, not copied."""
+    parts = [tensor for tensor in tensors if tensor.numel()] or [*tensors[:1]]
+    first, ends = parts[0], accumulate((part.nbytes for part in parts), initial=parts[0].data_ptr())
+    if not all(part.data_ptr() == end and part.is_contiguous() for part, end in zip(parts, ends, strict=False)):
+        return torch.cat(parts)
+    if first.untyped_storage().data_ptr() != parts[-1].untyped_storage().data_ptr():
+        return torch.cat(parts)
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 def advise_huge_pages(tensor: Tensor) -> Tensor:

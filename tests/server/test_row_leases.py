@@ -10,6 +10,8 @@ from tests.helpers import assert_same_bits
 from tests.server.jobs import KEYS, batches, local_servers, make, same, train, train_all
 from tritonemb.layout import partitions_of
 from tritonemb.server import Servers, flush
+from tritonemb.server.node import HANDLERS
+from tritonemb.server.transport import LocalTransport
 
 OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
 ADMITTED = OF_IDS | {"admission": te.AdmissionConfig(appearances=2)}
@@ -59,6 +61,51 @@ def test_rows_of_16_bits_are_rounded_alike(dtype):
 
     with local_servers(2) as servers:
         assert_same_bits(run(servers), run(None))
+
+
+def of_one_width(servers: Servers | None, number: int) -> te.nn.EmbeddingBagCollection:
+    """Static tables that stand side by side, with dynamic ones between them, and a wider one."""
+    place = {} if servers is None else {"placement": "server", "cache": te.CacheConfig(rows=4)}
+    torch.manual_seed(1)
+    sizes = [(300, 4), (None, 4), (None, 4), (200, 4), (300, 4), (300, 5), (300, 4)][:number]
+    tables = [
+        te.TableConfig(f"t{n}", rows, dim, features=["abc"[n % 3]], **(OF_IDS if rows is None else {}), **place)
+        for n, (rows, dim) in enumerate(sizes)
+    ]
+    model = te.nn.EmbeddingBagCollection(tables, te.optim.RowWiseAdagrad(lr=0.1))
+    if servers is not None:
+        te.server.attach(model, servers)
+    return model
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_tables_of_one_width_have_the_bits_of_one_process(number):
+    def run(servers: Servers | None) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+        model = of_one_width(servers, 7)
+        return train(model, 12, ahead=2, most=200), model.state_dict()
+
+    outputs, state = run(None)
+    with local_servers(number) as servers:
+        found = run(servers)
+        same(([found[0]], found[1]), ([outputs], state))
+
+
+def test_records_in_a_log_of_an_earlier_version_have_a_tensor_per_table():
+    keys, replies = torch.tensor([3, 5, 0, 1, 7, 9, 5, 0, 7, 9]), []
+    with local_servers(2) as servers:
+        for server, by_table in zip(servers._local_servers, (True, False), strict=True):
+            with Servers([LocalTransport(server)]) as one:
+                of_one_width(one, 5)
+            served, sizes = server.collections["tables"], [[3, 2], [4, 4], [3, 1], [4, 3]]
+            records = torch.arange(6 * 20).float().view(6, 20)[:, :5].contiguous().view(torch.uint8)
+            written = {"sizes": sizes} if by_table else {"sizes": sizes, "writes": 2}
+            tensors = [records[:2], records[2:]] if by_table else [records]
+            replies += [HANDLERS["transfer"](served, written, [keys, *tensors], print)[1]]
+            for wrong in ([[3, 3], [4, 4], [3, 3]], [[4, 2], [3, 4], [3, 1], [4, 3]], [[3, 1], [4, 5], [3, 1], [4, 3]]):
+                with pytest.raises(ValueError, match=r"do not have these rows|records must be"):
+                    HANDLERS["transfer"](served, {"sizes": wrong, "writes": 2}, [keys, records], print)
+    assert all(torch.equal(*pair) for pair in zip(*replies, strict=True))
+    assert torch.equal(replies[0][0][:1, :16].view(torch.float32), torch.tensor([[20.0, 21.0, 22.0, 23.0]]))
 
 
 def test_micro_batches_have_the_bits_of_one_process():

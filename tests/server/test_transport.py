@@ -141,6 +141,20 @@ def test_large_messages(server):
     peer.channel.close()
 
 
+def test_tensors_that_lie_as_in_a_message_are_not_copied():
+    columns = [torch.arange(90), torch.rand(90, 3), torch.rand(90, 5).half()]
+    tensors = transport.gather(columns, [torch.tensor([7, 3]), torch.arange(11), torch.empty(0, dtype=torch.int64)])
+    for several in (tensors, tensors[:2], tensors[1:2]):
+        ((header, data),) = transport._encode(({}, several))
+        assert data.ctypes.data == several[0].data_ptr()
+        assert len(header["tensors"]) == len(several)
+    assert not transport._encode(({}, tensors))[0][1][16:64].any()
+    for several in ([tensors[1], tensors[0]], [tensors[0], tensors[1][1:]], [columns[1].T]):
+        ((_, data),) = transport._encode(({}, several))
+        assert data.ctypes.data != several[0].data_ptr()
+        assert bytes(data[: several[0].nbytes]) == several[0].numpy().tobytes()
+
+
 def test_within_a_process_tensors_are_not_copied():
     tensor = torch.ones(3)
     assert Peer(LocalTransport(Echo())).ask({}, [tensor])[1][0] is tensor

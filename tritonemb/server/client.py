@@ -23,7 +23,7 @@ from tritonemb.server.partitions import cat
 from tritonemb.server.snapshot import merge_table
 from tritonemb.server.spec import CollectionSpec, Routes, TableSpec
 from tritonemb.server.tables import BlockCodec, RowCodecs
-from tritonemb.server.transport import Message, Values
+from tritonemb.server.transport import Message, Values, gather
 from tritonemb.tables.dynamic_rows import concat_ids, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import Pull, RowService, TableService
@@ -164,17 +164,17 @@ class CollectionClient(TableClient, RowService):
         return self.spec.route(ids, sizes, numbers)
 
     def _scatter(
-        self, op: str, values: Values, columns: Sequence[Tensor], routes: Routes, sums: list[Tensor] | None = None,
+        self, op: str, values: Values, columns: Sequence[Tensor], routes: Routes, sums: Sequence[Tensor] = (),
         numbers: Sequence[int] | None = None,
     ) -> list[Future[Message]]:  # fmt: skip
         """Send each server its entries of columns `[n]`, and of gradients `sums`, a matrix per block, encoded."""
         pending, numbers = [], range(len(self.spec.tables)) if numbers is None else numbers
         for server, (positions, sizes) in enumerate(zip(*routes, strict=True)):
-            tensors = [column if positions is None else column[positions] for column in columns]
-            if sums is not None:
-                by_block = [None] * len(sums) if positions is None else self.by_block(positions, sums)
-                shards = [m if at is None else m.index_select(0, at) for m, at in zip(sums, by_block, strict=True)]
-                tensors += self.codecs.gradients.pack(shards, values["scale"])
+            tensors = [*columns, *sums]
+            if positions is not None:
+                tensors = gather(tensors, [*[positions] * len(columns), *self.by_block(positions, sums)])
+            if sums:
+                tensors[len(columns) :] = self.codecs.gradients.pack(tensors[len(columns) :], values["scale"])
             sizes = [size for number, size in zip(numbers, sizes, strict=True) if number in self.tables_on[server]]
             pending.append(self._submit(server, op, {**values, "sizes": sizes}, tensors))
         return pending

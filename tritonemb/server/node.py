@@ -24,6 +24,7 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.durable import CHAIN, DurableState, LogMode, discard_reply
 from tritonemb.server.inbox import Clients, Inbox
+from tritonemb.server.partitions import Entries
 from tritonemb.server.snapshot import read_snapshot, restore, saved_shards, take_snapshot, write_snapshot
 from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
 from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond, ServedTables, warm_up
@@ -314,13 +315,16 @@ def _allocate(served: ServedTables, values: Values, tensors: Sequence[Tensor], r
 
 def _transfer(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     """Write the records of the first tables, then read those of the others."""
-    ids, *records = tensors
-    numbers, sizes = zip(*values["sizes"], strict=True)
-    keys = list(zip(numbers, ids.split(sizes), strict=True))
-    served.lease.check(keys, records)
-    if records:
-        served.lease.write(dict(keys[: len(records)]), records)
-    return {}, served.lease.read(dict(keys[len(records) :]))
+    (keys, *records), (numbers, sizes) = tensors, map(list, zip(*values["sizes"], strict=True))
+    num_writes = values.get("writes", len(records))
+    blocks = served.spec.record_blocks(numbers[:num_writes])
+    if "writes" not in values:  # in a log of an earlier version: a tensor per table
+        blocks = [slice(n, n + 1) for n in range(num_writes)]
+    served.lease.check(Entries(numbers, sizes, keys), records, blocks)
+    first_read = sum(sizes[:num_writes])
+    if num_writes:
+        served.lease.write(Entries(numbers[:num_writes], sizes[:num_writes], keys[:first_read]), records, blocks)
+    return {}, served.lease.read(Entries(numbers[num_writes:], sizes[num_writes:], keys[first_read:]))
 
 
 def _flush(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:

@@ -5,7 +5,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,11 +14,13 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import NO_KEY, NO_ROW, nonzero, segment_offsets
+from tritonemb.memory import concat
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.spec import CollectionSpec
-from tritonemb.storage.store import cpu_kernels, record_of
+from tritonemb.server.transport import empty_tensors
+from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.batch import AssignedRows, RowBatch
-from tritonemb.tables.dynamic_rows import concat_ids, find_batch, insert_batch
+from tritonemb.tables.dynamic_rows import find_batch, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table import Table
@@ -26,7 +29,7 @@ from tritonemb.tables.tier_lookup import PinnedBatch, prefetch_batch
 from tritonemb.types import CacheConfig
 from tritonemb.utils import join_names
 
-NO_ROWS = torch.empty(0, dtype=torch.int64)
+NO_ROWS, MAX_KEY = torch.empty(0, dtype=torch.int64), 2**63 - 1
 
 
 @dataclass
@@ -141,23 +144,28 @@ class Partitions:
 
     def read(self, ids: Tensor, sizes: Sequence[int], rows: Tensor | None = None) -> list[Tensor]:
         """Read rows of ids, or of their row numbers; initial values without a row. Return a matrix per block."""
-        rows, blocks, outputs = self.find(ids, sizes) if rows is None else rows, list[Tensor](), list[Tensor]()
-        for block, numbers in zip(self.blocks, self.spec.blocks, strict=True):
-            table = self.spec.tables[numbers.start]
-            blocks.append(torch.empty(sum(sizes[block]), table.embedding_dim, dtype=getattr(torch, table.dtype)))
-            outputs += blocks[-1].split(sizes[block])
-        by_number = (dict(zip(self.numbers, column.split(sizes), strict=True)) for column in (ids, rows))
-        self.read_fields([{"weight": output} for output in outputs], *by_number)
-        return blocks
+        rows, tables = self.find(ids, sizes) if rows is None else rows, self.spec.tables
+        blocks = zip(self.blocks, (tables[numbers.start] for numbers in self.spec.blocks), strict=True)
+        matrices = empty_tensors([(table.dtype, [sum(sizes[block]), table.embedding_dim]) for block, table in blocks])
+        self.copy([{"weight": matrix} for matrix in matrices], self.blocks, rows, sizes, self.numbers, ids)
+        return matrices
 
-    def read_fields(self, fields: Sequence[Any], ids: Mapping[int, Tensor], rows: Mapping[int, Tensor]) -> None:
-        """Read rows by number of the table into fields by name; the initial value of the id for row -1."""
-        with self.memory(rows) as memories:
-            _move(fields, [*memories.values()])
-        if (cat([*rows.values()]) < 0).any():
-            for table_fields, (number, table_rows) in zip(fields, rows.items(), strict=True):
-                missing = nonzero(table_rows < 0)
-                table_fields["weight"][missing] = self.by_number[number].initial_values(ids[number][missing])
+    def copy(
+        self, fields: Sequence[dict[str, Tensor]], blocks: Sequence[slice], rows: Tensor, sizes: Sequence[int],
+        numbers: Sequence[int], ids: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Read rows of tables `numbers` into fields by name, per block of tables, or without `ids` write them.
+
+        Row -1 reads as the initial value of its id.
+        """
+        with self.memory(rows, sizes, numbers, dirty=ids is None) as (memories, slots):
+            move_rows(fields, blocks, memories, slots, sizes, write=ids is None)
+        if ids is not None and (missing := nonzero(rows < 0)).numel():
+            positions, bounds = positions_in(blocks, sizes), torch.searchsorted(missing, offsets_of(sizes)).tolist()
+            for table_fields, block in zip(fields, blocks, strict=True):
+                for entry in range(block.start, block.stop):
+                    at = missing[bounds[entry] : bounds[entry + 1]]
+                    table_fields["weight"][positions[at]] = self.by_number[numbers[entry]].initial_values(ids[at])
 
     @torch.no_grad()
     def update(self, ids: Tensor, sizes: Sequence[int], grads: list[Tensor], lr: float | None) -> None:
@@ -168,7 +176,7 @@ class Partitions:
         if lr not in (None, self.tables.current_learning_rate):
             self.tables.set_learning_rate(lr)
         # Rows of tables on disk are pinned, others are grouped directly.
-        if (pinned := self.pin(rows.split(sizes))) is not None and pinned.pins is not None:
+        if (pinned := self.pin(rows, sizes)) is not None and pinned.pins is not None:
             self.tables.update.step(self.tables, grads, pinned.rows, [pinned.pins])
             return
         batch, layout = self._batch(rows, sizes), self.tables.layout(self.tables.feature_names, torch.device("cpu"))
@@ -176,31 +184,34 @@ class Partitions:
         row_batch = RowBatch(batch.values(), batch.offsets(), None, groups, layout)
         self.tables.update.step(self.tables, grads, row_batch)
 
-    def pin(self, rows: Sequence[Tensor]) -> PinnedBatch | None:
+    def pin(self, rows: Tensor, sizes: Sequence[int], numbers: Sequence[int] | None = None) -> PinnedBatch | None:
         """Prefetch rows of tables on disk, -1: none, and pin their slots until release. None for tables in memory."""
         if self.tables is None or self.tables.cache is None:
             return None
-        batch, clock = self._batch(cat(rows), [*map(len, rows)]), torch.tensor(self.dynamic[0].clock)
+        if numbers is not None:
+            by_number = dict(zip(numbers, sizes, strict=True))
+            sizes = [by_number.get(number, 0) for number in self.numbers]
+        batch, clock = self._batch(rows, sizes), torch.tensor(self.dynamic[0].clock)
         return prefetch_batch(self.tables, batch, AssignedRows(batch, None, None, True, clock))
 
     @contextmanager
     def memory(
-        self, rows: Mapping[int, Tensor], dirty: bool = False
-    ) -> Iterator[dict[int, tuple[dict[str, Tensor], Tensor]]]:
-        """Yield weight and states in memory, and the slots of rows there, by number of the table; row -1 has slot -1.
+        self, rows: Tensor, sizes: Sequence[int], numbers: Sequence[int], dirty: bool = False
+    ) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
+        """Yield weight and states of tables `numbers` in memory, and the slots of rows there; row -1 has slot -1.
 
         Rows of tables on disk are pinned meanwhile, and then marked dirty if `dirty`.
         """
-        batch = self.pin([rows.get(number, NO_ROWS) for number in self.numbers])
-        pinned, result = None if batch is None else batch.pins, {}
-        for number, slots in rows.items():
-            if pinned is not None:
-                (pinned_rows, pinned_slots), known = pinned.rows_of(self.numbers.index(number)), nonzero(slots >= 0)
-                known_slots = pinned_slots[torch.searchsorted(pinned_rows, slots[known])]
-                slots = slots.index_copy(0, known, known_slots)
-            result[number] = Table.tensors(self.by_number[number]), slots
+        batch = self.pin(rows, sizes, numbers)
+        pinned, slots = None if batch is None else batch.pins, rows
+        if pinned is not None:
+            slots = rows.clone()
+            for number, table_slots in zip(numbers, slots.split(sizes), strict=True):
+                pinned_rows, pinned_slots = pinned.rows_of(self.numbers.index(number))
+                known = nonzero(table_slots >= 0)
+                table_slots[known] = pinned_slots[torch.searchsorted(pinned_rows, table_slots[known])]
         try:
-            yield result
+            yield [Table.tensors(self.by_number[number]) for number in numbers], slots
         finally:
             if pinned is not None:
                 pinned.is_dirty = dirty
@@ -208,24 +219,24 @@ class Partitions:
 
     def _batch(self, values: Tensor, sizes: Sequence[int]) -> KeyedJaggedTensor:
         assert self.tables is not None
-        offsets = segment_offsets(torch.tensor(sizes))
-        return KeyedJaggedTensor.unchecked(self.tables.feature_names, values, None, offsets)
+        return KeyedJaggedTensor.unchecked(self.tables.feature_names, values, None, offsets_of(sizes))
+
+
+class Entries(NamedTuple):
+    """Rows of tables, table by table; a table may be there twice."""
+
+    numbers: Sequence[int]  # of the tables
+    sizes: list[int]  # number of rows per entry
+    keys: Tensor  # int64 `[n]`, ids of a static table, row numbers of a dynamic one
 
 
 class Lease:
-    """Records of rows, weight and optimizer states, for a trainer that applies the optimizer itself.
-
-    `keys` are ids of a static table, and row numbers of a dynamic one.
-    """
+    """Records of rows, weight and optimizer states, for a trainer that applies the optimizer itself."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions, self.is_active = partitions, False  # whether a trainer has rows that it has not written back
-        tables, states, by_number = partitions.spec.tables, partitions.optimizer.states, partitions.by_number
-        self.dynamic_numbers = [number for number in by_number if tables[number].num_embeddings is None]
-        self._records = {
-            number: record_of(table.config.embedding_dim, table.config.dtype, states, number in self.dynamic_numbers)
-            for number, table in by_number.items()
-        }
+        tables = partitions.spec.tables
+        self.dynamic_numbers = [number for number in partitions.numbers if tables[number].num_embeddings is None]
 
     @torch.no_grad()
     def allocate(self, ids: Tensor, sizes: Sequence[int], occurrences: Tensor, insert: bool) -> list[Tensor]:
@@ -238,80 +249,117 @@ class Lease:
         if not insert or not tables:
             rows = partitions.find(ids, sizes, self.dynamic_numbers)
             return [rows, torch.zeros_like(rows, dtype=torch.bool)]
-        bounds = segment_offsets(torch.tensor(sizes))
+        bounds = offsets_of(sizes)
         rows, keys, _ = insert_batch(tables, ids, bounds, range(len(sizes)), occurrences)
         by_number = dict(zip(self.dynamic_numbers, rows.split(sizes), strict=True))
         partitions.changes.mark(by_number)
         partitions.changes.note_removed()
-        if (pinned := partitions.pin([by_number.get(number, NO_ROWS) for number in partitions.numbers])) is not None:
+        if (pinned := partitions.pin(rows, sizes, self.dynamic_numbers)) is not None:
             pinned.release()
         return [rows, keys != NO_KEY]
 
-    def check(self, keys: Sequence[tuple[int, Tensor]], records: Sequence[Tensor]) -> None:
-        """Check keys by table number, and the records of the first of them; ValueError."""
-        by_number, dynamic = self._partitions.by_number, self.dynamic_numbers
-        static = [pair for pair in keys if pair[0] not in dynamic]
-        ids, numbers = cat([ids for _, ids in static]), [number for number, _ in static]
-        exist: Any = len(self._partitions.owned(ids, [len(ids) for _, ids in static], numbers)) == len(ids)
-        for number, rows in keys:
-            exist &= number not in dynamic or not ((rows < 0) | (rows >= len(by_number[number].index.ids))).any()
-            exist &= not (rows[1:] <= rows[:-1]).any()
-        if not exist:
-            names = join_names(by_number[number].config.name for number, _ in keys)
+    def check(self, entries: Entries, records: Sequence[Tensor], blocks: Sequence[slice]) -> None:
+        """Check entries, whose keys ascend per table, and the records of the first of them, by block; ValueError."""
+        # Static ids belong to this server, dynamic rows exist, all ascend, as do tables that are written, and read.
+        (numbers, sizes, keys), partitions, dynamic = entries, self._partitions, self.dynamic_numbers
+        static = [(size, number) for number, size in zip(numbers, sizes, strict=True) if number not in dynamic]
+        limits = torch.tensor([len(partitions.by_number[n].index.ids) if n in dynamic else MAX_KEY for n in numbers])
+        limits, bounds = limits.repeat_interleave(torch.tensor(sizes)), offsets_of(sizes)
+        ids, columns = keys[limits == MAX_KEY], [[pair[column] for pair in static] for column in (0, 1)]
+        descents = keys[1:] <= keys[:-1]
+        descents[bounds[(bounds > 0) & (bounds < len(keys))] - 1] = False
+        exist = len(partitions.owned(ids, *columns)) == len(ids) and bool(((keys >= 0) & (keys < limits)).all())
+        num_writes = blocks[-1].stop if blocks else 0
+        in_order = all(a < b for part in (numbers[:num_writes], numbers[num_writes:]) for a, b in pairwise(part))
+        if not (exist and in_order) or descents.any():
+            names = join_names(partitions.by_number[number].config.name for number in numbers)
             raise ValueError(f"tables {names} do not have these rows on this server")
-        shapes = [(torch.uint8, len(table_keys), self._records[number].num_bytes) for number, table_keys in keys]
-        if [(tensor.dtype, *tensor.shape) for tensor in records] != shapes[: len(records)]:
+        # Records.
+        widths = [partitions.spec.records[numbers[block.start]].num_bytes for block in blocks]
+        shapes = [(torch.uint8, sum(sizes[block]), width) for block, width in zip(blocks, widths, strict=True)]
+        if [(tensor.dtype, *tensor.shape) for tensor in records] != shapes:
             raise ValueError(f"records must be {shapes}")
 
     @torch.no_grad()
-    def read(self, keys: Mapping[int, Tensor]) -> list[Tensor]:
-        rows = self._rows(keys)
-        records = [torch.zeros(len(ids), self._records[n].num_bytes, dtype=torch.uint8) for n, ids in rows.items()]
-        fields = [self._records[n].views(table_records) for n, table_records in zip(rows, records, strict=True)]
-        self._partitions.read_fields(fields, keys, rows)
-        for number, table_fields in zip(rows, fields, strict=True):
-            if "id" in table_fields:
-                table_fields["id"].copy_(self._partitions.by_number[number].index.ids[rows[number]])
+    def read(self, entries: Entries) -> list[Tensor]:
+        """Return records, a matrix per block of `CollectionSpec.record_blocks`."""
+        partitions, (numbers, sizes, keys) = self._partitions, entries
+        if not numbers:
+            return []
+        rows, blocks = self._rows(entries), partitions.spec.record_blocks(numbers)
+        layouts = [partitions.spec.records[numbers[block.start]] for block in blocks]
+        shapes = [[sum(sizes[block]), layout.num_bytes] for block, layout in zip(blocks, layouts, strict=True)]
+        records = [matrix.zero_() for matrix in empty_tensors([("uint8", shape) for shape in shapes])]
+        fields = [layout.views(matrix) for layout, matrix in zip(layouts, records, strict=True)]
+        partitions.copy(fields, blocks, rows, sizes, numbers, keys)
+        if self.dynamic_numbers:
+            for table_fields, ids in zip(fields, self._ids(rows, sizes, numbers, blocks), strict=True):
+                if "id" in table_fields:
+                    table_fields["id"].copy_(ids)
         return records
 
     @torch.no_grad()
-    def write(self, keys: Mapping[int, Tensor], records: Sequence[Tensor]) -> None:
-        """Write records by table number; the first write of a static row inserts it."""
-        rows, by_number = self._rows(keys), self._partitions.by_number
-        missing = {n: positions for n, table_rows in rows.items() if (positions := nonzero(table_rows < 0)).numel()}
-        if missing:
-            tables, ids = [by_number[n] for n in missing], concat_ids([keys[n][i] for n, i in missing.items()])
-            new_rows = insert_batch(tables, *ids, rules=[table.rule(table.clock) for table in tables])[0]
-            for number, table_rows in zip(missing, new_rows.split([*map(len, missing.values())]), strict=True):
-                rows[number][missing[number]] = table_rows
-        self._partitions.changes.mark(rows)
-        fields = [self._records[n].views(table_records) for n, table_records in zip(rows, records, strict=True)]
-        with self._partitions.memory(rows, dirty=True) as memories:
-            for table_fields, (number, (memory, _)) in zip(fields, memories.items(), strict=True):
-                if "id" in memory:
-                    table_fields["id"] = by_number[number].index.ids[rows[number]]
-            _move(fields, [*memories.values()], write=True)
+    def write(self, entries: Entries, records: Sequence[Tensor], blocks: Sequence[slice]) -> None:
+        """Write records, a matrix per block; the first write of a static row inserts it."""
+        partitions, (numbers, sizes, keys), rows = self._partitions, entries, self._rows(entries)
+        if (missing := nonzero(rows < 0)).numel():
+            bounds = torch.searchsorted(missing, offsets_of(sizes))
+            tables = [partitions.by_number[number] for number in numbers]
+            rules = [table.rule(table.clock) for table in tables]
+            rows[missing] = insert_batch(tables, keys[missing], bounds, range(len(tables)), rules=rules)[0]
+        partitions.changes.mark(dict(zip(numbers, rows.split(sizes), strict=True)))
+        layouts = [partitions.spec.records[numbers[block.start]] for block in blocks]
+        fields = [layout.views(matrix) for layout, matrix in zip(layouts, records, strict=True)]
+        if partitions.tables is not None and partitions.tables.cache is not None:  # rows on disk have their ids
+            for table_fields, ids in zip(fields, self._ids(rows, sizes, numbers, blocks), strict=True):
+                table_fields["id"] = ids
+        partitions.copy(fields, blocks, rows, sizes, numbers)
 
-    def _rows(self, keys: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return row numbers by table number, in the order of keys; -1 for static rows never written."""
-        static = {number: ids for number, ids in keys.items() if number not in self.dynamic_numbers}
-        sizes = [*map(len, static.values())]
-        rows = self._partitions.find(cat([*static.values()]), sizes, [*static])
-        return {**keys, **dict(zip(static, rows.split(sizes), strict=True))}
+    def _rows(self, entries: Entries) -> Tensor:
+        """Return row numbers; -1 for static rows never written."""
+        tables, bounds = self._partitions.dynamic, offsets_of(entries.sizes)
+        index = self._partitions.numbers.index
+        keys = [-1 if number in self.dynamic_numbers else index(number) for number in entries.numbers]
+        return find_batch(tables, entries.keys, bounds, keys) if tables else NO_ROWS
+
+    def _ids(self, rows: Tensor, sizes: Sequence[int], numbers: Sequence[int], blocks: Sequence[slice]) -> list[Tensor]:
+        """Return the ids of rows, per block."""
+        by_table = zip(numbers, rows.split(sizes), strict=True)
+        ids = [self._partitions.by_number[number].index.ids[table_rows] for number, table_rows in by_table]
+        return [cat(ids[block]) for block in blocks]
 
 
-def _move(fields: Sequence[dict[str, Tensor]], memories: Sequence[Any], write: bool = False) -> None:
-    """Copy rows of all tables from slots, -1: none, of memory to fields by name, or with `write` in reverse."""
-    slots = [table_slots for _, table_slots in memories]
-    starts, order = segment_offsets(torch.tensor([*map(len, slots)])), cat([*map(torch.arange, map(len, slots))])
-    by_table = enumerate(zip(fields, memories, strict=True))
-    pairs = [(f[name], memory[name], table) for table, (f, (memory, _)) in by_table for name in memory if name in f]
+def positions_in(blocks: Sequence[slice], sizes: Sequence[int]) -> Tensor:
+    """Return the position of each row of all tables in its block of tables, int64 `[n]`."""
+    starts, positions = [0, *accumulate(sizes)], torch.arange(sum(sizes))
+    for block in blocks[1:]:
+        positions[starts[block.start] : starts[block.stop]] -= starts[block.start]
+    return positions
+
+
+def move_rows(
+    fields: Sequence[dict[str, Tensor]], blocks: Sequence[slice], tables: Sequence[dict[str, Tensor]], rows: Tensor,
+    sizes: Sequence[int], write: bool,
+) -> None:  # fmt: skip
+    """Copy rows, -1: none, of tables to fields by name, one dict per block of tables, or with `write` in reverse."""
+    pairs = [
+        (table_fields[name], tables[n][name], n)
+        for table_fields, block in zip(fields, blocks, strict=True)
+        for n in range(block.start, block.stop)
+        for name in tables[n]
+        if name in table_fields
+    ]
     if pairs:
-        (*sides, tables), rows = zip(*pairs, strict=True), [order, cat(slots)]
-        direction = -1 if write else 1
-        cpu_kernels("row_cache").move_rows_(*sides[::direction], *rows[::direction], starts, tables)
+        (*sides, numbers), moved = zip(*pairs, strict=True), [positions_in(blocks, sizes), rows]
+        order = slice(None, None, -1 if write else 1)
+        cpu_kernels("row_cache").move_rows_(*sides[order], *moved[order], offsets_of(sizes), numbers)
+
+
+def offsets_of(sizes: Sequence[int]) -> Tensor:
+    """Return int64 `[T + 1]`, where the rows of each table begin and end."""
+    return torch.tensor([0, *accumulate(sizes)])
 
 
 def cat(tensors: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors, also an empty list; a single tensor is not copied."""
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors)) if tensors else NO_ROWS
+    """Concatenate tensors, also an empty list; those that follow each other in memory are not copied."""
+    return tensors[0] if len(tensors) == 1 else concat(tensors) if tensors else NO_ROWS

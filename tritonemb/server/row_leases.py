@@ -10,20 +10,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import segment_offsets
+from tritonemb.layout import nonzero, segment_offsets
 from tritonemb.server.client import CollectionClient, TableClient, wait
 from tritonemb.server.connection import Connection
 from tritonemb.server.metrics import totals
-from tritonemb.server.partitions import cat
+from tritonemb.server.partitions import cat, move_rows
 from tritonemb.server.spec import CollectionSpec
-from tritonemb.server.transport import Message, Values
+from tritonemb.server.transport import Message, Values, empty_tensors
 from tritonemb.storage.store import IoFuture
 from tritonemb.tables.server_table import RowStore
 from tritonemb.tables.table_set import TableSet
@@ -38,7 +38,7 @@ class LeaseClient(CollectionClient, RowStore):
         super().__init__(connections, name, spec)
         self._lessee: Callable[[], TableSet | None] = lambda: None  # a weak reference, once registered
         self._has_lease = False
-        self._pending_transfers: list[Transfer] = []
+        self._pending_transfers: dict[tuple[bool, int], Transfer] = {}  # by whether it reads, and table
         self._sending = threading.RLock()
         self._allocation_error: Exception | None = None
 
@@ -48,6 +48,10 @@ class LeaseClient(CollectionClient, RowStore):
             counts = [self.spec.partitions(number, server)[1] for server in range(len(self._connections))]
             if table.num_embeddings is None and any(counts):
                 self._row_offsets[number] = torch.tensor([0, *counts]).cumsum(0) * table.rows_per_partition
+        # Int64 `[T, S]`, the trainer's row number of a server's key 0: minus the first id of a shard if static.
+        self._first_rows = torch.tensor([[-(shard or (0,))[0]] * len(self._connections) for shard in self.spec.shards])
+        for number, offsets in self._row_offsets.items():
+            self._first_rows[number] = offsets[:-1]
         self._descriptions = self._submit_all("describe", {})
 
     def num_rows(self, table: str) -> int:
@@ -88,9 +92,7 @@ class LeaseClient(CollectionClient, RowStore):
         self.send_transfers()  # an evicted row is written back before its slot is reused
         numbers, batch_ids, sizes = list(self._row_offsets), cat(ids), [*map(len, ids)]
         routes = self.route(batch_ids, sizes, numbers)
-        pending = self._scatter(
-            "allocate", {"training": training}, [batch_ids, cat(occurrences)], routes, None, numbers
-        )
+        pending = self._scatter("allocate", {"training": training}, [batch_ids, cat(occurrences)], routes, (), numbers)
         try:
             replies = wait(pending)
         except ValueError as error:
@@ -115,52 +117,53 @@ class LeaseClient(CollectionClient, RowStore):
 
     def _collect(self, transfer: "Transfer") -> "Transfer":
         with self._sending:
-            key = transfer.table, transfer.is_write
-            if any((pending.table, pending.is_write) == key for pending in self._pending_transfers):
+            key = not transfer.is_write, transfer.table
+            if key in self._pending_transfers:
                 self.send_transfers()  # a request reads and writes each table at most once
-            self._pending_transfers.append(transfer)
+            self._pending_transfers[key] = transfer
         return transfer
 
     def send_transfers(self) -> None:
-        """Send the collected transfers, writes before reads."""
+        """Send the collected transfers, writes before reads, a request per server."""
         with self._sending:
-            pending, self._pending_transfers = self._pending_transfers, []
-            writes, reads = ([transfer for transfer in pending if transfer.is_write == w] for w in (True, False))
-            transfers, keys = [*writes, *reads], [*self._keys(writes), *self._keys(reads)]
-            for server in range(len(self._connections)):
-                requested = [(t, *shards[server]) for t, shards in zip(transfers, keys, strict=True)]
-                requested = [shard for shard in requested if shard[1].numel()]
-                if not requested:
+            pending, self._pending_transfers = sorted(self._pending_transfers.items(), key=itemgetter(0)), {}
+            transfers, request = [transfer for _, transfer in pending], TransferRequest()
+            for server, (keys, sizes, rows) in enumerate(self._route_rows(transfers)):
+                entries = [(transfer, size) for transfer, size in zip(transfers, sizes, strict=True) if size]
+                if not entries:
                     continue
-                records = [transfer.records[positions] for transfer, _, positions in requested if transfer.is_write]
-                sizes = [[transfer.table, table_keys.numel()] for transfer, table_keys, _ in requested]
-                tensors = [cat([table_keys for _, table_keys, _ in requested]), *records]
-                future = self._submit(server, "transfer", {"sizes": sizes}, tensors)
-                for index, (transfer, _, positions) in enumerate(requested):
-                    transfer.replies.append((future, index - len(records), positions))
+                # Gather the records to write, a matrix per block of tables.
+                num_writes = sum(transfer.is_write for transfer, _ in entries)
+                written, read = (Moves(self.spec, part) for part in (entries[:num_writes], entries[num_writes:]))
+                tensors = empty_tensors([("int64", [len(keys)]), *written.shapes])
+                tensors[0].copy_(keys)
+                written_rows, read_rows = rows.split([sum(written.sizes), sum(read.sizes)])
+                written.run(tensors[1:], written_rows, write=False)
+                values = {"sizes": [[transfer.table, size] for transfer, size in entries], "writes": num_writes}
+                request.replies.append((self._submit(server, "transfer", values, tensors), read, read_rows))
             for transfer in transfers:
-                transfer.sent = True
+                transfer.request = request
 
-    def _keys(self, transfers: Sequence["Transfer"]) -> list[list[tuple[Tensor, Any]]]:
-        """Return, per transfer of a table and per server, the keys of its rows and their positions in the transfer.
-
-        Keys are ids of a static table, and the server's row numbers of a dynamic one.
-        """
-        keys, static = list[list[tuple[Tensor, Any]]](), [t for t in transfers if t.table not in self._row_offsets]
-        ids = [transfer.rows + (self.spec.shards[transfer.table] or (0,))[0] for transfer in static]
-        starts, all_ids = segment_offsets(torch.tensor([*map(len, ids)]))[:-1], cat(ids)
-        shards = (
-            (all_ids[at].split(sizes), (at - starts.repeat_interleave(torch.tensor(sizes).long())).split(sizes))
-            for at, sizes in zip(*self.spec.route(all_ids, [*map(len, ids)], [t.table for t in static]), strict=True)
-        )
-        static_keys = map(list, zip(*(zip(*shard, strict=True) for shard in shards), strict=True))
-        for transfer in transfers:
-            if (offsets := self._row_offsets.get(transfer.table)) is None:
-                keys.append(next(static_keys))
-            else:
-                slices = [slice(*bounds) for bounds in pairwise(torch.searchsorted(transfer.rows, offsets).tolist())]
-                keys.append([(transfer.rows[s] - offset, s) for s, offset in zip(slices, offsets, strict=False)])
-        return keys
+    def _route_rows(self, transfers: Sequence["Transfer"]) -> list[tuple[Tensor, list[int], Tensor]]:
+        """Return, per server, the keys of its rows, their number per transfer, and their positions in the transfers."""
+        if not transfers:
+            return []
+        numbers, sizes = [transfer.table for transfer in transfers], [len(transfer.rows) for transfer in transfers]
+        rows, starts = cat([transfer.rows for transfer in transfers]), segment_offsets(torch.tensor(sizes))
+        entry_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        # Static rows are routed by their ids, those of dynamic tables by the servers' offsets.
+        first_rows, servers = self._first_rows[numbers], torch.zeros_like(rows)
+        for server, at in enumerate(self.route(rows - first_rows[entry_of, 0], sizes, numbers)[0]):
+            servers[slice(None) if at is None else at] = server
+        if self._row_offsets:
+            by_offset = (rows[:, None] >= first_rows[entry_of]).sum(1) - 1
+            servers = by_offset.where(torch.tensor([n in self._row_offsets for n in numbers])[entry_of], servers)
+        keys, shards = rows - first_rows[entry_of, servers], list[tuple[Tensor, list[int], Tensor]]()
+        for server in range(len(self._connections)):
+            at = nonzero(servers == server)
+            shard_sizes = entry_of[at].bincount(minlength=len(sizes)).tolist()
+            shards.append((keys[at], shard_sizes, at - starts[entry_of[at]]))
+        return shards
 
     def _write_back(self) -> None:
         if (lessee := self._lessee()) is not None and lessee.cache is not None:
@@ -251,6 +254,34 @@ class ShardedLeases(TableClient):
         return result
 
 
+class Moves:
+    """Copies between the records of transfers, so many rows of each, and the matrices of a message, one per block."""
+
+    def __init__(self, spec: CollectionSpec, entries: Sequence[tuple["Transfer", int]]) -> None:
+        self._tables = [{"record": transfer.records} for transfer, _ in entries]
+        self._blocks, self.sizes = spec.record_blocks([t.table for t, _ in entries]), [size for _, size in entries]
+        pitches = [entries[block.start][0].records.shape[1] for block in self._blocks]
+        self.shapes = [("uint8", [sum(self.sizes[b]), pitch]) for b, pitch in zip(self._blocks, pitches, strict=True)]
+
+    def run(self, matrices: Sequence[Tensor], rows: Tensor, write: bool) -> None:
+        """Copy the transfers' records at `rows` to the matrices, or with `write` in reverse."""
+        move_rows([{"record": matrix} for matrix in matrices], self._blocks, self._tables, rows, self.sizes, write)
+
+
+@dataclass(eq=False)
+class TransferRequest:
+    """Transfers that were sent together: per server the reply, its records, and the positions of its rows."""
+
+    replies: list[tuple[Future[Message], Moves, Tensor]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def wait(self) -> None:
+        with self.lock:
+            for future, moves, rows in self.replies:
+                moves.run(future.result()[1], rows, write=True)
+            self.replies = []
+
+
 @dataclass(eq=False)
 class Transfer(IoFuture):
     """Asynchronous read or write of a table's records."""
@@ -260,18 +291,13 @@ class Transfer(IoFuture):
     rows: Tensor
     records: Tensor
     is_write: bool
-    sent: bool = False
-    # Future, index of the tensor, positions of its rows.
-    replies: list[tuple[Future[Message], int, Any]] = field(default_factory=list)
+    request: TransferRequest | None = None  # once it is sent
 
     def done(self) -> bool:
-        return self.sent and all(future.done() for future, *_ in self.replies)
+        return self.request is not None and all(future.done() for future, *_ in self.request.replies)
 
     def wait(self) -> None:
-        if not self.sent:
+        if self.request is None:
             self.client.send_transfers()
-        for future, index, positions in self.replies:
-            _, tensors = future.result()
-            if not self.is_write:
-                self.records[positions] = tensors[index]
-        self.replies = []
+        assert self.request is not None
+        self.request.wait()

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tritonemb.layout import INDEX_BYTES, MAX_PARTITIONS, MIN_PARTITION_ROWS, partition_sizes
 from tritonemb.ops.row_update import fill_initial_
-from tritonemb.optimizers import Custom, Optimizer
+from tritonemb.optimizers import OPTIMIZERS, Custom, Optimizer
 from tritonemb.server.transport import Values
-from tritonemb.storage.store import cpu_kernels
+from tritonemb.storage.store import Record, cpu_kernels, record_of
 from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 from tritonemb.utils import Options
 
@@ -149,6 +149,21 @@ class CollectionSpec:
         by_width = groupby(range(len(self.tables)), lambda n: (self.tables[n].embedding_dim, self.tables[n].dtype))
         blocks = [list(numbers) for _, numbers in by_width]
         return [slice(numbers[0], numbers[-1] + 1) for numbers in blocks]
+
+    @functools.cached_property
+    def records(self) -> list[Record]:
+        """Records of rows with their optimizer states, of dynamic tables also with the id, by number of the table."""
+        args = dict(self.optimizer)
+        states = OPTIMIZERS[args.pop("name")](**args).states
+        shapes = [(t.embedding_dim, getattr(torch, t.dtype), states, t.num_embeddings is None) for t in self.tables]
+        distinct = {shape: record_of(*shape) for shape in shapes}
+        return [distinct[shape] for shape in shapes]
+
+    def record_blocks(self, numbers: Sequence[int]) -> list[slice]:
+        """Consecutive tables among `numbers` with the same records, which messages have in one tensor."""
+        changes = [n for n in range(1, len(numbers)) if self.records[numbers[n]] is not self.records[numbers[n - 1]]]
+        bounds = [0, *changes, len(numbers)] if numbers else []
+        return [slice(*pair) for pair in pairwise(bounds)]
 
     @functools.cached_property
     def _routing(self) -> tuple[Tensor, Tensor]:

@@ -8,11 +8,11 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from tritonemb import flight
-from tritonemb.memory import bytes_of, describe_tensors, tensor_spans, view_tensors
+from tritonemb.memory import describe_tensors, tensor_spans, view_tensors
 from tritonemb.utils import Closeable
 
 Values = dict[str, Any]
@@ -187,19 +187,43 @@ def _serve(service: Service, stream: flight.MessageStream) -> None:
         del message  # free it before waiting for the next one
 
 
+def empty_tensors(dtypes_and_shapes: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
+    """Allocate described tensors as those of a message lie in memory: they are sent without a copy."""
+    spans = tensor_spans(dtypes_and_shapes, ALIGNMENT)
+    data = torch.empty(spans[-1][0].stop if spans else 0, dtype=torch.uint8)
+    for (span, *_), (next_span, *_) in pairwise(spans):
+        data[span.stop : next_span.start] = 0
+    return view_tensors(data, spans)
+
+
+def gather(columns: Sequence[Tensor], positions: Sequence[Tensor]) -> list[Tensor]:
+    """Copy rows of columns, at positions int64 `[n]` each, into `empty_tensors`."""
+    names = [name for name, _ in describe_tensors(columns)]
+    shapes = [[len(at), *column.shape[1:]] for column, at in zip(columns, positions, strict=True)]
+    shards = empty_tensors([*zip(names, shapes, strict=True)])
+    for shard, column, at in zip(shards, columns, positions, strict=True):
+        torch.index_select(column, 0, at, out=shard)
+    return shards
+
+
 def _encode(message: Message) -> list[flight.Message]:
-    """Encode a message as record batches: a header, and the aligned bytes of tensors. A single tensor is not copied."""
+    """Encode a message as record batches: a header, and the aligned bytes of tensors, copied unless they lie so."""
     values, tensors = message
-    header = {"values": values, "tensors": describe_tensors(tensors)}
-    buffers = [bytes_of(tensor) for tensor in tensors]
-    if len(buffers) == 1:
-        data = buffers[0]
-    else:
-        padding, size, padded = np.zeros(ALIGNMENT, np.uint8), 0, []
-        for buffer in buffers:
-            padded += [padding[: -size % ALIGNMENT], buffer]
-            size += -size % ALIGNMENT + buffer.size
-        data = np.concatenate(padded) if padded else padding[:0]
+    descriptions, tensors = describe_tensors(tensors), [tensor.detach() for tensor in tensors]
+    header, spans = {"values": values, "tensors": descriptions}, tensor_spans(descriptions, ALIGNMENT)
+    begins = [tensor.storage_offset() * tensor.itemsize for tensor in tensors]
+    in_place = len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+    for tensor, begin, (span, *_) in zip(tensors, begins, spans, strict=True):
+        in_place &= begin - begins[0] == span.start and tensor.is_contiguous()
+    if not in_place:
+        copies = empty_tensors(descriptions)
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor)
+        tensors, begins = copies, [0]
+    data = np.empty(0, np.uint8)
+    if tensors:
+        size = (spans[-1][0].stop,)
+        data = torch.empty(0, dtype=torch.uint8).set_(tensors[0].untyped_storage(), begins[0], size, (1,)).numpy()
     starts = range(0, data.size or 1, RECORD_BATCH_BYTES)
     return [({} if start else header, data[start : start + RECORD_BATCH_BYTES]) for start in starts]
 

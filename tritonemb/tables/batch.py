@@ -60,7 +60,9 @@ def row_sums(
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
     dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
-    sums = [torch.zeros(n, dim, device=rows.device) for n, dim in zip(sizes, dims, strict=True)]
+    num_values = [n * dim for n, dim in zip(sizes, dims, strict=True)]
+    parts = torch.zeros(sum(num_values), device=rows.device).split(num_values)  # one after the other: see `concat`
+    sums = [part.view(-1, dim) for part, dim in zip(parts, dims, strict=True)]
     gradient = ops.BatchGradient(grad, batch.offsets, batch.sample_weights, groups, layout)
     ops.row_gradients_(sums, gradient, compact=True, max_gradient=bound)
     local_rows = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)

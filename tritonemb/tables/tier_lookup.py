@@ -18,6 +18,7 @@ from tritonemb import ops
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
 from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
+from tritonemb.memory import concat
 from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import MicroBatch
 from tritonemb.tables.batch import (
@@ -227,9 +228,9 @@ class PulledBatch(PreparedBatch):
         optimizer = tables.optimizer
         assert optimizer is not None
         _, sums = row_sums(grad, self.rows, optimizer.max_gradient)
-        for number, table_sums in enumerate(sums if optimizer.on_nonfinite != "ignore" else ()):
-            if bool(table_sums.sum().isfinite()):  # a cheap test; a finite sum that overflows is checked per row
-                continue
+        # A cheap test; rows are checked one by one if their sum is not finite, or overflows.
+        is_checked = optimizer.on_nonfinite == "ignore" or bool(concat([*map(torch.flatten, sums)]).sum().isfinite())
+        for number, table_sums in enumerate(() if is_checked else sums):
             config, invalid = tables.configs[number], ~table_sums.isfinite().all(1).cpu()
             if optimizer.on_nonfinite == "raise" and invalid.any():
                 raise gradient_not_finite(config.name, int(self.ids[number][invalid][0]))
