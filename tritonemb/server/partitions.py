@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import NO_KEY, NO_ROW, nonzero, segment_offsets
-from tritonemb.memory import concat
+from tritonemb.memory import concat, describe_tensors
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.server.transport import empty_tensors
@@ -274,10 +274,7 @@ class Lease:
         if not (exist and in_order) or descents.any():
             names = join_names(partitions.by_number[number].config.name for number in numbers)
             raise ValueError(f"tables {names} do not have these rows on this server")
-        # Records.
-        widths = [partitions.spec.records[numbers[block.start]].num_bytes for block in blocks]
-        shapes = [(torch.uint8, sum(sizes[block]), width) for block, width in zip(blocks, widths, strict=True)]
-        if [(tensor.dtype, *tensor.shape) for tensor in records] != shapes:
+        if describe_tensors(records) != (shapes := partitions.spec.record_shapes(numbers, sizes, blocks)):
             raise ValueError(f"records must be {shapes}")
 
     @torch.no_grad()
@@ -287,10 +284,9 @@ class Lease:
         if not numbers:
             return []
         rows, blocks = self._rows(entries), partitions.spec.record_blocks(numbers)
-        layouts = [partitions.spec.records[numbers[block.start]] for block in blocks]
-        shapes = [[sum(sizes[block]), layout.num_bytes] for block, layout in zip(blocks, layouts, strict=True)]
-        records = [matrix.zero_() for matrix in empty_tensors([("uint8", shape) for shape in shapes])]
-        fields = [layout.views(matrix) for layout, matrix in zip(layouts, records, strict=True)]
+        shapes = partitions.spec.record_shapes(numbers, sizes, blocks)
+        records = [matrix.zero_() for matrix in empty_tensors(shapes)]
+        fields = self._fields(numbers, records, blocks)
         partitions.copy(fields, blocks, rows, sizes, numbers, keys)
         if self.dynamic_numbers:
             for table_fields, ids in zip(fields, self._ids(rows, sizes, numbers, blocks), strict=True):
@@ -308,8 +304,7 @@ class Lease:
             rules = [table.rule(table.clock) for table in tables]
             rows[missing] = insert_batch(tables, keys[missing], bounds, range(len(tables)), rules=rules)[0]
         partitions.changes.mark(dict(zip(numbers, rows.split(sizes), strict=True)))
-        layouts = [partitions.spec.records[numbers[block.start]] for block in blocks]
-        fields = [layout.views(matrix) for layout, matrix in zip(layouts, records, strict=True)]
+        fields = self._fields(numbers, records, blocks)
         if partitions.tables is not None and partitions.tables.cache is not None:  # rows on disk have their ids
             for table_fields, ids in zip(fields, self._ids(rows, sizes, numbers, blocks), strict=True):
                 table_fields["id"] = ids
@@ -321,6 +316,10 @@ class Lease:
         index = self._partitions.numbers.index
         keys = [-1 if number in self.dynamic_numbers else index(number) for number in entries.numbers]
         return find_batch(tables, entries.keys, bounds, keys) if tables else NO_ROWS
+
+    def _fields(self, numbers: Sequence[int], records: Sequence[Tensor], blocks: Sequence[slice]) -> list[Any]:
+        layouts = (self._partitions.spec.records[numbers[block.start]] for block in blocks)
+        return [layout.views(matrix) for layout, matrix in zip(layouts, records, strict=True)]
 
     def _ids(self, rows: Tensor, sizes: Sequence[int], numbers: Sequence[int], blocks: Sequence[slice]) -> list[Tensor]:
         """Return the ids of rows, per block."""

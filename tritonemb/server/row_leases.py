@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class LeaseClient(CollectionClient, RowStore):
         self._lessee: Callable[[], TableSet | None] = lambda: None  # a weak reference, once registered
         self._has_lease = False
         self._pending_transfers: dict[tuple[bool, int], Transfer] = {}  # by whether it reads, and table
-        self._sending = threading.RLock()
+        self._sending, self.receiving = threading.RLock(), threading.Lock()
         self._allocation_error: Exception | None = None
 
         # Dynamic tables: each server numbers its rows from 0; the trainer's row numbers are offset by server.
@@ -127,22 +127,26 @@ class LeaseClient(CollectionClient, RowStore):
         """Send the collected transfers, writes before reads, a request per server."""
         with self._sending:
             pending, self._pending_transfers = sorted(self._pending_transfers.items(), key=itemgetter(0)), {}
-            transfers, request = [transfer for _, transfer in pending], TransferRequest()
+            transfers, replies = [transfer for _, transfer in pending], list[tuple[Future[Message], Any]]()
             for server, (keys, sizes, rows) in enumerate(self._route_rows(transfers)):
-                entries = [(transfer, size) for transfer, size in zip(transfers, sizes, strict=True) if size]
-                if not entries:
+                parts = [transfer for transfer, size in zip(transfers, sizes, strict=True) if size]
+                if not parts:
                     continue
                 # Gather the records to write, a matrix per block of tables.
-                num_writes = sum(transfer.is_write for transfer, _ in entries)
-                written, read = (Moves(self.spec, part) for part in (entries[:num_writes], entries[num_writes:]))
-                tensors = empty_tensors([("int64", [len(keys)]), *written.shapes])
+                num_writes, sizes = sum(part.is_write for part in parts), [size for size in sizes if size]
+                numbers, records = [part.table for part in parts], record_fields([part.records for part in parts])
+                written, read = slice(num_writes), slice(num_writes, None)
+                blocks = [self.spec.record_blocks(numbers[half]) for half in (written, read)]
+                shapes, first = self.spec.record_shapes(numbers, sizes, blocks[0]), sum(sizes[written])
+                tensors = empty_tensors([("int64", [len(keys)]), *shapes])
                 tensors[0].copy_(keys)
-                written_rows, read_rows = rows.split([sum(written.sizes), sum(read.sizes)])
-                written.run(tensors[1:], written_rows, write=False)
-                values = {"sizes": [[transfer.table, size] for transfer, size in entries], "writes": num_writes}
-                request.replies.append((self._submit(server, "transfer", values, tensors), read, read_rows))
+                fields = record_fields(tensors[1:])
+                move_rows(fields, blocks[0], records[written], rows[:first], sizes[written], write=False)
+                values = {"sizes": [*zip(numbers, sizes, strict=True)], "writes": num_writes}
+                arguments = blocks[1], records[read], rows[first:], sizes[read], True
+                replies.append((self._submit(server, "transfer", values, tensors), arguments))
             for transfer in transfers:
-                transfer.request = request
+                transfer.replies = replies
 
     def _route_rows(self, transfers: Sequence["Transfer"]) -> list[tuple[Tensor, list[int], Tensor]]:
         """Return, per server, the keys of its rows, their number per transfer, and their positions in the transfers."""
@@ -254,34 +258,6 @@ class ShardedLeases(TableClient):
         return result
 
 
-class Moves:
-    """Copies between the records of transfers, so many rows of each, and the matrices of a message, one per block."""
-
-    def __init__(self, spec: CollectionSpec, entries: Sequence[tuple["Transfer", int]]) -> None:
-        self._tables = [{"record": transfer.records} for transfer, _ in entries]
-        self._blocks, self.sizes = spec.record_blocks([t.table for t, _ in entries]), [size for _, size in entries]
-        pitches = [entries[block.start][0].records.shape[1] for block in self._blocks]
-        self.shapes = [("uint8", [sum(self.sizes[b]), pitch]) for b, pitch in zip(self._blocks, pitches, strict=True)]
-
-    def run(self, matrices: Sequence[Tensor], rows: Tensor, write: bool) -> None:
-        """Copy the transfers' records at `rows` to the matrices, or with `write` in reverse."""
-        move_rows([{"record": matrix} for matrix in matrices], self._blocks, self._tables, rows, self.sizes, write)
-
-
-@dataclass(eq=False)
-class TransferRequest:
-    """Transfers that were sent together: per server the reply, its records, and the positions of its rows."""
-
-    replies: list[tuple[Future[Message], Moves, Tensor]] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def wait(self) -> None:
-        with self.lock:
-            for future, moves, rows in self.replies:
-                moves.run(future.result()[1], rows, write=True)
-            self.replies = []
-
-
 @dataclass(eq=False)
 class Transfer(IoFuture):
     """Asynchronous read or write of a table's records."""
@@ -291,13 +267,21 @@ class Transfer(IoFuture):
     rows: Tensor
     records: Tensor
     is_write: bool
-    request: TransferRequest | None = None  # once it is sent
+    # Per server the reply to all transfers sent together, and arguments of `move_rows` for its records; None: not sent.
+    replies: list[tuple[Future[Message], Any]] | None = None
 
     def done(self) -> bool:
-        return self.request is not None and all(future.done() for future, *_ in self.request.replies)
+        return self.replies is not None and all(future.done() for future, _ in self.replies)
 
     def wait(self) -> None:
-        if self.request is None:
+        if self.replies is None:
             self.client.send_transfers()
-        assert self.request is not None
-        self.request.wait()
+        assert self.replies is not None
+        with self.client.receiving:
+            for future, arguments in self.replies:
+                move_rows(record_fields(future.result()[1]), *arguments)
+            self.replies.clear()
+
+
+def record_fields(records: Sequence[Tensor]) -> list[dict[str, Tensor]]:
+    return [{"record": table_records} for table_records in records]

@@ -165,6 +165,12 @@ class CollectionSpec:
         bounds = [0, *changes, len(numbers)] if numbers else []
         return [slice(*pair) for pair in pairwise(bounds)]
 
+    def record_shapes(
+        self, numbers: Sequence[int], sizes: Sequence[int], blocks: Sequence[slice]
+    ) -> list[tuple[str, list[int]]]:
+        """Return dtypes and shapes of the records of blocks of tables `numbers`."""
+        return [("uint8", [sum(sizes[b]), self.records[numbers[b.start]].num_bytes]) for b in blocks]
+
     @functools.cached_property
     def _routing(self) -> tuple[Tensor, Tensor]:
         """Arguments of `route_ids` for all tables: ids outside a trainer's shard are routed to no server."""
