@@ -120,6 +120,21 @@ def test_backward_clip_and_step_in_any_order(grads, tmp_path):
 
 
 @pytest.mark.parametrize("grads", STORED)
+def test_zero_grad_of_the_model_discards_stored_gradients(grads, tmp_path):
+    """Hugging Face's Trainer calls it, and not that of the optimizer."""
+    results = []
+    for model, optimizer in (plain(), offloaded(tmp_path, states="host", grads=grads)):
+        random = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            loss_of(model, random).backward()
+            optimizer.step()
+            model.zero_grad()
+        assert gradients(model, optimizer) == [None] * len(list(model.parameters()))
+        results.append(weights_of(model))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("grads", STORED)
 def test_gradients_that_are_not_finite(grads, tmp_path):
     results = []
     for model, optimizer in (plain(), offloaded(tmp_path, states="host", grads=grads)):

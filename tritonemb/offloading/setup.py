@@ -2,6 +2,7 @@
 
 import os
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -136,6 +137,8 @@ def offload(
     _disable(optimizer)  # the first change
     move.commit()
     offloaded_optimizer.load_plain_states(plain_states, move.replacements)
+    if grads in tiers:
+        _extend_zero_grad(model, offloaded_optimizer)
     if activations in tiers:
         excluded = [t for t in (*model.parameters(), *model.buffers()) if not is_offloaded(t)]
         store = ActivationStore(tiers[activations], compute_device, budget_bytes // 8, excluded)
@@ -336,6 +339,20 @@ def _disable(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state.clear()
     for group in optimizer.param_groups:
         group["params"] = []
+
+
+def _extend_zero_grad(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
+    """Make the model's `zero_grad` discard stored gradients, too: Hugging Face's Trainer calls no other."""
+    model_reference, optimizer_reference = weakref.ref(model), weakref.ref(optimizer)
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        owner, stepped = model_reference(), optimizer_reference()
+        assert owner is not None
+        type(owner).zero_grad(owner, set_to_none)
+        if stepped is not None:
+            stepped.zero_grad(set_to_none)
+
+    model.__dict__["zero_grad"] = zero_grad
 
 
 @contextmanager
