@@ -111,30 +111,6 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     assert steps(other.model, other.optimizer, 1) == steps(trained.model, trained.optimizer, 1)
 
 
-def test_pretrained_models_load_shard_by_shard(tmp_path):
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    torch.manual_seed(4)
-    plain = Transformer(tied=False)
-    state = plain.state_dict()
-    half = len(state) // 2
-    for number, keys in enumerate(([*state][:half], [*state][half:])):
-        shard = {f"body.{key}": state[key] for key in keys} | {f"extra{number}": torch.zeros(1)}
-        save_file(shard, tmp_path / f"{number}.safetensors")
-    with torch.device("meta"):
-        model = Transformer(tied=False)
-    optimizer = adam(model.parameters())
-    options = {"params": "disk", "states": "disk", "path": tmp_path / "swap", "budget": 250_000}
-    model, optimizer = te.offload(model, optimizer, **options, init=lambda module: None)
-    load = te.offloading.load_safetensors
-    assert load(model, tmp_path, rename=lambda key: key.removeprefix("body.")) == ["extra0", "extra1"]
-    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values(), strict=True))
-    assert steps(model, optimizer, 2) == steps(plain, adam(plain.parameters()), 2)
-    with pytest.raises(ValueError, match=r"has no 'embedding\.weight', "):
-        load(model, tmp_path)
-    with pytest.raises(ValueError, match=r"has no \.safetensors files"):
-        load(model, tmp_path / "swap")
-
-
 def test_each_parameter_has_its_own_number_of_steps(tmp_path):
     """One that had no gradient at first."""
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tritonemb as te
 from tests.offloading.models import Transformer, loss_of
+from tests.offloading.test_safetensors import save
 from tritonemb.offloading.checkpoint import CHECKSUMS
 
 OPTIMIZERS = {
@@ -125,6 +126,44 @@ def test_checkpoints_reshard(ranks, saving_ranks, loading_ranks, tmp_path):
     fresh, _ = run(loading_ranks, 5, on_host)
     assert abs(loaded[0] - fresh[0]) > 1e-2, "the checkpoint must have been loaded"
     assert Path(path, ".metadata").exists()
+
+
+def pretrained(rank: int, folder: Path, params: str) -> list[float]:
+    """Losses of a model that was sharded on "meta", and gets its weights from a file; of a plain one without it."""
+    torch.manual_seed(0)
+    model: Any = Transformer(dim=20, blocks=2, words=51, tied=False)
+    if rank == 0:
+        save(folder / "model.safetensors", model.state_dict())
+    dist.barrier()
+    if params != "plain":
+        with torch.device("meta"):
+            model = Transformer(dim=20, blocks=2, words=51, tied=False)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer: Any = OPTIMIZERS["adam"](model.parameters())
+    if params != "plain":
+        options = {"params": params, "states": "host", "budget": 400_000, "device": "cpu", "path": folder}
+        if params != "device":
+            with pytest.raises(ValueError, match=r"is a shard on the meta device; pass checkpoint= to te\.offload"):
+                te.offload(model, optimizer, **options, init=lambda module: None)
+        model, optimizer = te.offload(model, optimizer, **options, checkpoint=folder)
+    random, losses = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        loss = loss_of(model, random, rank, 2)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    if params != "plain":
+        te.offloading.close(model)
+    return losses
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("params", ["disk", "device"])
+def test_shards_on_meta_get_pretrained_weights(ranks, params, tmp_path):
+    assert ranks(2).run(pretrained, tmp_path, params) == ranks(2).run(pretrained, tmp_path, "plain")
 
 
 def damage_of_one_rank(rank: int, folder: Path) -> str:

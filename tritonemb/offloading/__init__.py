@@ -1,8 +1,9 @@
 """Offload of dense layers: parameters, gradients, activations and optimizer states in host memory or on disk (NVMe)."""
 
-from tritonemb.offloading.checkpoint import load_checkpoint, load_safetensors, save_checkpoint
+from tritonemb.offloading.checkpoint import load_checkpoint, save_checkpoint
 from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload
 from tritonemb.offloading.optimizer import OffloadedOptimizer
+from tritonemb.offloading.safetensors import load_safetensors
 from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, offload, report
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checkpoints of offloaded models by `torch.distributed.checkpoint` (DCP), and safetensors; both stream by blocks.
+"""Checkpoints of offloaded models by `torch.distributed.checkpoint` (DCP), streamed by blocks.
 
 The format is that of `dcp.save({"model": ..., "optim": ...})` for the state dicts of DCP's `get_state_dict`, so a
 checkpoint loads into plain and sharded models, other numbers of ranks and other tiers, and vice versa. A file
@@ -9,7 +9,7 @@ import os
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from tritonemb.offloading.shards import DeviceElements, StoredElements, TensorSl
 from tritonemb.offloading.states import MASTER, StateArray
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import METADATA, checkpoint_errors
-from tritonemb.utils import WRITING, join_names, on_error, publish, require
+from tritonemb.utils import WRITING, on_error, publish
 
 BLOCK_BYTES = 64 << 20  # of a tensor in memory at a time
 CHECKSUMS = "checksums.json"
@@ -210,56 +210,3 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
             if param_states := nested["optim"].get("state", {}).get(tensor_slice.fqn):
                 scalars = {name: value for name, value in param_states.items() if not isinstance(value, StoredTensor)}
                 optimizer.finish_load(p, scalars, MASTER in param_states)
-
-
-def load_safetensors(
-    model: nn.Module, path: str | os.PathLike[str], strict: bool = True, rename: Callable[[str], str] | None = None
-) -> list[str]:
-    """Load a pretrained model's safetensors into an offloaded model's tiers, tensor by tensor.
-
-    At most one tensor is in memory, so a model may be larger than memory: create it on "meta", offload it with
-    `init=lambda module: None`, and load it.
-
-    Args:
-        path: a file, or a folder with the shards of a model in the layout of Hugging Face.
-        strict: raise if a parameter is not in the files.
-        rename: map a name in the files to the model's name.
-
-    Returns:
-        Names in the files without a parameter in the model.
-
-    Raises:
-        ValueError: a parameter is missing, or has another shape; parameters before it are loaded.
-    """
-    safe_open = require("safetensors", "frameworks").safe_open
-    path = Path(path)
-    shards = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    if not shards:
-        raise ValueError(f"{path} has no .safetensors files")
-    # Parameters, and tiles, by the name of the full tensor.
-    targets: dict[str, list[tuple[Any, TensorSlice]]] = {}
-    for target in tensor_slices(model):
-        targets.setdefault(target[1].fqn, []).append(target)
-    # Write each tensor to its parameter, or to its tiles.
-    unknown, loaded = [], set[Any]()
-    for file in shards:
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118  # not a mapping
-                matches = targets.get(key if rename is None else rename(key))
-                if matches is None:
-                    unknown.append(key)
-                    continue
-                values, shape = tensors.get_tensor(key), matches[0][1].shape
-                if values.shape != shape:
-                    raise ValueError(f"{file}: {key!r} has shape {list(values.shape)}, the model {list(shape)}")
-                for target, tensor_slice in matches:
-                    local_values = values[tensor_slice.slices]
-                    if is_offloaded(target):
-                        source_of(target).write(local_values.to(target.dtype))
-                    else:
-                        to_local(target).detach().copy_(local_values)
-                    loaded.add(target)
-    parameters = {name: p for name, matches in targets.items() for p, _ in matches if isinstance(p, nn.Parameter)}
-    if strict and (missing := [name for name, p in parameters.items() if p not in loaded]):
-        raise ValueError(f"{path} has no {join_names(map(repr, missing), 5)}; strict=False leaves them unchanged")
-    return unknown

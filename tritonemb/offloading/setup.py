@@ -19,12 +19,13 @@ from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, OffloadedTensor, is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
+from tritonemb.offloading.safetensors import PretrainedWeights
 from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, tensor_slices, to_local
 from tritonemb.offloading.states import StatePlacement
 from tritonemb.offloading.tiers import Arena, Tier, TierName, make_tier
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
-from tritonemb.utils import on_error
+from tritonemb.utils import join_names, on_error
 
 PIECE_ELEMENTS = 4096  # pieces of a parameter begin at multiples of it, which are whole pages in any dtype
 SUB_GROUP_ELEMENTS = 16 << 20  # limit per sub-group: enough for a disk's full rate, little beside host memory
@@ -60,6 +61,7 @@ def offload(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, params: TierName = "device", states: TierName = "device",
     grads: TierName = "device", activations: TierName = "device", path: Folders = None,
     budget: int | str | None = None, ratio: float = 0.0, device: torch.device | str | None = None, init: Init = None,
+    checkpoint: str | os.PathLike[str] | None = None,
 ) -> tuple[nn.Module, OffloadedOptimizer]:  # fmt: skip
     """Offload a model's parameters, gradients, optimizer states and activations (ZeRO-Infinity, SC 2021).
 
@@ -69,7 +71,8 @@ def offload(
 
     Args:
         model: changed in place, and returned. Modules on the "meta" device are materialized one by one into the tier,
-            by `init` or their `reset_parameters`.
+            from `checkpoint`, by `init` or their `reset_parameters`. Buffers that none of them sets are initialized by
+            `_init_weights` of an enclosing module, such as a `transformers.PreTrainedModel`.
         optimizer: any element-wise `torch.optim` optimizer of the model's parameters. Its states are taken over, and it
             can no longer step.
         params: tier of parameters while unused. `model.state_dict()` copies them to host memory.
@@ -85,13 +88,17 @@ def offload(
             of sub-groups on disk; by default a quarter of the free memory.
         ratio: share of the states that stays in memory with states="disk".
         device: compute device; by default that of the parameters, or for "meta" the current GPU or the CPU.
-        init: `init(module)` initializes the parameters of one module, without its children.
+        init: `init(module)` initializes the parameters of one module, without its children; with `checkpoint` only
+            those that it lacks.
+        checkpoint: safetensors file of a pretrained model, or folder of such files in the layout of Hugging Face,
+            loaded tensor by tensor. Floating-point values are cast to the model's dtype.
 
     Returns:
         The model, and the optimizer that replaces `optimizer`.
 
     Raises:
-        ValueError: for other tiers, a budget that is too small for a layer, or an optimizer that is not element-wise.
+        ValueError: for other tiers, a budget that is too small for a layer, an optimizer that is not element-wise, or
+            a checkpoint with other names, shapes or kinds of dtypes than the model, or damaged; nothing is changed.
         StorageError: the swap file cannot be created or is in use.
     """
     # Check the arguments.
@@ -107,6 +114,10 @@ def offload(
         raise ValueError(f"ratio must be between 0 and 1, got {ratio}")
     if isinstance(optimizer, OffloadedOptimizer) or getattr(model, "_offload", None) is not None:
         raise ValueError("the model or its optimizer is offloaded already")
+    weights = None if checkpoint is None else PretrainedWeights(model, checkpoint)
+    if weights is not None:
+        weights.check_names(init is not None)
+    loaded: set[Any] = set() if weights is None else {*weights.targets}
     compute_device = _device_of(model, device)
     if compute_device.type == "cuda" and states != "device" and params == grads == "device":
         grads = "host"  # where the optimizer steps
@@ -130,12 +141,14 @@ def offload(
     with on_error(lambda: [tier.close() for tier in tiers.values()]):
         arena = Arena(arena_bytes if params != "device" else 0, compute_device)
         calls = ModuleCalls(ParameterCache(arena), compute_device)
-        move = ParameterMove(model, calls, tiers.get(params), elements, init)
+        move = ParameterMove(model, calls, tiers.get(params), elements, init, loaded)
         placement = StatePlacement(tiers.get(states), tiers.get(grads), compute_device, elements, buffer_bytes, ratio)
         offloaded_optimizer = OffloadedOptimizer(optimizer, move.offloaded, move.replacements, placement)
     plain_states = optimizer.state.copy()
     _disable(optimizer)  # the first change
     move.commit()
+    if weights is not None:
+        weights.load(model)
     offloaded_optimizer.load_plain_states(plain_states, move.replacements)
     if grads in tiers:
         _extend_zero_grad(model, offloaded_optimizer)
@@ -200,12 +213,15 @@ def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.dev
 class ParameterMove:
     """Planned replacement of a model's parameters by offloaded ones; `commit` carries it out."""
 
-    def __init__(self, model: nn.Module, calls: ModuleCalls, tier: Tier | None, elements: int, init: Init) -> None:
+    def __init__(
+        self, model: nn.Module, calls: ModuleCalls, tier: Tier | None, elements: int, init: Init, loaded: set[Any]
+    ) -> None:
         self.offloaded: dict[Any, OffloadedParam] = {}  # by parameter
         # By parameter of the model, the new parameters, each with its index in the old one.
         self.replacements: defaultdict[Any, list[tuple[Any, Any]]] = defaultdict(list)
         self._new_parameter: dict[Any, Any] = {}
         self._calls, self._init, self._initialized = calls, init, set[Any]()
+        self._loaded = loaded  # parameters and buffers whose values a checkpoint has
         # Linear layers that would fill the arena are replaced by tiled ones.
         max_bytes, tiles = calls.cache.arena.num_bytes // 4, dict[Any, tuple[Any, Any]]()
         self._tiled_layers = list(_tiled_layers(model, max_bytes, tiles)) if tier is not None else []
@@ -214,18 +230,20 @@ class ParameterMove:
         self._modules = [(name, module) for name, module in model.named_modules() if module not in excluded]
         for name, _, _, tiled in self._tiled_layers:
             self._modules += [(f"{name}.{inner}", module) for inner, module in tiled.named_modules() if inner]
+        self._loaded |= {tile for tile, (parameter, _) in tiles.items() if parameter in self._loaded}
         # New parameters: offloaded, or on the device for those on "meta".
+        self._initializers = {module: self._initializer(model, name, module) for name, module in self._modules}
         for name, module in self._modules:
-            if self._init is None and _on_meta(module) and not hasattr(module, "reset_parameters"):
-                raise ValueError(
-                    f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters; "
-                    "pass init= to te.offload"
-                )
             for attribute, p in module._parameters.items():
                 if p is None or p in self._new_parameter or is_offloaded(p):
                     continue
                 if tier is not None:
                     param = OffloadedParam(f"{name}.{attribute}".removeprefix("."), p, tier, calls.device, elements)
+                    if param.sharded and to_local(p).is_meta and p not in self._loaded:
+                        raise ValueError(
+                            f"parameter {param.name!r} is a shard on the meta device; pass checkpoint= to te.offload, "
+                            "or allocate and initialize the model first, by its to_empty"
+                        )
                     if not param.sharded:
                         param.parameter = nn.Parameter(OffloadedTensor(param, calls), requires_grad=p.requires_grad)
                     self.offloaded[param.parameter], self._new_parameter[p] = param, param.parameter
@@ -253,13 +271,31 @@ class ParameterMove:
                 if not p.is_meta:
                     p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 
+    def _initializer(self, model: nn.Module, name: str, module: nn.Module) -> Init:
+        """Return the function that sets a module's own tensors on "meta"; None if a checkpoint has all of them."""
+        tensors = [*module._parameters.items(), *module._buffers.items()]
+        unset = {key: t for key, t in tensors if t is not None and to_local(t).is_meta and t not in self._loaded}
+        if not unset or self._init is not None:
+            return self._init if unset else None
+        if (reset := getattr(module, "reset_parameters", None)) is not None:
+            return lambda _: reset()
+        if not unset.keys() & module._parameters.keys():
+            owners = (m for path, m in model.named_modules() if f".{name}.".startswith(f".{path}.".replace("..", ".")))
+            initializers: list[Any] = [m._init_weights for m in owners if hasattr(m, "_init_weights")]
+            if initializers and _sets_buffers(initializers[-1], module, [*unset]):
+                return initializers[-1]  # of the innermost
+        raise ValueError(
+            f"module {name!r} ({type(module).__name__}) is on the meta device and has no reset_parameters; pass init= "
+            f"to te.offload, which sets {join_names(map(repr, unset), 5)}, or checkpoint= with pretrained weights"
+        )
+
     def _materialize(self, module: nn.Module) -> None:
-        """Allocate and initialize a module's own parameters and buffers that are on "meta"."""
-        if not _on_meta(module):
-            return
+        """Allocate a module's own parameters and buffers that are on "meta", and set those that no checkpoint has."""
         for attribute, p in [*module._parameters.items()]:
             if p is not None and to_local(p).is_meta and p not in self._initialized:
                 new = self._new_parameter[p]
+                if new in self.offloaded and p in self._loaded:
+                    continue  # it needs no memory
                 temporary = nn.Parameter(torch.empty_like(p, device="cpu")) if is_offloaded(new) else new
                 self._new_parameter[temporary] = new
                 self._initialized.add(p)
@@ -267,17 +303,22 @@ class ParameterMove:
         for attribute, buffer in [*module._buffers.items()]:
             if buffer is not None and buffer.is_meta:
                 module._buffers[attribute] = torch.empty_like(buffer, device=self._calls.device)
-        with torch.no_grad():
-            module.reset_parameters() if self._init is None else self._init(module)  # type: ignore[operator]
+        if (initialize := self._initializers[module]) is not None:
+            with torch.no_grad():
+                initialize(module)
 
     def _move(self, p: Any) -> None:
-        """Write a parameter to its tier, and free its memory."""
+        """Write a parameter to its tier, unless a checkpoint has its values, and free its memory."""
         new = self._new_parameter[p]
         if p in self._initialized or (offloaded := self.offloaded.get(new)) is None:
             return
-        offloaded.write(to_local(p))
+        if p not in self._loaded:
+            offloaded.write(to_local(p))
         self._initialized.add(p)
         if offloaded.sharded:  # `new` is `p`: let FSDP2 read an `OffloadedTensor`
+            if to_local(p).is_meta:  # a tensor cannot change its device
+                values = torch.empty((), dtype=p.dtype, device=self._calls.device).expand(offloaded.shard_shape)
+                torch.utils.swap_tensors(p, nn.Parameter(as_dtensor(values, p), requires_grad=p.requires_grad))
             shard = new._local_tensor
             shard.untyped_storage().resize_(0)
             new._local_tensor = OffloadedTensor(offloaded, self._calls, shard.device)
@@ -287,8 +328,17 @@ class ParameterMove:
                 p.data = torch.empty(0, dtype=p.dtype, device=p.device)
 
 
-def _on_meta(module: nn.Module) -> bool:
-    return any(to_local(tensor).is_meta for tensor in (*module.parameters(False), *module.buffers(False)))
+def _sets_buffers(initialize: Callable[[nn.Module], object], module: nn.Module, names: list[str]) -> bool:
+    """Return whether a function writes buffers of a module, by a trial with others; the module stays as it is."""
+    buffers: dict[str, Any] = dict(module._buffers)
+    trial = {name: torch.empty_like(buffers[name], device="cpu") for name in names}
+    module._buffers.update(trial)
+    try:
+        with torch.no_grad():
+            initialize(module)
+        return all(module._buffers[name] is not buffer or buffer._version for name, buffer in trial.items())
+    finally:
+        module._buffers.update(buffers)
 
 
 def _fill_state_dict(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
