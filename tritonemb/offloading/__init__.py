@@ -2,6 +2,7 @@
 
 from tritonemb.offloading.checkpoint import load_checkpoint, save_checkpoint
 from tritonemb.offloading.estimate import Machine, OffloadEstimate, OffloadEstimates, estimate_offload
+from tritonemb.offloading.hugging_face import trainer_optimizers
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.safetensors import load_safetensors
 from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, offload, report
@@ -9,5 +10,5 @@ from tritonemb.offloading.setup import OffloadReport, close, gather_parameters, 
 __all__ = [
     "Machine", "OffloadEstimate", "OffloadEstimates", "OffloadReport", "OffloadedOptimizer", "close",
     "estimate_offload", "gather_parameters", "load_checkpoint", "load_safetensors", "offload", "report",
-    "save_checkpoint",
+    "save_checkpoint", "trainer_optimizers",
 ]  # fmt: skip

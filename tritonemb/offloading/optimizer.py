@@ -212,6 +212,11 @@ class OffloadedOptimizer(Optimizer):
         self._gradients.clear(set_to_none)
         super().zero_grad(set_to_none)
 
+    @property
+    def stores_gradients(self) -> bool:
+        """True if gradients are in a tier, not in `.grad`."""
+        return self._gradients.is_stored
+
     def read_gradient(self, parameter: Any) -> Tensor | None:
         """Return the gradient of a parameter: `.grad`, or of a stored one a copy in host memory."""
         return self._gradients.read(parameter)
@@ -227,7 +232,7 @@ class OffloadedOptimizer(Optimizer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip gradients like `torch.nn.utils.clip_grad_norm_`, also stored ones; return the total norm."""
         parameters = self._parameters()
-        if not self._gradients.is_stored:
+        if not self.stores_gradients:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
         norm = self._gradients.total_norm(parameters, norm_type)
         self._gradients.scale(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
