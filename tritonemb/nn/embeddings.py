@@ -12,7 +12,7 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection, TableCollection
 from tritonemb.nn.single_table import SingleTable
 from tritonemb.ops.bag import Bags, are_ascending, check_ascending, count_unpadded, drop_padding, single_bag_offsets
-from tritonemb.ops.registry import plain_eager
+from tritonemb.ops.registry import graph_break, plain_eager
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.optimizer import States
@@ -303,6 +303,13 @@ class DynamicModule(SingleTable):
 
     _collection: TableCollection  # not a submodule, so that keys of `state_dict` have no prefix
 
+    @graph_break(
+        "a module with num_embeddings=None assigns rows to new ids on the host; for one graph put its table into an "
+        "EmbeddingBagCollection or EmbeddingCollection, and pass the compiled model te.nn.prefetch(model, features)"
+    )
+    def _look_up_batch(self, batch: KeyedJaggedTensor) -> Any:
+        return self._collection(batch)
+
     def reset_parameters(self) -> None:
         """Remove all ids, draw a new seed, and zero the optimizer's states."""
         self._collection.reset_parameters()
@@ -361,7 +368,7 @@ class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
             ends = torch.cat([offsets.new_zeros(1), is_id.cumsum(0, dtype=offsets.dtype)])[offsets.long()]
             weights = None if weights is None else weights[is_id]
             batch = KeyedJaggedTensor.unchecked(batch.keys(), values[is_id], weights, ends)
-        return self._collection(batch)
+        return self._look_up_batch(batch)
 
 
 class DynamicEmbedding(DynamicModule, Embedding):
@@ -377,7 +384,7 @@ class DynamicEmbedding(DynamicModule, Embedding):
         positions = torch.arange(len(ids)) if self.padding_idx is None else (ids != self.padding_idx).nonzero()[:, 0]
         offsets = single_bag_offsets(positions.shape[0], ids.device)
         batch = KeyedJaggedTensor.unchecked([key], ids[positions], None, offsets)
-        rows = self._collection(batch).values()
+        rows = self._look_up_batch(batch).values()
         if self.padding_idx is not None:
             rows = rows.new_zeros(len(ids), self.embedding_dim).index_copy(0, positions, rows)
         return rows.view(*input.shape, self.embedding_dim)

@@ -280,8 +280,14 @@ class TorchForward(torch.autograd.Function):
 
 
 # Graph breaks.
-_look_up_untraced = graph_break(ops.bag_fused)  # `update="step"` accumulates gradients in eager mode
-_renormalize_untraced = graph_break(lambda *args: torch.embedding_renorm_(*args))  # the graph updates these rows
+_look_up_untraced = graph_break(
+    'update="step" collects the gradients of several backward passes on the host; for one graph fuse with '
+    'update="backward"'
+)(ops.bag_fused)
+_renormalize_untraced = graph_break(
+    "max_norm changes rows in the forward that the backward of the same graph updates, for which the compiler would "
+    "copy the table; for one graph use max_norm of the optimizer instead, as in te.optim.SGD(max_norm=1.0)"
+)(lambda *args: torch.embedding_renorm_(*args))
 
 
 def reason_not_fusable(module: Any) -> str | None:

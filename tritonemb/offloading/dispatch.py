@@ -28,6 +28,10 @@ Packed = Tensor | Callable[[], Tensor]  # saved tensor, or a function that retur
 MIN_BYTES = 16 << 10  # smaller tensors stay on the device: a transfer costs more than their memory
 MAX_BASE_RATIO = 4  # a view stays if its storage has more than this many times its bytes
 PREFETCH_STORAGES = 4  # storages that are read before the backward needs them
+FETCHED_ON_USE = (
+    "an offloaded parameter is fetched where it is used; for one graph call model.compile(fullgraph=True), or that of "
+    "its blocks, before te.offload(model, optimizer): a compiled call fetches all parameters first"
+)
 _tensor: Any = torch.Tensor
 _METADATA = {  # attributes and methods that need no values
     attribute if callable(attribute := getattr(_tensor, name)) else attribute.__get__
@@ -179,7 +183,7 @@ class OffloadedTensor(torch.Tensor):
         return f"OffloadedTensor({self.source.name!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    @graph_break  # where a parameter is fetched
+    @graph_break(FETCHED_ON_USE)
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # Operators that need no values, and copies to the tier.
@@ -252,7 +256,7 @@ class ModuleCalls:
         """True during a forward or backward pass."""
         return self._depth > 0 or in_backward()
 
-    @graph_break
+    @graph_break(FETCHED_ON_USE)
     def enter_module(self, *_: Any) -> None:
         """Enter a module call; the outermost installs the hooks of saved tensors."""
         # While activation checkpointing recomputes, its hooks must stay the innermost.
@@ -261,7 +265,7 @@ class ModuleCalls:
             self._hooks.__enter__()
         self._depth += 1
 
-    @graph_break
+    @graph_break(FETCHED_ON_USE)
     def leave_module(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0 and self._hooks is not None:
@@ -302,6 +306,7 @@ class ModuleCalls:
     def _wrap_compiled(self, module: Any, params: Mapping[Tensor, OffloadedParam]) -> None:
         locations = [(m, name) for m in module.modules() for name, p in m._parameters.items() if p in params]
         used_params = [params[owner._parameters[name]] for owner, name in locations]
+        self._pack = torch.compiler.disable(self._pack)  # type: ignore[method-assign]  # called within its call
         attribute = "forward" if hasattr(module, "_orig_mod") else "_compiled_call_impl"
         call = getattr(module, attribute)
 

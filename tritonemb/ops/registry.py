@@ -246,7 +246,7 @@ def define(
         increment_versions(flat)
         return result
 
-    _library.impl(name, graph_break(run_flat), "CompositeExplicitAutograd")
+    _library.impl(name, graph_break("implementation of an op")(run_flat), "CompositeExplicitAutograd")
     torch.library.register_fake(op, run_fake, lib=_library)
     if not mutates:
         torch.library.register_autograd(op, run_backward, setup_context=run_save, lib=_library)
@@ -324,16 +324,25 @@ def _allow_update_in_backward() -> None:
     graph_capture_wrappers.set_partitioner_tag_must_be_in_backward = tag_untracked
 
 
-def graph_break(function: Callable[P, R]) -> Callable[P, R]:
-    """Exclude a function from graphs, like `torch.compiler.disable`, which imports the compiler: a second."""
-    disabled = _disable_dynamo(function)  # imports the compiler when it is called
+def graph_break(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Exclude a function from graphs, like `torch.compiler.disable`, which imports the compiler: a second.
 
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        has_compiler = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
-        return (disabled if has_compiler else function)(*args, **kwargs)
+    `reason` says why, and what to do for one graph: the error of `fullgraph=True` quotes it.
+    """
 
-    return call
+    def exclude(function: Callable[P, R]) -> Callable[P, R]:
+        disabled: Any = _disable_dynamo(function)  # imports the compiler when it is called
+        disabled._torchdynamo_disable, disabled._torchdynamo_disable_msg = True, reason  # read by a trace
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            has_compiler = torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+            result: R = (disabled if has_compiler else function)(*args, **kwargs)
+            return result
+
+        return call
+
+    return exclude
 
 
 def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:

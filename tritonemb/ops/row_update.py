@@ -264,8 +264,8 @@ def table_set_of(handle: int) -> Any:
 _queued_updates: dict[int, list[tuple[int, Callable[[], None]]]] = {}
 
 
-def _update_after_backward(handle: int, grad: Tensor, *batch: Any) -> Tensor:
-    update = partial(table_set_of(handle).update_shared, grad.clone(), *batch)
+def update_after_backward(handle: int, update: Callable[[], None]) -> None:
+    """Run an update of the table set `handle`, together with other ranks, when the backward pass ends."""
     task = torch._C._current_graph_task_id()
     if task < 0:
         update()
@@ -276,7 +276,6 @@ def _update_after_backward(handle: int, grad: Tensor, *batch: Any) -> Tensor:
         _queued_updates[task] = [(handle, update)]
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(partial(_run_queued, task))
-    return grad.new_zeros(1)
 
 
 def _run_queued(task: int) -> None:
@@ -285,11 +284,16 @@ def _run_queued(task: int) -> None:
         update()
 
 
+def _queue_shared(handle: int, grad: Tensor, *batch: Any) -> Tensor:
+    update_after_backward(handle, partial(table_set_of(handle).update_shared, grad.clone(), *batch))
+    return grad.new_zeros(1)
+
+
 _shared_update = define(
     "shared_update",
     "(int handle, Tensor grad, *Batch, *RowGroups, *Layout) -> Tensor",
     lambda _, grad, *args: grad.new_empty(1),
-    _update_after_backward,
+    _queue_shared,
 )
 
 

@@ -15,6 +15,7 @@ from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
 from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import graph_break
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.local_shards import LocalShards
 from tritonemb.sharding.placement import PlacedShard, ShardGroups, ShardMap
@@ -74,8 +75,6 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         self.set_learning_rate(collection.current_learning_rate)
         self.local_shards.init(collection)
         self.requires_grad_(require_gradients(collection.configs, [table.weight for table in collection.tables]))
-        # Graph break: the host reads the sizes of messages.
-        self._exchange_ids = torch.compiler.disable(self._exchange_ids)  # type: ignore[method-assign]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train or freeze all tables; the same on every rank, as their backward is a collective."""
@@ -157,6 +156,10 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         """
         return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features, assign)
 
+    @graph_break(
+        "the host reads the sizes of other ranks' messages; for one graph call the compiled model with prefetched "
+        "features, model.prefetch(features)"
+    )
     def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
         batch = self.convert_batch(features)
         sent, problem = self._batch_to_send(batch), find_invalid_id(batch, self._bounds_checked)

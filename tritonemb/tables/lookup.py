@@ -59,7 +59,11 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
     return ops.fused_lookup(tables.tables[0].weight, None, partial(batch.read, tables), take_gradient)
 
 
-_look_up_untraced = graph_break(look_up_prepared)
+PREFETCH_FIRST = (
+    "the host assigns rows to new ids, and moves rows of tables in host memory, on disk or on servers, before a graph "
+    "runs; for one graph call the compiled model with prefetched features, te.nn.prefetch(model, features)"
+)
+_look_up_untraced = graph_break(PREFETCH_FIRST)(look_up_prepared)
 
 
 def check_trainable(tables: LookupTables, batch: PreparedBatch) -> bool:
@@ -142,7 +146,7 @@ def _look_up_with_unknown_ids(tables: LookupTables, assigned: AssignedRows, unkn
     return _look_up_untraced(tables, PreparedBatch(keys, row_batch, assigned.training, assigned))
 
 
-@graph_break
+@graph_break(PREFETCH_FIRST)
 def assign_rows(
     tables: LookupTables, features: Features, for_prefetch: bool = False, occurrences: Tensor | None = None
 ) -> AssignedRows:
@@ -221,7 +225,7 @@ def check_protected(tables: LookupTables, assigned: AssignedRows | None) -> None
         _check_step(tables, int(assigned.step), "a batch was prefetched")
 
 
-@graph_break
+@graph_break("the host compares steps of accumulated batches; call the uncompiled model in accumulate()")
 def _check_step(tables: LookupTables, step: int, event: str) -> None:
     """Raise ValueError if rows of a batch of an earlier step may have been evicted; `event` describes that batch."""
     table = min(tables.dynamic.values(), key=lambda table: table.config.eviction.protect)

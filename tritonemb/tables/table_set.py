@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tritonemb.jagged import Features, KeyedJaggedTensor
+from tritonemb.ops.row_update import update_after_backward
 from tritonemb.tables.batch import RowBatch, checked_batch
 from tritonemb.tables.cache import RowCache, released_before
-from tritonemb.tables.lookup import DynamicLookup
+from tritonemb.tables.lookup import DynamicLookup, check_protected
 from tritonemb.tables.lookup_tables import AccumulatedLookups, DeviceLookup, LookupTables, PreparedBatch
 from tritonemb.tables.optimizer import check_optimizer
 from tritonemb.tables.server_table import CachedServerTable, RowService, RowStore, ServerTable
@@ -69,7 +70,9 @@ class TableSet(LookupTables):
             raise RuntimeError(
                 "accumulate() does not support a compiled model with cached tables; call the uncompiled model"
             )
-        if batch is None or not batch.acquire(cast(RowCache, self.cache)):
+        if self.dynamic and batch is not None:
+            check_protected(self, batch.assigned)
+        if batch is None or not batch.acquire(self):
             raise RuntimeError(
                 "the rows of this batch are no longer pinned; prefetch a batch again for each call of a compiled model"
             )
@@ -88,7 +91,10 @@ class TableSet(LookupTables):
                 "a compiled model with cached tables was called again before its backward pass; run the backward pass "
                 "first"
             )
-        batch.apply(self, grad)
+        if self.update.is_shared:
+            update_after_backward(self.accumulator.handle, partial(batch.apply, self, grad.clone()))
+        else:
+            batch.apply(self, grad)
 
     def attach(self, service: RowService | RowStore) -> None:
         """Attach the servers of the tables; a cache on the device leases rows of a `RowStore`."""

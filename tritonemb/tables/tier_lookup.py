@@ -30,31 +30,47 @@ from tritonemb.tables.batch import (
     find_positions,
     row_sums,
 )
-from tritonemb.tables.cache import PinState, RowCache
-from tritonemb.tables.lookup import assign_rows, check_protected, check_trainable, look_up_prepared, raise_no_optimizer
+from tritonemb.tables.cache import PinState
+from tritonemb.tables.lookup import (
+    PREFETCH_FIRST,
+    assign_rows,
+    check_protected,
+    check_trainable,
+    look_up_prepared,
+    raise_no_optimizer,
+)
 from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
 from tritonemb.tables.server_table import Pull, RowService, ServerTable
 
 Deduplicated = tuple[RowBatch, Sequence[Tensor]]  # values index the ids: per table, int64 `[n]`, distinct and ascending
 _tickets = itertools.count(1)
-prefetched: WeakValueDictionary[int, "PinnedBatch"] = WeakValueDictionary()  # by ticket
+prefetched: WeakValueDictionary[int, "PrefetchedBatch"] = WeakValueDictionary()  # by ticket
 
 
 @dataclass(eq=False)
-class PinnedBatch(PreparedBatch):
+class PrefetchedBatch(PreparedBatch):
+    """A batch whose rows are prefetched. In compiled graphs its ticket, int64 `[]` on the CPU, represents it."""
+
+    def __post_init__(self) -> None:
+        number = next(_tickets)
+        self.ticket, prefetched[number] = torch.tensor(number), self
+
+    def acquire(self, tables: LookupTables) -> bool:
+        """Use the batch; return False if it was used before."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class PinnedBatch(PrefetchedBatch):
     """A batch whose rows are pinned in slots of a cache until it is released or deleted."""
 
     replica_rows: Tensor | None = None  # of other ranks' batches, updated as well; None without replicas
 
-    def __post_init__(self) -> None:
-        # The ticket, int64 `[]` on the CPU, is the batch's number in compiled graphs.
-        number = next(_tickets)
-        self.ticket, prefetched[number] = torch.tensor(number), self
-
-    def acquire(self, cache: RowCache) -> bool:
+    def acquire(self, tables: LookupTables) -> bool:
         """Wait on this stream for the slots; return False if they were used before, ValueError for another cache."""
-        pins, rows = self.pins, self.rows
+        pins, rows, cache = self.pins, self.rows, tables.cache
         assert pins is not None
+        assert cache is not None
         if pins.state is not PinState.PINNED:
             return False
         if pins.cache is not cache:
@@ -92,45 +108,50 @@ class PinnedBatch(PreparedBatch):
         return unknown_ids._replace(rows=slots_by_table, features=batch, layout=slot_layout)
 
 
-class CachedLookup(DeviceLookup):
-    """Lookup in tables some of which are cached on the device."""
+class PrefetchedLookup(DeviceLookup):
+    """Lookup of batches whose rows the host moves first, `prepare`; graphs may contain that of prefetched batches."""
 
     moves_rows = True
+
+    def look_up(
+        self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
+    ) -> Tensor:
+        assert groups is None or isinstance(groups, PrefetchedBatch)
+        if groups is not None and torch.compiler.is_compiling():
+            return _look_up_in_graph(tables, groups)
+        return self.look_up_prefetched(tables, features, groups, occurrences)
+
+    def look_up_prefetched(
+        self, tables: LookupTables, features: Features, batch: Any, occurrences: Tensor | None
+    ) -> Tensor:
+        """Look up a batch, which is prefetched unless that is done, or if it was looked up before."""
+        raise NotImplementedError
+
+
+class CachedLookup(PrefetchedLookup):
+    """Lookup in tables some of which are cached on the device."""
 
     def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PinnedBatch:
         with tables.lock:
             return prefetch_batch(tables, features, occurrences=occurrences)
 
-    def look_up(
-        self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
+    @graph_break(PREFETCH_FIRST)
+    def look_up_prefetched(
+        self, tables: LookupTables, features: Features, batch: PinnedBatch | None, occurrences: Tensor | None
     ) -> Tensor:
-        assert groups is None or isinstance(groups, PinnedBatch)
-        one_graph = not (tables.update.is_shared or tables.dynamic)
-        if one_graph and torch.compiler.is_compiling() and groups is not None:
-            return _look_up_in_graph(tables, groups)
-        return _look_up_pinned(tables, features, groups, occurrences)
-
-
-@graph_break
-def _look_up_pinned(
-    tables: LookupTables, features: Features, batch: PinnedBatch | None, occurrences: Tensor | None
-) -> Tensor:
-    """Look up a batch, which is prefetched unless that is done, or if it was looked up before.
-
-    A second lookup, as of a checkpointed forward, prefetches again, with cache hits.
-    """
-    cache, assigned = tables.cache, None if batch is None else batch.assigned
-    assert cache is not None
-    if tables.dynamic:
-        check_protected(tables, assigned)
-    if batch is None or not batch.acquire(cache):
-        begin = time.perf_counter()
-        with tables.lock:
-            replica_rows = None if batch is None else batch.replica_rows
-            batch = prefetch_batch(tables, features, assigned, replica_rows, occurrences)
-        batch.acquire(cache)
-        cache.stall += time.perf_counter() - begin
-    return look_up_prepared(tables, batch)
+        # A second lookup, as of a checkpointed forward, prefetches again, with cache hits.
+        cache, assigned = tables.cache, None if batch is None else batch.assigned
+        assert cache is not None
+        if tables.dynamic:
+            check_protected(tables, assigned)
+        if batch is None or not batch.acquire(tables):
+            begin = time.perf_counter()
+            with tables.lock:
+                replica_rows = None if batch is None else batch.replica_rows
+                batch = prefetch_batch(tables, features, assigned, replica_rows, occurrences)
+            batch.acquire(tables)
+            cache.stall += time.perf_counter() - begin
+        return look_up_prepared(tables, batch)
 
 
 def prefetch_batch(
@@ -178,7 +199,7 @@ def prefetch_batch(
         return PinnedBatch(keys, rows, training, assigned, pins, replica_rows)
 
 
-def _look_up_in_graph(tables: LookupTables, batch: PinnedBatch) -> Tensor:
+def _look_up_in_graph(tables: LookupTables, batch: PrefetchedBatch) -> Tensor:
     """Look up a prefetched batch in a compiled graph; see `look_up_prepared`."""
     weights, rows = tables.weights(), batch.rows
     training = torch.is_grad_enabled() and check_trainable(tables, batch)
@@ -190,7 +211,7 @@ def _look_up_in_graph(tables: LookupTables, batch: PinnedBatch) -> Tensor:
 
 
 @dataclass(eq=False)
-class PulledBatch(PreparedBatch):
+class PulledBatch(PrefetchedBatch):
     """A batch whose values index the rows that it has pulled, per table. For `ids` see `Deduplicated`."""
 
     ids: Sequence[Tensor] = field(kw_only=True)
@@ -201,8 +222,7 @@ class PulledBatch(PreparedBatch):
     def is_released(self) -> bool:
         return self.state is PinState.RELEASED
 
-    def acquire(self) -> bool:
-        """Use the batch; return False if it was used before."""
+    def acquire(self, tables: LookupTables) -> bool:
         if self.state is not PinState.PINNED:
             return False
         self.state = PinState.ACQUIRED
@@ -250,12 +270,10 @@ class PulledBatch(PreparedBatch):
         self.release()
 
 
-class PulledLookup(DeviceLookup):
+class PulledLookup(PrefetchedLookup):
     """Lookup in tables on servers that apply the optimizer."""
 
-    moves_rows = True
-
-    @graph_break
+    @graph_break(PREFETCH_FIRST)
     def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PulledBatch:
         """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
         batch, service = checked_batch(features), cast(ServerTable, tables.tables[0]).require_service()
@@ -271,19 +289,18 @@ class PulledLookup(DeviceLookup):
             pull = cast(RowService, service).pull(all_ids, counts, training)
             return PulledBatch(batch.keys(), rows, training, ids=all_ids, pull=pull)
 
-    @graph_break
-    def look_up(
-        self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
+    @graph_break(PREFETCH_FIRST)
+    def look_up_prefetched(
+        self, tables: LookupTables, features: Features, batch: PulledBatch | None, occurrences: Tensor | None
     ) -> Tensor:
-        assert groups is None or isinstance(groups, PulledBatch)
         # Wait for the pull, or start one now.
-        if groups is None or not groups.acquire():
-            groups = self.prepare(tables, features, occurrences)
-            groups.acquire()
+        if batch is None or not batch.acquire(tables):
+            batch = self.prepare(tables, features, occurrences)
+            batch.acquire(tables)
         if tables.trains():
-            return look_up_prepared(tables, groups)
-        result = groups.read(tables)  # differentiable by per-sample weights
-        groups.release()
+            return look_up_prepared(tables, batch)
+        result = batch.read(tables)  # differentiable by per-sample weights
+        batch.release()
         return result
 
     @torch.no_grad()
