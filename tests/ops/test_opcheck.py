@@ -233,7 +233,7 @@ class TestOpcheck:
             for after in (None, torch.zeros(1)):
                 values = torch.randn(4, 5)
                 given = [values] if op is OPS.start_exchange.default else values
-                args = given, after, exchange.handle, back, [4]
+                args = given, after, exchange.handle, back, [4], []
                 torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
     def test_broadcast_buffers(self, monkeypatch):
@@ -329,8 +329,8 @@ def test_exchanges_are_ordered_by_tensors_of_one_device():
     exchange = PooledExchange(RankGroup(), [[(0, 5)]], 5, EXACT)
     with FakeTensorMode():
         values, after = torch.empty(4, 5, device="cuda"), torch.empty(1)
-        started, sent = OPS.start_exchange([values], after, exchange.handle, False, [4])
-        arrived, received = OPS.finish_exchange(started, after, exchange.handle, False, [4])
+        started, sent = OPS.start_exchange([values], after, exchange.handle, False, [4], [])
+        arrived, received = OPS.finish_exchange(started, after, exchange.handle, False, [4], [])
     assert (started.device.type, arrived.device.type) == ("cuda", "cuda")
     assert (sent.device.type, received.device.type) == ("cpu", "cpu")
 

@@ -3,6 +3,7 @@ data parallelism of dense layers inside a compiled graph.
 
 Autograd gets the gradients of a graph all at once, so `DistributedDataParallel` would start to reduce them after all
 computation. Here a bucket of gradients is all-reduced as soon as it is computed, after the exchanges of the backward.
+FSDP2's hooks of modules do not trace: a graph gathers the shards of a bucket itself, and reduce-scatters its gradients.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
-from tritonemb.comm.group import RankGroup, wait_for
+from tritonemb.comm.group import RankGroup, all_gather_single, reduce_scatter_single, wait_for
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec, Receive, graph_order
 from tritonemb.ops.registry import define, objects, register
 
@@ -159,11 +162,13 @@ def exchange_columns(
 class GraphDataParallel:
     """Averages gradients of `module` over the ranks of `group`; all ranks create it with the same module."""
 
+    syncs = True  # whether `GraphShards` reduces gradients in a backward, or adds them to those of the next one
+
     def __init__(self, group: RankGroup, module: nn.Module) -> None:
         self.group, self.handle, self.buckets = group, register(self), list[dict[str, Tensor]]()
         size, dtype = BUCKET_BYTES, None
-        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-        for name, parameter in reversed(trained):  # about the order of their gradients
+        used = [(name, p) for name, p in module.named_parameters() if p.requires_grad or isinstance(p, DTensor)]
+        for name, parameter in reversed(used):  # about the order of their gradients
             if size >= BUCKET_BYTES or parameter.dtype != dtype:
                 self.buckets.append({})
                 size, dtype = 0, parameter.dtype
@@ -180,6 +185,9 @@ class GraphDataParallel:
             averaged.update(zip(bucket, tensors, strict=True))
         return averaged
 
+    def unflatten(self, bucket: Sequence[int], _: Sequence[Tensor]) -> Sequence[int]:
+        return bucket
+
     def shape(self, bucket: Sequence[int], back: bool) -> tuple[int]:
         return (sum(parameter.numel() for parameter in self.buckets[bucket[0]].values()),)
 
@@ -194,10 +202,82 @@ class GraphDataParallel:
         return partial(wait_for, work, sums)
 
 
+class GraphShards(GraphDataParallel):
+    """Gathers in a graph the parameters of `module` that `fully_shard` has sharded over the ranks of `group`."""
+
+    def __init__(self, group: RankGroup, module: nn.Module) -> None:
+        super().__init__(group, module)
+        self._pending: dict[int, Tensor] = {}  # by bucket: gradients that are not reduced yet
+        self._shapes = [{name: parameter.shape for name, parameter in bucket.items()} for bucket in self.buckets]
+        # Inputs by which autograd reaches the backward.
+        examples: list[Any] = [next(iter(bucket.values())) for bucket in self.buckets]
+        self._anchors = [example.to_local().new_zeros(1).requires_grad_() for example in examples]
+
+    def parameters(self, buffers: list[Tensor]) -> dict[str, Tensor]:
+        """Return in a trace the whole parameters by name. FSDP2 does not broadcast `buffers`."""
+        gathered: dict[str, Tensor] = {}
+        for number, shapes in reversed([*enumerate(self._shapes)]):
+            batch: Any = self.handle, False, [number], []
+            anchor = self._anchors[number]
+            started, graph_order[0] = torch.ops.tritonemb.start_exchange([anchor], graph_order[0], *batch)
+            values, graph_order[1] = torch.ops.tritonemb.finish_exchange(started, graph_order[1], *batch)
+            parts = values.split([shape.numel() for shape in shapes.values()])
+            gathered |= {name: part.view(shapes[name]) for name, part in zip(shapes, parts, strict=True)}
+        return gathered
+
+    def shape(self, bucket: Sequence[int], back: bool) -> tuple[int]:
+        return (1,) if back else super().shape(bucket, back)
+
+    def start(self, grads: Sequence[Tensor], bucket: Sequence[int], back: bool) -> Receive:
+        """Start to gather the parameters, or (`back`) to average their gradients, which are added to `.grad`."""
+        parameters: list[Any] = [*self.buckets[bucket[0]].values()]
+        # Elements of each padded shard.
+        sizes = [-(-parameter.shape[0] // self.group.size) * parameter.shape[1:].numel() for parameter in parameters]
+        return self._reduce(grads[0], bucket[0], parameters, sizes) if back else self._gather(parameters, sizes)
+
+    def _gather(self, parameters: Sequence[Any], sizes: Sequence[int]) -> Receive:
+        shards = [parameter.detach().to_local().reshape(-1) for parameter in parameters]
+        local = torch.cat([pad(shard, (0, size - len(shard))) for shard, size in zip(shards, sizes, strict=True)])
+        result = local.new_empty(self.group.size * len(local))
+        work = all_gather_single(result, local, self.group.process_group, async_op=True)
+
+        def receive() -> Tensor:
+            pieces = wait_for(work, result).view(self.group.size, -1).split(list(sizes), dim=1)
+            pairs = zip(pieces, parameters, strict=True)
+            return torch.cat([piece.reshape(-1)[: parameter.numel()] for piece, parameter in pairs])
+
+        return receive
+
+    def _reduce(self, grad: Tensor, bucket: int, parameters: Sequence[Any], sizes: Sequence[int]) -> Receive:
+        grad = grad + self._pending.pop(bucket) if bucket in self._pending else grad.clone()
+        if not self.syncs:
+            self._pending[bucket] = grad
+            return partial(grad.new_zeros, 1)
+        # A row per rank: its shards, padded.
+        parts = grad.split([parameter.numel() for parameter in parameters])
+        size, padded = self.group.size, zip(parts, sizes, strict=True)
+        message = torch.cat([pad(part, (0, n * size - len(part))).view(size, n) for part, n in padded], dim=1)
+        result = grad.new_empty(sum(sizes))
+        average, group = dist.ReduceOp.AVG, self.group.process_group
+        work = reduce_scatter_single(result, message.view(-1), average, group, async_op=True)
+
+        def receive() -> Tensor:
+            for parameter, shard in zip(parameters, wait_for(work, result).split(list(sizes)), strict=True):
+                if parameter.requires_grad:
+                    local = parameter.to_local()
+                    new = shard[: local.numel()].view(local.shape)
+                    options = {"run_check": False, "shape": parameter.shape, "stride": parameter.stride()}
+                    new = DTensor.from_local(new, parameter.device_mesh, parameter.placements, **options)
+                    parameter.grad = new if parameter.grad is None else parameter.grad + new
+            return grad.new_zeros(1)
+
+        return receive
+
+
 class _Averaged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, order: Tensor, handle: int, bucket: int, *parameters: Tensor) -> Any:
-        ctx.batch, ctx.shapes = (handle, True, [bucket]), [parameter.shape for parameter in parameters]
+        ctx.batch, ctx.shapes = (handle, True, [bucket], []), [parameter.shape for parameter in parameters]
         return order.clone(), *(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from tritonemb.utils import end_with_torchrun
 
-# torch 2.13 renamed it, and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# torch 2.13 renamed them, and warns about the old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @functools.cache
@@ -136,7 +137,7 @@ class RankGroup:
         if self.size == 1:
             return message.unsqueeze(0)
         gathered = message.new_empty(self.size * message.numel())
-        _all_gather(gathered, message.contiguous().view(-1), group=self.process_group)
+        all_gather_single(gathered, message.contiguous().view(-1), group=self.process_group)
         return gathered.view(self.size, *message.shape)
 
     def all_gather_object(self, item: Any) -> list[Any]:

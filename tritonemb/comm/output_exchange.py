@@ -150,13 +150,22 @@ class OutputExchange(ABC):
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         if torch.compiler.is_compiling():
             previous_sent, previous_received = graph_order or (None, None)
-            started, sent = torch.ops.tritonemb.start_exchange([values], previous_sent, self.handle, False, batch)
-            values, ended = torch.ops.tritonemb.finish_exchange(started, previous_received, self.handle, False, batch)
+            parts = self.handle, False, *self.flatten(batch)
+            started, sent = torch.ops.tritonemb.start_exchange([values], previous_sent, *parts)
+            values, ended = torch.ops.tritonemb.finish_exchange(started, previous_received, *parts)
             graph_order[:] = [sent, ended] if graph_order else []
             return values
         if values.requires_grad:
             values.register_hook(wait)  # as late as possible: before autograd uses the gradient
         return OutputExchangeFunction.apply(values, self, batch)
+
+    def flatten(self, batch: Any) -> tuple[list[int], list[Tensor]]:
+        """Return the numbers and tensors of a batch, as arguments of ops."""
+        return batch, []
+
+    def unflatten(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> Any:
+        """Undo `flatten`."""
+        return numbers
 
     @abstractmethod
     def shape(self, batch: Any, back: bool) -> tuple[int, int]:
@@ -197,10 +206,10 @@ def _order(values: Tensor, previous: Tensor | None) -> Tensor:
 
 
 def _start(
-    values: Sequence[Tensor], previous: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
+    values: Sequence[Tensor], previous: Tensor | None, handle: int, back: bool, *batch: Any
 ) -> tuple[Tensor, Tensor]:
-    started = values[0].new_empty(1)
-    _started[started.data_ptr()] = objects[handle].start(values, num_rows, back)
+    started, exchange = values[0].new_empty(1), objects[handle]
+    _started[started.data_ptr()] = exchange.start(values, exchange.unflatten(*batch), back)
     return started, _order(values[0], previous)
 
 
@@ -208,10 +217,9 @@ def _finish(started: Tensor, previous: Tensor | None, *_: Any) -> tuple[Tensor, 
     return _started.pop(started.data_ptr())(), _order(started, previous)
 
 
-def _finished(
-    started: Tensor, previous: Tensor | None, handle: int, back: bool, num_rows: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    return started.new_empty(objects[handle].shape(num_rows, back)), _order(started, previous)
+def _finished(started: Tensor, previous: Tensor | None, handle: int, back: bool, *batch: Any) -> tuple[Tensor, Tensor]:
+    exchange = objects[handle]
+    return started.new_empty(exchange.shape(exchange.unflatten(*batch), back)), _order(started, previous)
 
 
 def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -220,17 +228,17 @@ def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 
 def _finish_back(ctx: Any, started: Tensor, _: Any) -> dict[str, Any]:
     """Backward of `start_exchange`: finish the exchange of gradients that the backward of `finish_exchange` started."""
-    handle, back, num_rows = ctx.batch
-    return {"values": [torch.ops.tritonemb.finish_exchange(started, None, handle, not back, num_rows)[0]]}
+    handle, back, *batch = ctx.batch
+    return {"values": [torch.ops.tritonemb.finish_exchange(started, None, handle, not back, *batch)[0]]}
 
 
 def _start_back(ctx: Any, grad: Tensor, order_grad: Tensor) -> dict[str, Any]:
-    handle, back, num_rows = ctx.batch
-    started, sent = torch.ops.tritonemb.start_exchange([grad], order_grad, handle, not back, num_rows)
+    handle, back, *batch = ctx.batch
+    started, sent = torch.ops.tritonemb.start_exchange([grad], order_grad, handle, not back, *batch)
     return {"started": started, "after": sent if ctx.ordered else None}
 
 
-_SCHEMA = "(Tensor{}, Tensor? after, int handle, bool back, SymInt[] num_rows) -> (Tensor, Tensor)"
+_SCHEMA = "(Tensor{}, Tensor? after, int handle, bool back, SymInt[] numbers, Tensor[] routes) -> (Tensor, Tensor)"
 define(
     "start_exchange", _SCHEMA.format("[] values"),
     lambda values, previous, *_: (values[0].new_empty(1), _order(values[0], previous)), _start, _finish_back,
@@ -296,6 +304,15 @@ class SequenceExchange(OutputExchange):
         super().__init__(group, precision, average, "rows")
         names = (self.precision.forward,) * 2 + (self.precision.backward,) * 2
         self.codecs = tuple(MessageCodec([[(0, dim)]], dim, name) for name in names)
+
+    def flatten(self, routes: RowRoutes) -> tuple[list[int], list[Tensor]]:
+        inverse = [] if routes.inverse is None else [routes.inverse]
+        return [*routes.sent, *routes.received, routes.samples], [routes.source, routes.positions, *inverse]
+
+    def unflatten(self, numbers: Sequence[int], tensors: Sequence[Tensor]) -> RowRoutes:
+        size, (source, positions, *inverse) = self.group.size, tensors
+        counts = list(numbers[:size]), list(numbers[size : 2 * size])
+        return RowRoutes(*counts, source, positions, numbers[-1], inverse[0] if inverse else None, None)
 
     def shape(self, routes: RowRoutes, back: bool) -> tuple[int, int]:
         positions = routes.positions if routes.inverse is None else routes.inverse

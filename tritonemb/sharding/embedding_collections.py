@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.async_tensor import send_gradients_first, to_ordinary
+from tritonemb.comm.async_tensor import send_gradients_first
 from tritonemb.comm.id_exchange import IdExchange, Received
 from tritonemb.comm.output_exchange import (
     ColumnRange,
@@ -19,7 +19,6 @@ from tritonemb.comm.output_exchange import (
     SequenceExchange,
 )
 from tritonemb.jagged import Features, KeyedJaggedTensor
-from tritonemb.ops.registry import graph_break
 from tritonemb.sharding.collection import Exchanged, ShardedCollection, ShardedLookup
 from tritonemb.sharding.placement import Scheme
 from tritonemb.tables.lookup_tables import Groups
@@ -212,14 +211,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
         With several ranks the rows are an `AsyncTensor`.
         """
-        return self._look_up_and_wait(features) if torch.compiler.is_compiling() else self._look_up(features)
-
-    @graph_break  # the number of rows is that of the batch's ids
-    def _look_up_and_wait(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
-        rows = self._look_up(features)
-        return KeyedJaggedTensor(rows.keys(), to_ordinary(rows.values()), offsets=rows.offsets())
-
-    def _look_up(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         batch, replicated_groups, received = self.prefetch(features)
         dim, outputs = self.configs[0].embedding_dim, []
         exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
@@ -231,7 +222,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         replicated = zip(self._replicated_tables, replicated_groups, strict=True)
         outputs += [tables.look_up(batch, groups) for tables, groups in replicated]
         total = functools.reduce(operator.add, outputs).to(self.output_dtype)
-        send_gradients_first(total, OutputExchangeFunction)
+        if not torch.compiler.is_compiling():
+            send_gradients_first(total, OutputExchangeFunction)
         return KeyedJaggedTensor(batch.keys(), total, offsets=batch.offsets())
 
     def _look_up_ids(
@@ -244,7 +236,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         lookups = zip(sets, groups, strict=True)
         outputs = [tables.look_up(ids, grouped, routes.occurrences) for tables, grouped in lookups]
         if not outputs:  # a rank without shards of the block still joins the backward's exchange
-            outputs = [self._no_columns.new_zeros(0, width, requires_grad=self._no_columns.requires_grad)]
+            outputs = [self._no_columns.new_zeros(0, width) + self._no_columns.sum()]
         return exchange(functools.reduce(operator.add, outputs), routes)
 
     def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:

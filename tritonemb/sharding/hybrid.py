@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from tritonemb.comm.async_tensor import to_ordinary
-from tritonemb.comm.gradient_exchange import GraphDataParallel
+from tritonemb.comm.gradient_exchange import GraphDataParallel, GraphShards
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision, graph_order
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
@@ -126,9 +126,12 @@ class HybridParallel(ParallelModel):
         self.module = _replace_modules(model, sharded_collections)
         _materialize(self.module, table_device)
         compute_module = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
-        self._compute_module = (compute_module,)
         self._called_module = (_data_parallel(compute_module, dense, mesh, table_device, self.group),)
-        self._graph_data_parallel = GraphDataParallel(self.group, compute_module)
+        graph_parallel = GraphDataParallel
+        if isinstance(compute_module, FSDPModule):
+            compute_module, graph_parallel = _WithoutHooks(compute_module), GraphShards
+        self._compute_module = (compute_module,)
+        self._graph_data_parallel = graph_parallel(self.group, compute_module)
         self._graph_input = torch.zeros(1)
 
     def shard_server_tables(self) -> None:
@@ -150,17 +153,21 @@ class HybridParallel(ParallelModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's output for this rank's samples; accepts features that `prefetch` returned.
 
-        Compiled with prefetched features it is one graph, unless `dense` is "fsdp"; else ids are exchanged before it.
+        Compiled with prefetched features it is one graph; else ids are exchanged before it.
         """
         if self.pipeline > 1:
             kinds = KeyedJaggedTensor | PrefetchedFeatures
             args, kwargs = tree_map_only(kinds, self.prefetch, (args, kwargs), lambda value: isinstance(value, kinds))
-        if torch.compiler.is_compiling() and not isinstance(self.module, FSDPModule):
+        if torch.compiler.is_compiling():
             called_module: Any = self._called_module[0]
             graph_order[:] = [self._graph_input.clone(), self._graph_input.clone()]  # overwrites those of a failed call
+            parallel: Any = self._graph_data_parallel
+            parameters: dict[str, Tensor] = {}
             syncs = isinstance(called_module, DistributedDataParallel) and called_module.require_backward_grad_sync
-            averages = syncs and torch.is_grad_enabled()
-            parameters = self._graph_data_parallel.parameters(called_module.modules_buffers) if averages else {}
+            if isinstance(parallel, GraphShards):
+                parameters = parallel.parameters([])
+            elif syncs and torch.is_grad_enabled():
+                parameters = parallel.parameters(called_module.modules_buffers)
             output = torch.func.functional_call(self._compute_module[0], parameters, args, kwargs)
             graph_order.clear()
             return output
@@ -191,7 +198,9 @@ class HybridParallel(ParallelModel):
                 stack.enter_context(called_module.no_sync())
             elif isinstance(called_module, FSDPModule):
                 called_module.set_requires_gradient_sync(False)
+                self._graph_data_parallel.syncs = False
                 stack.callback(called_module.set_requires_gradient_sync, True)
+                stack.callback(setattr, self._graph_data_parallel, "syncs", True)
             yield
 
     def end_step(self) -> None:
@@ -281,6 +290,17 @@ def _check_plan(
         raise ValueError(
             f"the plan has the table {on_servers[0]!r} on embedding servers; make the model with plan.apply(table)"
         )
+
+
+class _WithoutHooks(nn.Module):
+    """Module whose call skips the hooks of the model, since those of FSDP2 do not trace; see `GraphShards`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward(*args, **kwargs)
 
 
 class _SubBatches(nn.Module):
