@@ -1,9 +1,9 @@
-"""Comparison of benchmarks with another checkout: `python benchmarks/before_after.py ../before [-k step --rounds 60]`
+"""Is any benchmark slower than in another checkout? `python benchmarks/before_after.py ../before [-k step --rounds 60]`
 
-Both trees run the same benchmarks at the same time, with their packages, and take turns: a round of one tree, with all
-contenders, while the other tree waits. So a slow phase of the machine meets both. A ratio above 1.05 is slower than
-before. Unchanged code, such as a peer, is compared as well: its ratio shows the noise. The tables of both trees are in
-memory at the same time.
+Both trees run the same benchmarks at the same time, each with its own package, and take turns: a round of one, with all
+its contenders, while the other waits, then the other way round. So a slow spell of the machine meets both. A ratio
+above 1.05 is slower than before. What stays the same, such as a peer beside ours, is compared too: its ratio says how
+much chance there is in the others. Both trees' tables are in memory at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SLOWER = 1.05
-PIPES = "TRITONEMB_TURNS"  # environment variable of both pytests: whether it begins; the pipes to read and to write
+PIPES = "TRITONEMB_TURNS"  # in the environment of either pytest: who begins, where to read and to write turns
 
 Case = tuple[str, str, str]  # op, shape, implementation
 
 
-_places: dict[str, int] = {}  # of benchmarks of both trees, by name
+_places: dict[str, int] = {}  # of benchmarks among those of either tree, by name
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -33,7 +33,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 def pytest_configure() -> None:
-    """Make rounds wait for their turn: this file is also a plugin of both trees' pytest."""
+    """Let rounds wait for their turn: this file is also a plugin of either tree's pytest."""
     from pytest_benchmark.fixture import BenchmarkFixture
 
     begins, read, write = map(int, os.environ[PIPES].split())
@@ -47,7 +47,7 @@ def pytest_configure() -> None:
             raise RuntimeError("the other tree's benchmarks have ended")
 
     def meets(name: str) -> bool:
-        """Return whether the other tree times the rounds of this benchmark in turns as well."""
+        """Whether the other tree comes to this benchmark, too; it does not if it times its rounds itself there."""
         give(name)
         while line := coming.pop() if coming else reader.readline():
             other = line.rstrip("\n")
@@ -84,16 +84,16 @@ def start(tree: Path, options: list[str], variables: dict[str, str], **how: Any)
 
 
 def selected(tree: Path, select: str) -> dict[str, str]:
-    """Return the benchmarks of a tree by name, in any file."""
+    """A tree's benchmarks by their names, whatever files they are in."""
     printed, _ = start(tree, ["--collect-only", "-k", select, "benchmarks"], {}).communicate()
     names = [f"benchmarks/{line.removeprefix('benchmarks/')}" for line in printed.splitlines() if "::" in line]
     return {name.partition("::")[2]: name for name in names}
 
 
 def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case, float]]:
-    """Return the 20th percentile of the milliseconds of each case, per tree."""
-    old, now = (selected(tree, select) for tree in trees)
-    both = [name for name in now if name in old]
+    """Of each tree, milliseconds of each case, a fifth of whose rounds were quicker."""
+    before, now = (selected(tree, select) for tree in trees)
+    both = [name for name in now if name in before]
     if not both:
         sys.exit(f"no benchmark of both trees matches {select!r}")
     (read, their_write), (their_read, write) = os.pipe(), os.pipe()
@@ -101,7 +101,7 @@ def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case,
         running, reports = [], [Path(folder) / name for name in ("before.json", "now.json")]
         for number, pipes in enumerate(((read, write), (their_read, their_write))):
             options = ["-x", "-p", "before_after", f"--rounds={rounds}", f"--benchmark-json={reports[number]}"]
-            options += [(old, now)[number][name] for name in both]
+            options += [(before, now)[number][name] for name in both]
             turns = {PIPES: f"{number} {pipes[0]} {pipes[1]}"}
             running.append(start(trees[number], options, turns, pass_fds=pipes))
         for pipe in (read, their_write, their_read, write):
@@ -109,11 +109,8 @@ def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case,
         printed = [process.communicate()[0] for process in running]
         if not all(report.exists() for report in reports):
             sys.exit("\n".join(printed))
-        reports_of_trees = [json.loads(report.read_text())["benchmarks"] for report in reports]
-    rows = [
-        [row for benchmark in of_tree for row in benchmark["extra_info"].get("rows", [])]
-        for of_tree in reports_of_trees
-    ]
+        found = [json.loads(report.read_text())["benchmarks"] for report in reports]
+    rows = [[row for benchmark in of_tree for row in benchmark["extra_info"].get("rows", [])] for of_tree in found]
     return [{(row["op"], row["shape"], row["implementation"]): row["p20_ms"] for row in of_tree} for of_tree in rows]
 
 
@@ -123,16 +120,16 @@ def main() -> None:
     parser.add_argument("-k", dest="select", default="", help="run only what matches")
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds of a benchmark")
     arguments = parser.parse_args()
-    old, now = timed((arguments.before.resolve(), HERE.parent), arguments.select, arguments.rounds)
+    before, now = timed((arguments.before.resolve(), HERE.parent), arguments.select, arguments.rounds)
     slower = 0
-    for case in sorted(old.keys() & now.keys()):
-        ratio = now[case] / old[case]
+    for case in sorted(before.keys() & now.keys()):
+        ratio = now[case] / before[case]
         slower += ratio > SLOWER
         verdict = " slower" if ratio > SLOWER else ""
-        print(f"{ratio:5.2f}{verdict:7}  {', '.join(case)}: {old[case]:.3f} {now[case]:.3f} ms")
-    for case in sorted(old.keys() ^ now.keys()):
-        print(f"only {'before' if case in old else 'now'}: {', '.join(case)}")
-    print(f"{slower} of {len(old.keys() & now.keys())} slower than {SLOWER} times before")
+        print(f"{ratio:5.2f}{verdict:7}  {', '.join(case)}: {before[case]:.3f} {now[case]:.3f} ms")
+    for case in sorted(before.keys() ^ now.keys()):
+        print(f"only {'before' if case in before else 'now'}: {', '.join(case)}")
+    print(f"{slower} of {len(before.keys() & now.keys())} slower than {SLOWER} times before")
     sys.exit(slower > 0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import runpy
 import shlex
@@ -24,8 +25,10 @@ pytest.importorskip("tyro")
 
 from torch.distributed.run import get_args_parser
 
+import tritonemb as te
 from tests.docs.launch import check_fields
 from tritonemb import cli
+from tritonemb.sharding import Constraint
 
 pytestmark = pytest.mark.more
 
@@ -68,11 +71,6 @@ CUSTOM = {
     "ray.io/v1 RayJob": OBJECT | {"spec": RAY_JOB},
     "cert-manager.io/v1 Issuer": OBJECT | {"spec": {"selfSigned": {}, "ca": {"secretName": None}}},
     "cert-manager.io/v1 Certificate": OBJECT | {"spec": CERTIFICATE},
-    "kustomize.config.k8s.io/v1beta1 Kustomization": {
-        **dict.fromkeys(("apiVersion", "kind", "resources", "generatorOptions")),
-        "images": [dict.fromkeys(("name", "newName", "newTag", "digest"))],
-        "configMapGenerator": [dict.fromkeys(("name", "files", "literals"))],
-    },
 }
 
 
@@ -84,11 +82,13 @@ def get(folder: str, kind: str, name: str) -> Any:
 
 ROWS = get("kubernetes", "StatefulSet", "rows")["spec"]
 JOB = get("kubernetes", "Job", "trainers")["spec"]
-RAY = get("kuberay", "RayJob", "clicks")["spec"]
+READERS = get("kubernetes", "StatefulSet", "readers")["spec"]
+RAY = get("kuberay", "RayJob", "train")["spec"]
 GROUPS = {group["groupName"]: group for group in RAY["rayClusterSpec"]["workerGroupSpecs"]}
 RAY_ROWS = {name: group["template"] for name, group in GROUPS.items() if name != "trainers"}
 TEMPLATES = {
     "servers": ROWS["template"],
+    "readers": READERS["template"],
     "trainers": JOB["template"],
     "Ray's head": RAY["rayClusterSpec"]["headGroupSpec"]["template"],
     **{f"Ray's {name}": group["template"] for name, group in GROUPS.items()},
@@ -106,14 +106,9 @@ def container(template: dict[str, Any], name: str) -> Any:
 
 
 def words_of(container: dict[str, Any]) -> list[str]:
-    """Its command, with the variables that Kubernetes puts into it."""
-    values = {"JOB_COMPLETION_INDEX": "0"}
-    for variable in container.get("env", []):
-        chosen = variable.get("valueFrom", {}).get("configMapKeyRef")
-        value = get("kubernetes", "ConfigMap", chosen["name"])["data"][chosen["key"]] if chosen else None
-        values[variable["name"]] = variable.get("value", value)
+    """Its command, with the variable that Kubernetes puts into it."""
     words = container.get("command", ["tritonemb"]) + container.get("args", [])
-    return [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], word) for word in words]
+    return [word.replace("$(JOB_COMPLETION_INDEX)", "0") for word in words]
 
 
 def option(words: list[str], name: str) -> str:
@@ -123,16 +118,59 @@ def option(words: list[str], name: str) -> str:
 
 SERVER = words_of(container(ROWS["template"], "rows"))
 TRAINER = words_of(container(JOB["template"], "trainer"))
+READER = words_of(container(READERS["template"], "readers"))
 ADDRESSES = [f"rows-{number}.{ROWS['serviceName']}" for number in range(ROWS["replicas"])]
+READER_ADDRESSES = [f"readers-{number}.readers" for number in range(READERS["replicas"])]
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_there_are_such_fields(name):
-    document = DOCUMENTS[name]
+def check(document: dict[str, Any]) -> None:
     if allowed := CUSTOM.get(f"{document['apiVersion']} {document['kind']}"):
         check_fields(document, allowed, document["kind"])
     else:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+def test_the_manifests_are_those_of_the_example(tmp_path, monkeypatch):
+    (command,) = re.findall(r"^#   (tritonemb plan .*)$", (DEPLOY / "tables.toml").read_text(), re.MULTILINE)
+    assert f"    {command}\n" in PAGE
+    monkeypatch.chdir(ROOT)
+    assert cli.main([*shlex.split(command)[1:-1], str(tmp_path)]) == 0
+    written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.yaml")}
+    assert written == {str(path.relative_to(DEPLOY)): path.read_text() for path in DEPLOY.rglob("*.yaml")}
+
+
+@pytest.mark.parametrize("servers", [0, 2, 9])
+@pytest.mark.parametrize("readers", [0, 1])
+def test_manifests_of_other_plans(servers, readers):
+    """Tables beside servers or without any, more servers than a RayJob may have, odd settings."""
+    tables = [te.TableConfig("big", 50_000_000, 64), te.TableConfig("small", 1_000, 16)]
+    constraints = {"big": Constraint("server" if servers else "device"), "small": Constraint("device")}
+    topology = te.Topology(4, 2, servers=servers, server_memory=30e9 * bool(servers), readers=readers)
+    plan = te.plan(tables, topology, batch_size=64, constraints=constraints)
+    files = plan.to_manifests(prefix="a-", zone="no", queue="", train="--name 'a: ${zone} $item #b'", image="x:1")
+    documents = {path: list(yaml.safe_load_all(text)) for path, text in files.items()}
+    for document in itertools.chain(*documents.values()):
+        check(document)
+        assert document["metadata"]["name"].startswith("a-") or document["metadata"]["name"].startswith("folder-a-")
+    assert ("kubernetes/rows.yaml" in files, "kubernetes/readers.yaml" in files) == (bool(servers), bool(readers))
+    assert ("kubernetes/tls.yaml" in files, "kuberay/rows.yaml" in files) == (bool(servers or readers), servers == 2)
+    config, service, job = documents["kubernetes/trainers.yaml"]
+    assert te.sharding.ShardingPlan.from_json(config["data"]["plan.json"]) == plan
+    assert (service["kind"], job["spec"]["suspend"], "labels" in job["metadata"]) == ("Service", False, False)
+    words = words_of(container(job["spec"]["template"], "trainer"))
+    assert {"a: ${zone} $item #b", "--plan=/plan/plan.json", "--nproc-per-node=2", "--batch-size=64"} <= set(words)
+    assert words[-2:] == (["--server-tables", "big"] if servers else words[-2:])
+    assert ("initContainers" in job["spec"]["template"]["spec"]) == bool(servers or readers)
+    groups = documents["kuberay/rayjob.yaml"][1]["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert len(groups) == (3 if servers == 2 else 1)
+    assert shlex.split(documents["kuberay/rayjob.yaml"][1]["spec"]["entrypoint"])[4:] == words[words.index("train") :]
+    zones = yaml.safe_dump(job["spec"]["template"]["spec"]["affinity"])
+    assert "- 'no'" in zones
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_there_are_such_fields(name):
+    check(DOCUMENTS[name])
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -146,7 +184,7 @@ def test_there_are_such_fields_of_pods(name):
 
 
 def test_a_field_that_kuberay_lacks_is_found():
-    document = copy.deepcopy(get("kuberay", "RayJob", "clicks"))
+    document = copy.deepcopy(get("kuberay", "RayJob", "train"))
     document["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 1
     with pytest.raises(AssertionError, match="replica"):
         check_fields(document, CUSTOM["ray.io/v1 RayJob"], "RayJob")
@@ -160,39 +198,35 @@ def test_ray_groups_have_what_kuberay_requires():
     assert len(GROUPS) <= 7  # that Kueue admits
 
 
-@pytest.mark.parametrize("folder", ["kubernetes", "kuberay"])
-def test_a_kustomization_has_all_files_and_images(folder):
-    kustomization = get(folder, "Kustomization", "")
-    assert sorted([*kustomization["resources"], "kustomization.yaml"]) == sorted(
-        path.name for path in (DEPLOY / folder).glob("*.yaml")
-    )
-    assert [image["name"] for image in kustomization["images"]] == ["tritonemb"]
-    for generator in kustomization.get("configMapGenerator", []):
-        assert all((DEPLOY / folder / name).is_file() for name in generator["files"])
-
-
 def test_every_server_is_named_in_all_places():
     addresses = [f"grpc+tls://{address}:9000" for address in ADDRESSES]
     assert option(TRAINER, "--servers").split(",") == addresses
     assert option(shlex.split(RAY["entrypoint"]), "--servers").split(",") == addresses
-    assert get("kubernetes", "Certificate", "rows")["spec"]["dnsNames"] == ADDRESSES
+    assert get("kubernetes", "Certificate", "tritonemb")["spec"]["dnsNames"] == ADDRESSES + READER_ADDRESSES
+    readers = [f"grpc+tls://{address}:8815" for address in READER_ADDRESSES]
+    assert option(TRAINER, "--data").split(",") == readers
+    assert option(shlex.split(RAY["entrypoint"]), "--data").split(",") == readers
     assert [f"{pod['spec']['hostname']}.{pod['spec']['subdomain']}" for pod in RAY_ROWS.values()] == ADDRESSES
     assert [f"{name}.rows" for name in RAY_ROWS] == ADDRESSES
 
 
 def test_ports_and_labels_agree():
-    for folder, templates in (("kubernetes", [ROWS["template"]]), ("kuberay", list(RAY_ROWS.values()))):
-        service = get(folder, "Service", "rows")["spec"]
+    for folder, name, templates in (
+        ("kubernetes", "rows", [ROWS["template"]]), ("kuberay", "rows", list(RAY_ROWS.values())),
+        ("kubernetes", "readers", [READERS["template"]]),
+    ):  # fmt: skip
+        service = get(folder, "Service", name)["spec"]
         (port,) = service["ports"]
         for template in templates:
-            server = container(template, "rows")
+            server = container(template, name)
             (listens,) = server["ports"]
             assert option(words_of(server), "--address") == f"grpc+tls://0.0.0.0:{listens['containerPort']}"
             assert (port["port"], port["targetPort"]) == (listens["containerPort"], listens["name"])
             assert server["readinessProbe"]["tcpSocket"]["port"] == listens["name"]
             assert template["metadata"]["labels"] == service["selector"]
         assert service["clusterIP"] == "None"
-    assert ROWS["serviceName"] == "rows"
+    assert (ROWS["serviceName"], READERS["serviceName"]) == ("rows", "readers")
+    assert READERS["selector"]["matchLabels"] == READERS["template"]["metadata"]["labels"]
     for selects in (ROWS, get("kubernetes", "PodDisruptionBudget", "rows")["spec"]):
         assert selects["selector"]["matchLabels"] == ROWS["template"]["metadata"]["labels"]
 
@@ -211,6 +245,9 @@ def test_both_ways_have_the_same_servers_and_volumes():
 
 def test_a_server_has_enough_memory_and_disk():
     rows = float(option(SERVER, "--memory"))
+    values = tomllib.loads((DEPLOY / "tables.toml").read_text())
+    needed = sum(table["capacity"] * (table["embedding_dim"] * 4 + 4 + 26) for table in values["table"])
+    assert 1.04 * needed <= rows * ROWS["replicas"] <= 1.08 * needed
     resources = container(ROWS["template"], "rows")["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     assert num_bytes(resources["limits"]["memory"]) >= 1.25 * rows
@@ -230,7 +267,7 @@ def test_servers_and_trainers_are_in_one_zone_and_servers_apart():
         zones.append(term["values"])
     assert zones == [zones[0]] * len(zones)
     assert len(zones[0]) == 1
-    for template in (ROWS["template"], *RAY_ROWS.values()):
+    for template in (ROWS["template"], READERS["template"], *RAY_ROWS.values()):
         (apart,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         assert apart["topologyKey"] == "kubernetes.io/hostname"
         assert apart["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
@@ -243,7 +280,9 @@ def test_secrets_and_files_are_there():
         for secret in (variable.get("valueFrom", {}).get("secretKeyRef") for variable in variables):
             if secret:
                 assert f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
-        secrets = {volume["name"]: volume["secret"] for volume in template["spec"]["volumes"] if "secret" in volume}
+        secrets = {
+            volume["name"]: volume["secret"] for volume in template["spec"].get("volumes", []) if "secret" in volume
+        }
         files = set()
         for mount in each.get("volumeMounts", []):
             if secret := secrets.get(mount["name"]):
@@ -263,7 +302,7 @@ def test_pods_are_restricted_as_the_pod_security_standards_say():
         assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
         assert template["spec"]["automountServiceAccountToken"] is False
     for _, each in CONTAINERS:
-        assert each["image"] == "tritonemb"
+        assert each["image"] in ("registry.example.com/tritonemb:1", "registry.example.com/tritonemb-ray:1")
         assert each["securityContext"]["allowPrivilegeEscalation"] is False
         assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
         assert each["resources"]["requests"].keys() >= {"cpu", "memory"}
@@ -280,7 +319,7 @@ def test_trainers_start_as_one_job():
     limits = container(JOB["template"], "trainer")["resources"]["limits"]
     assert int(options.nproc_per_node) == limits["nvidia.com/gpu"]
     assert (JOB["completionMode"], JOB["template"]["spec"]["restartPolicy"]) == ("Indexed", "Never")
-    for job in (get("kubernetes", "Job", "trainers"), get("kuberay", "RayJob", "clicks")):
+    for job in (get("kubernetes", "Job", "trainers"), get("kuberay", "RayJob", "train")):
         assert job["spec"]["suspend"] is True
         assert job["metadata"]["labels"].keys() == {"kueue.x-k8s.io/queue-name"}
 
@@ -300,12 +339,16 @@ def test_trainers_have_options_that_there_are(monkeypatch):
     assert (TRAINER[0], options.module, options.training_script) == ("torchrun", True, "tritonemb")
     config = parsed(options.training_script_args, monkeypatch)
     mounts = [mount["mountPath"] for mount in container(JOB["template"], "trainer")["volumeMounts"]]
-    assert {f"/{Path(path).parts[1]}" for path in (config.data, config.output.out)} <= set(mounts)
+    assert f"/{Path(config.output.out).parts[1]}" in mounts
+    assert (config.batch_size, config.embedding_optimizer) == (4_096, "row_wise_adagrad")
 
 
 def test_servers_have_options_that_there_are(monkeypatch):
-    assert SERVER[0] == "tritonemb"
+    assert SERVER[0] == READER[0] == "tritonemb"
     parsed(SERVER[1:], monkeypatch)
+    options = parsed(READER[1:], monkeypatch)
+    mounts = [mount["mountPath"] for mount in container(READERS["template"], "readers")["volumeMounts"]]
+    assert f"/{Path(options.data).parts[1]}" in mounts
 
 
 @pytest.fixture
@@ -331,8 +374,8 @@ def ray(monkeypatch) -> list[list[str]]:
 
 def test_ray_starts_torchrun_with_options_that_there_are(ray, monkeypatch):
     python, script, *arguments = shlex.split(RAY["entrypoint"])
-    (mount,) = container(TEMPLATES["Ray's head"], "ray-head")["volumeMounts"]
-    assert (python, script) == ("python", f"{mount['mountPath']}/launch.py")
+    assert python == "python"
+    assert f"\nCOPY deploy/kuberay/launch.py {script}\n" in CONTAINERFILE
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(DEPLOY / "kuberay" / "launch.py"), run_name="__main__")
     options = [get_args_parser().parse_args(command[1:]) for command in ray]
@@ -342,8 +385,7 @@ def test_ray_starts_torchrun_with_options_that_there_are(ray, monkeypatch):
     assert {int(each.nproc_per_node) for each in options} == {limits["nvidia.com/gpu"]}
     assert {each.rdzv_endpoint for each in options} == {"10.0.0.1:29500"}
     in_job = get_args_parser().parse_args(TRAINER[1:]).training_script_args
-    runs = ("--out=/data/runs/kubernetes", "--out=/data/runs/kuberay")
-    assert options[0].training_script_args == [runs[1] if word == runs[0] else word for word in in_job]
+    assert options[0].training_script_args == in_job
     parsed(options[0].training_script_args, monkeypatch)
 
 
@@ -351,13 +393,16 @@ def test_trainers_wait_for_servers(monkeypatch, capsys):
     (wait,) = JOB["template"]["spec"]["initContainers"]
     python, flag, script = words_of(wait)
     assert (python, flag) == ("python", "-c")
-    assert wait["env"][0] in container(JOB["template"], "trainer")["env"]
+    (variable,) = wait["env"]
+    hosts = [f"grpc+tls://{address}:9000" for address in ADDRESSES]
+    hosts += [f"grpc+tls://{address}:8815" for address in READER_ADDRESSES]
+    assert (variable["name"], variable["value"].split(",")) == ("ADDRESSES", hosts)
     with socket.socket() as first, socket.socket() as second:
         for server in (first, second):
             server.bind(("127.0.0.1", 0))
         addresses = [f"grpc+tls://127.0.0.1:{server.getsockname()[1]}" for server in (first, second)]
         first.listen()
-        monkeypatch.setenv("SERVERS", ",".join(addresses))
+        monkeypatch.setenv("ADDRESSES", ",".join(addresses))
         monkeypatch.setattr(time, "sleep", lambda _: second.listen())
         exec(script, {})
     (line,) = capsys.readouterr().out.splitlines()

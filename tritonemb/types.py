@@ -259,6 +259,11 @@ class TableConfig:
         """Return whether any int64 is an id."""
         return self.num_embeddings is None
 
+    @property
+    def max_rows(self) -> int:
+        """Number of rows; of a dynamic table its capacity in rows, with its fallback rows."""
+        return self.num_embeddings or (self.capacity or 0) + self.fallback_rows
+
     def _check_dynamic(self) -> None:
         title, num_capacities = f"table {self.name!r}", 2 - [self.capacity, self.capacity_bytes].count(None)
         if self.init_bound is not None and not 0 <= checked_number(f"{title}: init_bound", self.init_bound) < math.inf:

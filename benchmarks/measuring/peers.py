@@ -1,7 +1,7 @@
-"""Implementations that are measured, tritonemb and its peers, with one interface.
+"""The implementations that are measured: ours and its peers, behind one small interface.
 
-All have the same tables with the same weights, sum-pool, and return float32 `[B, T * D]`; all check the bounds of ids
-as by default.
+All hold the same tables with the same weights, sum-pool, and return float32 `[B, T * D]`; all check bounds of ids as
+they do by default.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def has_fbgemm() -> bool:
 
 
 class Tables:
-    """Embedding tables with a forward, and with a backward that is a training step."""
+    """Embedding tables that look a batch up, and whose backward is a training step."""
 
     name: str
 
     def weights(self) -> list[Tensor]:
-        """Return the weights `[rows, D]` per table, as writable views."""
+        """Each table's weights, [rows, D], as views that may be written."""
         raise NotImplementedError
 
     def forward(self, batch: Batch) -> Tensor:
-        """Return pooled rows `[B, T * D]`; with gradients enabled, prepare the backward as well."""
+        """Pooled rows, [B, T * D]; with gradients enabled it also prepares the backward."""
         raise NotImplementedError
 
     def backward(self, pooled: Tensor, gradient: Tensor) -> None:
-        """Update the tables by the gradient of the output."""
+        """From the output's gradient to updated tables."""
         pooled.backward(gradient)
 
 
 class OurTables(Tables):
-    """`te.nn.EmbeddingBagCollection` with a fused optimizer, by default row-wise Adagrad.
+    """`te.nn.EmbeddingBagCollection` with a fused optimizer, row-wise Adagrad if none is given.
 
     Args:
-        placement, cache: of all tables.
+        placement, cache: where the rows live, and which of them are on the device.
     """
 
     name = OURS
@@ -70,7 +70,7 @@ class OurTables(Tables):
         )
 
     def weights(self) -> list[Tensor]:
-        """Return the weights of tables on the device, or of the cache of other tables."""
+        """Of tables that live on the device; of others this is what the cache holds."""
         return [table.weight.data for table in self.module.tables]
 
     def group(self, batch: Batch) -> RowGroups:
@@ -85,8 +85,8 @@ class FbgemmTables(Tables):
     """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad.
 
     Args:
-        cache_share: share of the rows that fit into a cache on the device, filled by `module.prefetch`; the table is
-            in host memory. None: the table is on the device.
+        cache_share: rows live in host memory, and this share of them fits into a cache on the device, into which
+            `module.prefetch` brings them. All are on the device if not given.
     """
 
     name = "fbgemm"
@@ -126,14 +126,14 @@ class FbgemmTables(Tables):
 
 
 class TorchTables(Tables):
-    """One `torch.nn.EmbeddingBag(sparse=True)` per table, and `torch.optim.Adagrad`, which is not row-wise."""
+    """One `torch.nn.EmbeddingBag(sparse=True)` a table and one `torch.optim.Adagrad` (which is not row-wise)."""
 
     name = "torch"
 
     def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
         dim, options = workload.dim, {"dtype": workload.dtype, "device": device}
         self.bags = torch.nn.ModuleList(
-            # Allocated, not initialized: weights are copied later.
+            # Allocated, not initialised: the weights are copied in.
             torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.empty(rows, dim, **options))
             for rows in workload.num_rows
         )
@@ -158,18 +158,18 @@ PEERS: dict[str, Callable[[Workload, torch.device], Tables]] = {"fbgemm": Fbgemm
 
 
 def step(tables: Tables, batch: Batch, gradient: Tensor) -> None:
-    """Run a training step of the tables: forward, backward, update."""
+    """One training step of the embeddings: forward, backward, update."""
     tables.backward(tables.forward(batch), gradient)
 
 
 def copy_weights(source: Tables, target: Tables) -> None:
     with torch.no_grad():
-        for fused, reference in zip(source.weights(), target.weights(), strict=True):
-            reference.copy_(fused)
+        for ours, theirs in zip(source.weights(), target.weights(), strict=True):
+            theirs.copy_(ours)
 
 
 def check_forward(ours: Tables, peer: Tables, batch: Batch) -> None:
-    """Assert that both forwards return the same values, within tolerances."""
+    """Fail unless both look the batch up alike."""
     # Float32 sums of up to 100 small numbers in another order; torch rounds sums of 16-bit rows to 16 bits.
     dtype = batch.workload.dtype
     atol = 1e-5 if dtype == torch.float32 else 1e-4
@@ -179,22 +179,22 @@ def check_forward(ours: Tables, peer: Tables, batch: Batch) -> None:
 
 
 def check_step(ours: Tables, peer: Tables, batch: Batch, gradient: Tensor) -> None:
-    """Run a step of both from the same weights; assert that it changed the weights, and in the same way."""
+    """Take a step with both, from the same weights; fail unless it did something, to both alike."""
     for table in {0, batch.workload.num_tables - 1}:
         rows = batch.bags[table][0][:1000]
-        initial = ours.weights()[table][rows]
+        before = ours.weights()[table][rows]
         if table == 0:
             for tables in (ours, peer):
                 step(tables, batch, gradient)
-            assert not torch.equal(ours.weights()[table][rows], initial), "the step changed nothing"
+            assert not torch.equal(ours.weights()[table][rows], before), "the step changed nothing"
         # Float32 sums of up to hundreds of thousands of gradients in another order; a step is about the rate, 0.02.
         torch.testing.assert_close(peer.weights()[table][rows], ours.weights()[table][rows], rtol=1e-3, atol=2e-4)
 
 
 class Bench:
-    """Tables of tritonemb and of the available peers, batches and a gradient of a workload, on the clock's device.
+    """Ours, the peers that can be made, batches and a gradient of one workload, on the clock's device.
 
-    The optimizer is "row-wise Adagrad", as in FBGEMM, or "Adagrad", as in PyTorch, which is then the only peer.
+    Ours has the optimizer "row-wise Adagrad", as FBGEMM; or "Adagrad", as PyTorch, which is then its only peer.
     """
 
     def __init__(self, workload: Workload, clock: Clock, optimizer: str) -> None:
@@ -229,11 +229,11 @@ class Bench:
         return self.batches[number % len(self.batches)]
 
     def fresh_gradient(self) -> Tensor:
-        """Return the gradient, written again, so that it is in a CPU's caches as after a dense network's backward."""
+        """As warm in a CPU's caches as a dense network would have left it."""
         return self._fresh.copy_(self.gradient)
 
     def contenders(self, make: Callable[[Tables], Contender], names: Sequence[str] = tuple(PEERS)) -> list[Contender]:
-        """Return contenders of tritonemb and of peers by name; a peer that is not available raises its error at run."""
+        """Ours and the peers of these names; one that could not be made says why when it is run."""
 
         def broken(name: str, error: str) -> Contender:
             def fail(_: object) -> None:
@@ -241,15 +241,15 @@ class Bench:
 
             return Contender(name, lambda number: None, fail)
 
-        results = [make(tables) for tables in (self.ours, *(self.peers[name] for name in names if name in self.peers))]
-        return results + [broken(name, self._errors[name]) for name in names if name in self._errors]
+        found = [make(tables) for tables in (self.ours, *(self.peers[name] for name in names if name in self.peers))]
+        return found + [broken(name, self._errors[name]) for name in names if name in self._errors]
 
 
 _last: Bench | None = None
 
 
 def make_bench(workload: Workload, clock: Clock, optimizer: str = "row-wise Adagrad") -> Bench:
-    """Return the tables of a workload, reused from the previous case if it is the same; memory is for one bench."""
+    """The workload's tables: those of the case before where it is the same; there is never room for others beside."""
     global _last
     if _last is None or _last.key != (workload, clock.device, optimizer):
         _last = None

@@ -561,7 +561,7 @@ def test_what_is_next_best_is_worse(seed):
     for report in shown:
         assert report.runner_up[:2] != report.option[:2]
         text = plan.explain(report.table.name)
-        assert float(re.search(r"would take \+([\d.e-]+) [mu]s$", text)[1]) > 0
+        assert float(re.search(r"next best: .*, \+([\d.e-]+) [mu]s$", text)[1]) > 0
     assert "+0 us" not in str(plan)
 
 
@@ -740,6 +740,77 @@ def test_tiers_and_caches_of_a_plan_are_applied():
         te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)), away)
 
 
+def test_fallback_rows_take_memory():
+    def predicted(**options):
+        table = te.TableConfig("a", None, 16, capacity=100_000, **options)
+        model = CostModel([table], te.Topology(2, servers=1, server_memory=1e12), 64)
+        plans = [
+            ShardingPlan({"a": RowWise()}, 2, placements={"a": TablePlacement(tier)}) for tier in ("device", "server")
+        ]
+        on_devices, on_servers = map(model.predict, plans)
+        return float(on_devices.hbm.sum()), on_servers.server, float(model.sizes[0])
+
+    record = 16 * 4 + 4
+    plain, fallback = predicted(), predicted(fallback_rows=20_000)
+    assert fallback[0] - plain[0] == pytest.approx(20_000 * (record + 26), rel=1e-3)
+    assert fallback[1] - plain[1] == 20_000 * (record + 26)
+    assert fallback[2] - plain[2] == 20_000 * record
+    table = te.TableConfig("a", None, 16, capacity=100_000, fallback_rows=20_000)
+    plan = te.plan([table], te.Topology(2), batch_size=64)
+    assert (
+        ShardingPlan.from_json(plan.to_json()).report.tables[0].size == plan.report.tables[0].size == 120_000 * record
+    )
+
+
+def test_an_epoch_has_a_duration_and_a_price():
+    tables = [te.TableConfig("a", 1_000_000, 64), te.TableConfig("b", 1_000, 16)]
+    prices = {"node_price": 98.0, "server_price": 6.0, "reader_price": 1.5}
+    topology = te.Topology(16, 8, servers=3, server_memory=1e12, readers=2, **prices)
+    options = {"batch_size": 512, "epoch_samples": 10**9}
+    for constraints, price in ((None, 2 * 98 + 2 * 1.5), ({"a": Constraint("server")}, 2 * 98 + 3 * 6 + 2 * 1.5)):
+        report = te.plan(tables, topology, constraints=constraints, **options).report
+        hours = 10**9 / (512 * 16 / report.prediction.step) / 3600
+        assert report.epoch_hours == pytest.approx(hours)
+        assert report.epoch_price == pytest.approx(hours * price)
+        assert f"; price {hours * price:,.2f}." in str(report)
+    assert "Epoch" not in str(te.plan(tables, topology, batch_size=512))
+    with pytest.raises(ValueError, match="epoch_samples must be at least 0"):
+        te.plan(tables, topology, batch_size=512, epoch_samples=-1)
+
+
+def test_manifests_have_the_machines_of_the_plan():
+    tables = [te.TableConfig("a", 100_000_000, 64), te.TableConfig("b", 1_000, 16)]
+    topology = te.Topology(16, 8, servers=3, server_memory=1e12, readers=2)
+    plan = te.plan(tables, topology, batch_size=512, constraints={"a": Constraint("server"), "b": Constraint("device")})
+    files = plan.to_manifests(image="here:1", train="--epochs 2", reader_cpus=3)
+    size = int(re.search(r"--memory=(\d+)", files["kubernetes/rows.yaml"])[1])
+    assert 1.05 <= size / (plan.report.prediction.server / 3) <= 1.05 + 3e9 / plan.report.prediction.server
+    memory, disk = (int(number) * 2**30 for number in re.findall(r'"(\d+)Gi"', files["kubernetes/rows.yaml"])[1:])
+    assert 1.25 * size <= memory <= 1.25 * size + 2**30
+    assert 3 * size <= disk <= 3 * size + 2**30
+    assert "replicas: 3\n" in files["kubernetes/rows.yaml"]
+    assert 'cpu: "3"' in files["kubernetes/readers.yaml"]
+    for line in (
+        "completions: 2",
+        "- --nproc-per-node=8",
+        '- "--epochs"',
+        '- "--plan=/plan/plan.json"',
+        'image: "here:1"',
+    ):
+        assert f"{line}\n" in files["kubernetes/trainers.yaml"]
+    for path, text in files.items():
+        assert not re.search(r"\$\{|\$item|#for|#end", text), path
+    without = te.plan(tables, te.Topology(2), batch_size=512).to_manifests()
+    assert without.keys() == {"kubernetes/trainers.yaml", "kuberay/rayjob.yaml"}
+    for settings, error, text in (
+        ({"prefix": "A"}, ValueError, "prefix must be"), ({"zone": 1}, TypeError, "zone must be a str"),
+        ({"server_cpus": 0}, ValueError, "server_cpus must be more than 0"),
+        ({"zones": "a"}, TypeError, "unexpected keyword argument 'zones'"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=text):
+            plan.to_manifests(**settings)
+
+
 def test_shares_of_uneven_shards_are_predicted():
     tables = [te.TableConfig("a", 1_000, 8), te.TableConfig("b", None, 8, capacity=100_000)]
     shardings = {"a": RowWise([1, 0], [800, 200]), "b": RowWise([0, 1], [4, 12])}
@@ -779,19 +850,27 @@ def test_the_command_reads_tables_and_writes_a_plan(tmp_path, capsys):
     arguments = ["plan", "--tables", str(tmp_path / "tables.toml"), "--topology", "dgx-h100", "--batch-size", "256"]
     files = ["--out", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html"), "--explain", "user"]
     assert cli.main(arguments + files) == 0
-    assert "user: " in capsys.readouterr().out
+    assert "\nuser:\n  use" in capsys.readouterr().out
     plan = ShardingPlan.load(tmp_path / "plan.json")
     assert plan.world_size == 8
     assert isinstance(plan.tables["item"], RowWise)
     assert (tmp_path / "plan.html").read_text().startswith("<!doctype html>")
     assert cli.main([*arguments, "--previous", str(tmp_path / "plan.json")]) == 0
     assert "0 B of" in capsys.readouterr().out
+    (tmp_path / "tables.toml").write_text(TABLES + '[topology]\nnode_price = 9\n[manifests]\nimage = "here:1"')
+    files = ["--manifests", str(tmp_path / "manifests"), "--epoch-samples", "1000000"]
+    assert cli.main(arguments + files) == 0
+    assert "; price 0.00." in capsys.readouterr().out
+    assert 'image: "here:1"\n' in (tmp_path / "manifests" / "kubernetes" / "trainers.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
-        ("x = 1", r"expected only one \[\[table\]\]"),
+        ("x = 1", r"expected one \[\[table\]\]"),
+        (TABLES + "[topology]\nserver = 2", "tables.toml: .* unexpected keyword argument 'server'"),
+        (TABLES + '[topology]\nservers = "2"', "tables.toml: a topology's servers must be an int"),
+        (TABLES + "[manifests]\nimages = 2", "tables.toml: .* unexpected keyword argument 'images'"),
         ('[[table]]\nname = "a"', "table 1 .'a'.: num_embeddings is missing"),
         (TABLES.replace("dtype", "dtyp"), "unknown field 'dtyp'; did you mean 'dtype'"),
         (TABLES.replace("bfloat16", "bfloat17"), "table 1 .'user'.: dtype must be the name of a torch dtype"),

@@ -20,14 +20,15 @@ from tritonemb.sharding.plan import (
     uniform_plan,
 )
 from tritonemb.sharding.planner.cost_model import CostModel
+from tritonemb.sharding.planner.manifests import Deployment
 from tritonemb.sharding.planner.options import Constraint
 from tritonemb.sharding.planner.report import PlanReport
 from tritonemb.sharding.planner.statistics import TableStats
 from tritonemb.sharding.sharded_tensor import TableShards
 
 __all__ = [
-    "ColumnWise", "Constraint", "CostModel", "DataParallel", "ExchangePrecision", "Grid", "HybridParallel", "PlanDiff",
-    "PlanReport", "RowWise", "Shard", "ShardedEmbeddingBagCollection", "ShardedEmbeddingCollection", "Sharding",
-    "ShardingPlan", "TableColumnWise", "TablePlacement", "TableRowWise", "TableShards", "TableStats", "TableWise",
-    "load_tables", "uniform_plan",
+    "ColumnWise", "Constraint", "CostModel", "DataParallel", "Deployment", "ExchangePrecision", "Grid",
+    "HybridParallel", "PlanDiff", "PlanReport", "RowWise", "Shard", "ShardedEmbeddingBagCollection",
+    "ShardedEmbeddingCollection", "Sharding", "ShardingPlan", "TableColumnWise", "TablePlacement", "TableRowWise",
+    "TableShards", "TableStats", "TableWise", "load_tables", "uniform_plan",
 ]  # fmt: skip

@@ -352,6 +352,10 @@ class ShardingPlan(JsonFile):
         """Return an HTML page without scripts: charts of time and memory per rank, and a list of tables."""
         return self._known().to_html()
 
+    def to_manifests(self, **settings: Any) -> dict[str, str]:
+        """Return Kubernetes manifests that run this plan, by file; `settings` are those of `te.sharding.Deployment`."""
+        return self._known().to_manifests(self, **settings)
+
     def diff(self, other: "ShardingPlan") -> PlanDiff:
         """Return what moves from `other` to this plan; `te.plan` must have made one of them, for the tables' sizes."""
         return (self.report or other._known()).diff(other, self)
@@ -415,7 +419,7 @@ def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_siz
 
     Table-wise tables go, largest first, to the rank with the fewest bytes. Deterministic.
     """
-    sizes = {t.name: (t.num_embeddings or t.capacity or 0) * t.embedding_dim * t.dtype.itemsize for t in tables}
+    sizes = {t.name: t.max_rows * t.embedding_dim * t.dtype.itemsize for t in tables}
     shardings: dict[str, Sharding] = {}
     limit, bytes_on = sum(sizes.values()) / world_size, [0.0] * world_size
     for table in sorted(tables, key=lambda table: -sizes[table.name]):

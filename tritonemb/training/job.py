@@ -27,6 +27,7 @@ from tritonemb.server.on_ray import PATIENCE
 from tritonemb.sharding import Constraint, ExchangePrecision, HybridParallel, ShardingPlan, TableStats
 from tritonemb.sharding.planner import Topology, collect_stats, plan
 from tritonemb.sharding.planner.calibrate import calibrate, describe
+from tritonemb.sharding.planner.manifests import Deployment
 from tritonemb.sharding.planner.statistics import tables_in
 from tritonemb.storage.checkpoint import read_manifest_text
 from tritonemb.training.callbacks import Callback, Evaluation, FitStart
@@ -50,7 +51,8 @@ RUNS = Path("runs")
 _STATS_BATCHES = 200  # batches of a run's data from which statistics are collected
 _CODE_ONLY_FIELDS = {"init", "cache", "eviction", "admission"}  # fields of a TableConfig that TOML cannot express
 _FIELDS = {kind: {f.name for f in fields(kind) if f.init} for kind in (TableConfig, TableStats, Constraint)}
-PlanInputs = tuple[list[TableConfig], dict[str, TableStats], dict[str, Constraint], int | None]  # last: the batch size
+# Tables, statistics, constraints, batch size; settings of the topology and of manifests.
+PlanInputs = tuple[list[TableConfig], dict[str, TableStats], dict[str, Constraint], int | None, dict[str, Any]]
 
 
 def train(
@@ -258,7 +260,8 @@ class PlanOptions(Options):
 
     Args:
         tables: TOML file with one [[table]] per table: name, num_embeddings, embedding_dim and other fields of
-            TableConfig; statistics (pooling_factor, hotness, row_share); constraints (placements, types).
+            TableConfig; statistics (pooling_factor, hotness, row_share); constraints (placements, types). [topology]
+            has changes to the topology (servers, prices), [manifests] settings of the manifests.
         from_run: folder of a run whose tables to plan, with statistics of its data; in place of tables.
         topology: name of a cluster, or a file of tritonemb calibrate.
         ranks: number of ranks of a cluster of such nodes; that of the topology if not given.
@@ -270,6 +273,8 @@ class PlanOptions(Options):
         explain: name of a table whose placement to explain in detail.
         out: file for the plan (JSON), for tritonemb train --plan.
         html: file for an HTML page with charts of the plan.
+        manifests: folder for Kubernetes manifests that run the plan.
+        epoch_samples: samples per epoch, for the duration and price of an epoch.
     """
 
     tables: Path | None = None
@@ -284,6 +289,8 @@ class PlanOptions(Options):
     explain: str | None = None
     out: Path | None = None
     html: Path | None = None
+    manifests: Path | None = None
+    epoch_samples: int = number(0, least=0)
 
 
 def make_plan(options: PlanOptions) -> str:
@@ -293,17 +300,21 @@ def make_plan(options: PlanOptions) -> str:
         raise ValueError("expected either --tables, a TOML file, or --from-run, the folder of a run")
     # Tables, statistics, constraints, topology and previous plan.
     inputs = _read_tables(options.tables) if options.tables is not None else _read_run(Path(options.from_run or ""))
-    tables, stats, constraints, run_batch_size = inputs
+    tables, stats, constraints, run_batch_size, settings = inputs
     batch_size = options.batch_size or (None if options.global_batch_size else run_batch_size)
     name, ranks = options.topology, options.ranks
     topology = Topology.load(name) if name not in Topology.PRESETS and Path(name).exists() else Topology.preset(name)
     if ranks is not None:
         topology = topology.but(world_size=ranks, local_world_size=min(topology.local_world_size, ranks))
+    try:
+        topology, deployment = topology.but(**settings.get("topology", {})), Deployment(**settings.get("manifests", {}))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{options.tables}: {error}") from error
     previous = None if options.previous is None else ShardingPlan.load(options.previous)
     sharding_plan = plan(
         tables, topology, batch_size=batch_size, global_batch_size=options.global_batch_size,
         optimizer=OPTIMIZERS[options.optimizer](), stats=stats, constraints=constraints, previous=previous,
-        copies=options.copies,
+        copies=options.copies, epoch_samples=options.epoch_samples,
     )  # fmt: skip
     # Text and files.
     lines = [str(sharding_plan)]
@@ -315,14 +326,19 @@ def make_plan(options: PlanOptions) -> str:
     if options.html is not None:
         atomic_write(options.html, sharding_plan.to_html())
         lines.append(f"{options.html}: charts")
+    if options.manifests is not None:
+        for path, text in deployment.manifests(sharding_plan).items():
+            (options.manifests / path).parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(options.manifests / path, text)
+        lines.append(f"{options.manifests}: manifests")
     return "\n\n".join(lines)
 
 
 def _read_tables(path: Path) -> PlanInputs:
     values = load_toml(path)
     entries, known = values.get("table"), set().union(*_FIELDS.values()) - _CODE_ONLY_FIELDS
-    if set(values) - {"table"} or not isinstance(entries, list) or not entries:
-        raise ValueError(f"{path}: expected only one [[table]] per table, got {sorted(values)}")
+    if set(values) - {"table", "topology", "manifests"} or not isinstance(entries, list) or not entries:
+        raise ValueError(f"{path}: expected one [[table]] per table, [topology] and [manifests], got {sorted(values)}")
     tables, stats, constraints = [], {}, {}
     for position, entry in enumerate(entries, 1):
         where = f"{path}, table {position}" + (f" ({entry['name']!r})" if "name" in entry else "")
@@ -337,7 +353,7 @@ def _read_tables(path: Path) -> PlanInputs:
                 constraints[tables[-1].name] = Constraint(**rules)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where}: {error}") from error
-    return tables, stats, constraints, None
+    return tables, stats, constraints, None, values
 
 
 def _table_config(values: dict[str, Any]) -> TableConfig:
@@ -360,7 +376,7 @@ def _read_run(folder: Path) -> PlanInputs:
         raise ValueError(f"{folder} was trained with transforms, which plan does not run; pass --tables instead")
     data = open_data(config, RankGroup())
     _, tables = tables_in(build_model(replace(config, device="meta"), data.features, data.num_dense))
-    return tables, collect_stats(data, tables, num_batches=_STATS_BATCHES), {}, config.batch_size
+    return tables, collect_stats(data, tables, num_batches=_STATS_BATCHES), {}, config.batch_size, {}
 
 
 @dataclass(frozen=True)

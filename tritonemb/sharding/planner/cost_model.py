@@ -99,6 +99,7 @@ class CostModel:
         copies: of the tables.
         dense_parameters: of the other layers, on each rank.
         activation_bytes: of the other layers, at their peak, on each rank.
+        epoch_samples: samples of all ranks per epoch, for its duration and price.
 
     Raises:
         ValueError: statistics of an unknown table.
@@ -113,6 +114,7 @@ class CostModel:
     copies: int = 1
     dense_parameters: int = 0
     activation_bytes: float = 0.0
+    epoch_samples: int = 0
 
     def __post_init__(self) -> None:
         tables, names, job = self.tables, [table.name for table in self.tables], self.topology.world_size
@@ -128,7 +130,7 @@ class CostModel:
         self.rank_hbm = top.hbm * np.reshape(top.rank_memory or alike, shape).min(0)
         self.nodes = self.ranks // self.local
         # Arrays [tables].
-        self.rows = np.array([float(table.num_embeddings or table.capacity or 0) for table in tables])
+        self.rows = np.array([float(table.max_rows) for table in tables])
         self.dims = np.array([table.embedding_dim for table in tables], dtype=np.int64)
         self.itemsize = np.array([table.dtype.itemsize for table in tables], dtype=np.float64)
         self.dynamic = np.array([table.is_dynamic for table in tables], dtype=bool)

@@ -47,7 +47,7 @@ def plan(
     global_batch_size: int | None = None, optimizer: Optimizer | None = None,
     stats: Mapping[str, TableStats] | None = None, constraints: Mapping[str, Constraint] | None = None,
     previous: ShardingPlan | None = None, exchange: ExchangePrecision | None = None, copies: int | None = 1,
-    dense_parameters: int | None = None, activation_bytes: float = 0.0,
+    dense_parameters: int | None = None, activation_bytes: float = 0.0, epoch_samples: int = 0,
 ) -> ShardingPlan:  # fmt: skip
     """Plan the sharding, tier and cached rows of tables on a cluster. Deterministic in its arguments.
 
@@ -64,6 +64,7 @@ def plan(
         copies: of the tables, each on a part of the nodes; None tries all numbers.
         dense_parameters: parameters of the other layers, if no model is passed.
         activation_bytes: of the other layers, at their peak, on each rank.
+        epoch_samples: samples of all ranks per epoch, for its duration and price in the report.
 
     Returns:
         a plan with a `report`; print it.
@@ -97,7 +98,7 @@ def plan(
     # Plan for each number of copies, and return the fastest plan.
     model = CostModel(
         configs, topology, size, optimizer, stats or {}, exchange, dense_parameters=dense_parameters,
-        activation_bytes=activation_bytes,
+        activation_bytes=activation_bytes, epoch_samples=checked_size("epoch_samples", epoch_samples, 0),
     )  # fmt: skip
     plans, failures = list[ShardingPlan](), list[PlanError]()
     for num_copies in _copies_to_try(copies, topology, configs, previous):

@@ -2,7 +2,7 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from html import escape
 from typing import Any, Self
@@ -14,6 +14,7 @@ from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.sharding.plan import MAX_TABLES_SHOWN, PlanDiff, Shard, ShardingPlan
 from tritonemb.sharding.planner.cost_model import STAGES, CostModel, Prediction
+from tritonemb.sharding.planner.manifests import Deployment
 from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.sharding.planner.topology import Topology
@@ -26,7 +27,7 @@ _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#b
 
 
 # The fields of a table that a model reads, in JSON.
-_TABLE_FIELDS = "name", "num_embeddings", "embedding_dim", "features", "pooling", "capacity", "capacity_bytes"
+_TABLE_FIELDS = "name", "num_embeddings", "embedding_dim", "features", "pooling", "capacity", "fallback_rows"
 _DTYPES = {str(dtype): dtype for dtype in TABLE_DTYPES}
 
 
@@ -45,6 +46,17 @@ class TableReport:
     size: float  # bytes of weights and optimizer states
     runner_up: Option | None
     extra: float  # seconds that the slowest rank would take longer with the runner-up
+
+    def cells(self) -> dict[str, str]:
+        """Return text by the title of its column."""
+        table, option = self.table, self.option
+        shares = [f"{100 * share:.2g} %" for share in (option.cache_share, option.host_share) if share]
+        runner_up = f"{self.runner_up.on_tier}, {duration(self.extra, '+')}" if self.runner_up else ""
+        return {
+            "table": table.name, "rows": f"{table.max_rows:,}", "dim": str(table.embedding_dim),
+            "size": format_bytes(self.size), "sharding": str(option), "tier": option.placement,
+            "cached": " + ".join(shares), "time, all ranks": duration(self.seconds), "next best": runner_up,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,31 @@ class PlanReport:
         """Ratio of the slowest rank's load to the mean."""
         return _imbalance(self.prediction)
 
+    @property
+    def samples_per_second(self) -> float:
+        return self.model.batch_size * self.model.topology.world_size / self.prediction.step
+
+    @property
+    def machines(self) -> dict[str, int]:
+        """Numbers of nodes, of embedding servers if tables are on them, and of reader hosts."""
+        top = self.model.topology
+        return {"node": top.nodes, "server": top.servers * bool(self.prediction.server), "reader": top.readers}
+
+    @property
+    def epoch_hours(self) -> float:
+        return self.model.epoch_samples / self.samples_per_second / 3600
+
+    @property
+    def epoch_price(self) -> float:
+        """Price of all machines for an epoch, by the topology's prices per hour."""
+        return self.epoch_hours * sum(
+            number * float(getattr(self.model.topology, f"{name}_price")) for name, number in self.machines.items()
+        )
+
+    def to_manifests(self, plan: ShardingPlan, **settings: Any) -> dict[str, str]:
+        """See `ShardingPlan.to_manifests`."""
+        return Deployment(**settings).manifests(plan)
+
     def summary(self) -> str:
         """Return two lines: the sharding types and tiers, and the predicted time and memory."""
         counts = Counter(f"{table.option.kind.replace('_', '-')} on {table.option.placement}" for table in self.tables)
@@ -120,10 +157,11 @@ class PlanReport:
         )
 
     def __str__(self) -> str:
-        lines = [*self._head(), "", *self._table()]
+        shown = [table.cells() for table in sorted(self.tables, key=lambda t: -t.seconds)[:MAX_TABLES_SHOWN]]
+        lines = align_columns([list(shown[0]), *(list(cells.values()) for cells in shown)])
         if len(self.tables) > MAX_TABLES_SHOWN:
             lines.append(f"… and {len(self.tables) - MAX_TABLES_SHOWN} more; see plan.explain(name)")
-        return "\n".join(lines)
+        return "\n".join([*self._head(), "", *lines])
 
     def _head(self) -> list[str]:
         """Return lines about the job, the time of a step, and the memory."""
@@ -135,33 +173,20 @@ class PlanReport:
         ]  # fmt: skip
         if prediction.server:
             memory += [f"servers {format_bytes(prediction.server)} of {format_bytes(top.servers * top.server_memory)}"]
+        machines = ", ".join(f"{name}s: {number}" for name, number in self.machines.items() if number)
+        epoch = f"Epoch: {self.epoch_hours:,.3g} hours of {machines}; price {self.epoch_price:,.2f}."
         copies = "" if model.copies == 1 else f", {model.copies} copies of the tables"
         return [
             f"Plan for {top.world_size} ranks, {top.local_world_size} per node{copies}; {model.batch_size:,} samples "
             f"per rank; {model.optimizer.name}; rates: {top.name or top.machine or 'assumed'}",
             f"Step: {duration(prediction.step)} (other layers {duration(prediction.dense)}, latencies "
-            f"{duration(prediction.latency)}).",
+            f"{duration(prediction.latency)}), {self.samples_per_second:,.0f} samples per second.",
             f"Slowest rank, by stage: {', '.join(f'{name} {duration(value)}' for name, value in stages if value)}.",
             f"Load of the slowest rank: {duration(self.load)}, {self.imbalance:.3f} of the mean; lower bound "
             f"{duration(self.bound)} (gap {100 * self.gap:.1f} %); greedy packing {duration(self.greedy)}.",
             f"Memory: {'; '.join(memory)}.",
+            *([epoch] if model.epoch_samples else []),
         ]
-
-    def _table(self) -> list[str]:
-        """Return a line for each of the most expensive tables, below a header."""
-        cells: list[tuple[str, Callable[[TableReport], str]]] = [
-            ("table", lambda t: t.table.name),
-            ("rows", lambda t: f"{t.table.num_embeddings or t.table.capacity:,}"),
-            ("dim", lambda t: str(t.table.embedding_dim)),
-            ("size", lambda t: format_bytes(t.size)),
-            ("sharding", lambda t: str(t.option)),
-            ("tier", lambda t: t.option.placement),
-            ("cached", lambda t: f"{100 * t.option.cache_share:.2g} %" if t.option.cache_share else ""),
-            ("time, all ranks", lambda t: duration(t.seconds)),
-            ("next best", lambda t: f"{t.runner_up.on_tier}, {duration(t.extra, '+')}" if t.runner_up else ""),
-        ]
-        shown = sorted(self.tables, key=lambda table: -table.seconds)[:MAX_TABLES_SHOWN]
-        return align_columns([[name for name, _ in cells], *([cell(table) for _, cell in cells] for table in shown)])
 
     def explain(self, name: str) -> str:
         """Explain a table's option: its cost, and the cost of the next best option."""
@@ -170,20 +195,10 @@ class PlanReport:
             raise ValueError(f"the plan has no table {name!r}; it has {sorted(numbers)[:20]}")
         report, distinct = self.tables[numbers[name]], self.model.distinct[numbers[name]]
         percent = 100 * report.seconds / (sum(table.seconds for table in self.tables) or 1.0)
-        lines = [
-            f"{name}: {report.option.on_tier}, {format_bytes(report.size)} with optimizer states",
-            f"  use: {self.model.stats[name].pooling_factor:.3g} ids per sample, {distinct:,.0f} distinct per step",
-            f"  time: {duration(report.seconds)} over all ranks, {percent:.1f} % of all tables'",
-        ]
-        if report.option.cache_share:
-            cached, on_host = 100 * report.option.cache_share, 100 * report.option.host_share
-            lines.append(f"  cached: {cached:.2g} % of its rows on the device, {on_host:.2g} % more in host memory")
-        if report.runner_up is None:
-            lines.append("  no other option is better in any cost, and fits beside the other tables")
-        else:
-            extra = duration(report.extra, "+")
-            lines.append(f"  next best: {report.runner_up.on_tier}; the slowest rank would take {extra}")
-        return "\n".join(lines)
+        use = f"{self.model.stats[name].pooling_factor:.3g} ids per sample, {distinct:,.0f} distinct per step"
+        cells = {"use": use, "share of time": f"{percent:.1f} %"} | report.cells()
+        cells["next best"] = cells["next best"] or "none that is better in any cost, and fits beside the other tables"
+        return "\n".join([f"{cells.pop('table')}:", *(f"  {title}: {text}" for title, text in cells.items() if text)])
 
     def diff(self, old_plan: ShardingPlan, new_plan: ShardingPlan) -> PlanDiff:
         """See `ShardingPlan.diff`."""

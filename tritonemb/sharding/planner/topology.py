@@ -35,6 +35,8 @@ class Topology(JsonFile):
         flops: of a rank, per second, in the other layers.
         servers: number of embedding servers, each with `server_memory`. A server sends and updates `server_rows` per
             second, and sends and receives at `server_bandwidth`.
+        readers: number of reader hosts.
+        node_price, server_price, reader_price: of a node, an embedding server and a reader host, per hour.
         name: of a preset.
         machine: the calibrated machine, e.g. "x86_64, 2 CPUs, cpu"; empty for assumed rates.
         spread: of a calibration, by link: largest relative distance of measured times from the fitted line.
@@ -74,6 +76,10 @@ class Topology(JsonFile):
     server_memory: float = 0.0
     server_rows: float = 5e6
     server_bandwidth: float = 10e9
+    readers: int = 0
+    node_price: float = 0.0
+    server_price: float = 0.0
+    reader_price: float = 0.0
     name: str = ""
     machine: str = ""
     spread: dict[str, float] = field(default_factory=dict, repr=False)
@@ -85,7 +91,7 @@ class Topology(JsonFile):
     def __post_init__(self) -> None:
         if not self.local_world_size:
             object.__setattr__(self, "local_world_size", self.world_size)
-        for name, least in (("world_size", 1), ("local_world_size", 1), ("servers", 0)):
+        for name, least in (("world_size", 1), ("local_world_size", 1), ("servers", 0), ("readers", 0)):
             checked_size(f"a topology's {name}", getattr(self, name), least)
         if self.world_size % self.local_world_size:
             raise ValueError(
