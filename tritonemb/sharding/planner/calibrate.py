@@ -31,6 +31,9 @@ from tritonemb.sharding.planner.topology import Topology, machine
 from tritonemb.sharding.replicated_update import ShardUpdate
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import CacheConfig, TableConfig
+from tritonemb.utils import LazyModule
+
+optimize: Any = LazyModule("scipy.optimize", "plan")
 
 SIZES = (64, 128, 256, 512, 1024, 2048)  # samples per rank
 NUM_TABLES, NUM_ROWS, BAG_SIZE, DIMS, CACHED_DIM = 8, 200_000, 4, (16, 64, 128), 64
@@ -72,17 +75,8 @@ def fit(points: Sequence[Point]) -> tuple[list[float], float]:
     """Fit a nonnegative latency and costs by least squares of relative errors. Return these, and the largest error."""
     values = np.array(points)
     columns = np.column_stack([np.ones(len(values)), values[:, 1:]]) / values[:, :1]
-    best, costs = np.inf, np.zeros(columns.shape[1])
-    # The best fit without negative coefficients, over all subsets of the columns.
-    for number in range(1, len(costs) + 1):
-        for subset in itertools.combinations(range(len(costs)), number):
-            used = columns[:, subset]
-            scale = used.max(0)
-            coefficients = np.linalg.lstsq(used / scale, np.ones(len(used)), rcond=None)[0] / scale
-            error = float(((used @ coefficients - 1) ** 2).sum())
-            if (coefficients >= 0).all() and error < best:
-                best, costs = error, np.zeros(len(costs))
-                costs[list(subset)] = coefficients
+    scale = columns.max(0)
+    costs = optimize.nnls(columns / scale, np.ones(len(columns)))[0] / scale
     return costs.tolist(), float(np.abs(1 - 1 / (columns @ costs)).max())
 
 

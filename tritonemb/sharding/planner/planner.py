@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,19 +15,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.layout import rows_to_shard
 from tritonemb.optimizers import Optimizer, RowWiseAdagrad
-from tritonemb.sharding.plan import (
-    ColumnWise,
-    DataParallel,
-    Grid,
-    RowWise,
-    Sharding,
-    ShardingPlan,
-    TableColumnWise,
-    TablePlacement,
-    TableRowWise,
-    TableWise,
-    uniform_plan,
-)
+from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TablePlacement, uniform_plan
 from tritonemb.sharding.planner.cost_model import PLACEMENTS, CostModel, Prediction
 from tritonemb.sharding.planner.options import Constraint, Option, PlanError, decode, make_problem, with_blocks
 from tritonemb.sharding.planner.report import PlanReport, RunnerUp
@@ -159,13 +147,13 @@ def _load(model: CostModel, rules: list[Constraint], plan: ShardingPlan) -> floa
 def _uniform_plans(model: CostModel) -> Iterator[ShardingPlan]:
     """Yield plans with one sharding type for all tables, on the device, and a plan by their sizes."""
     names, ranks, local = [table.name for table in model.tables], model.ranks, model.local
-    placements = dict.fromkeys(names, TablePlacement())
+    placements, kinds = dict.fromkeys(names, TablePlacement()), cast(Any, SHARDINGS)
 
     def make(shardings: Iterable[Sharding]) -> ShardingPlan:
         return ShardingPlan(dict(zip(names, shardings, strict=False)), ranks, local, placements, model.copies)
 
     # Whole tables go to the rank or node with the least load, the most expensive ones first.
-    seconds = model.predict(make(repeat(TableWise(0)))).by_table
+    seconds = model.predict(make(repeat(kinds["table_wise"](0)))).by_table
 
     def spread(count: int) -> list[int]:
         load, bins = np.zeros(count), np.zeros(len(names), dtype=np.int64)
@@ -174,11 +162,11 @@ def _uniform_plans(model: CostModel) -> Iterator[ShardingPlan]:
             load[bins[table]] += seconds[table]
         return bins.tolist()
 
-    yield make(map(TableWise, spread(ranks)))
-    yield from map(make, map(repeat, (RowWise(), ColumnWise(), DataParallel())))
+    yield make(map(kinds["table_wise"], spread(ranks)))
+    yield from (make(repeat(kinds[kind]())) for kind in ("row_wise", "column_wise", "data_parallel"))
     if model.nodes > 1 and local > 1:
-        yield from (make(map(sharding, spread(model.nodes))) for sharding in (TableRowWise, TableColumnWise))
-        yield make(repeat(Grid()))
+        yield from (make(map(kinds[kind], spread(model.nodes))) for kind in ("table_row_wise", "table_column_wise"))
+        yield make(repeat(kinds["grid"]()))
     yield make(uniform_plan(model.tables, ranks, local).tables.values())
 
 
@@ -245,29 +233,27 @@ def _constraints_of_tables(
     """Match constraints to tables; a name wins over patterns. ValueError for a pattern without a table, and for a table
     with two patterns.
     """
-    pattern_of: dict[str, str] = {}
-    names = [table.name for table in tables]
+    names, rules = [table.name for table in tables], list[Constraint]()
+    wildcards = [pattern for pattern in constraints if pattern not in names]
     lacking = {"host": topology.host, "disk": topology.disk, "server": topology.servers}
     for pattern, constraint in constraints.items():
         title = f"constraints[{pattern!r}]"
         if not isinstance(constraint, Constraint):
             raise TypeError(f"{title} must be a te.sharding.Constraint, got {constraint!r}")
-        matches = [pattern] if pattern in names else [name for name in names if fnmatchcase(name, pattern)]
-        if not matches:
+        if pattern in wildcards and not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(f"{title} matches no table{did_you_mean(pattern, names)}")
-        matches = [name for name in matches if name == pattern or name not in constraints]
-        if twice := [name for name in matches if name in pattern_of]:
-            raise ValueError(
-                f"table {twice[0]!r} has two constraints, {pattern_of[twice[0]]!r} and {pattern!r}; give it one"
-            )
-        pattern_of |= dict.fromkeys(matches, pattern)
         if constraint.placements and all(not lacking.get(placement, 1) for placement in constraint.placements):
             raise ValueError(
                 f"{title} asks for {list(constraint.placements)}, which the topology lacks: it has "
                 f"{format_bytes(topology.host)} of host memory and {format_bytes(topology.disk)} of disk per node, and "
                 f"{topology.servers} servers"
             )
-    return [constraints[pattern_of[name]] if name in pattern_of else Constraint() for name in names]
+    for name in names:
+        matches = [name] if name in constraints else [pattern for pattern in wildcards if fnmatchcase(name, pattern)]
+        if len(matches) > 1:
+            raise ValueError(f"table {name!r} has two constraints, {matches[0]!r} and {matches[1]!r}; give it one")
+        rules.append(constraints[matches[0]] if matches else Constraint())
+    return rules
 
 
 def _copies_to_try(
@@ -372,14 +358,13 @@ def plan_job(
         server_plan = uniform_plan([table for table in tables if table.placement == "server"], ranks, local)
         return replace(local_plan, tables={**local_plan.tables, **server_plan.tables}, placements={})
 
-    local_result: ShardingPlan | Exception | None = None
+    result: Any = None
     try:
-        local_result = make() if group.rank == 0 else None
+        result = make() if group.rank == 0 else None
     except Exception as error:  # raised on every rank, below
-        local_result = error
+        result = error
     # The report stays on rank 0: a table's `init` need not be picklable.
-    sent = replace(local_result, report=None) if isinstance(local_result, ShardingPlan) else local_result
-    shared = group.all_gather_object(sent)[0]
+    shared = group.all_gather_object(replace(result, report=None) if isinstance(result, ShardingPlan) else result)[0]
     if isinstance(shared, Exception):
         raise shared
-    return local_result if isinstance(local_result, ShardingPlan) else shared
+    return result or shared

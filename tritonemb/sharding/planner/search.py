@@ -1,15 +1,9 @@
 """Search for a plan: an option for each table, and shards of any size, so that the slowest rank is fast.
 
-A table has *options*: a sharding type on a tier, with a share of its rows cached. An option has *units*, ranges of rows
-or all columns, which are split into shards. A shard costs a fixed part, and a part proportional to its share. A step
-also waits for latencies, of messages and launches that any table needs: `solve` tries sets of these. For each set,
-
-1. an LP relaxation and a MILP, solved by HiGHS, which scipy brings, give a lower bound, and select options;
-2. shards are packed greedily, then by ruin and recreate (Schrimpf et al., 2000; see `ruin_and_recreate.py`) for a goal,
-   a load that no rank may exceed; an LP optimizes the shares of shards of rows in their bins. Goals rise until one is
-   met, then fall. Prices of the budgets start at the LP's duals, and fall while budgets are unused.
-
-Loads are in seconds here, and relative to a goal in the loops; memory is relative to the budgets. Deterministic.
+docs/planner.md describes it. For each set of latencies that a step may wait for, an LP relaxation and a MILP give a
+lower bound, and select an option per table; shards are packed greedily, then by ruin and recreate for a goal, a load
+that no rank may exceed. Goals rise until one is met, then fall. Prices of the budgets start at the LP's duals, and fall
+while budgets are unused. Loads are in seconds here, and relative to a goal in the loops; memory to the budgets.
 """
 
 from typing import Any, NamedTuple
@@ -396,31 +390,23 @@ class Search:
         used = np.concatenate([load + self._common(assignment), hbm, host, disk])
         # Constraints: a row for the load and device memory of each rank, and host memory and disk of each node.
         width = np.where(p.unit_on_node[units], p.local, 1)
-        node = bins * width // p.local
-        shard_of_rank = np.repeat(np.arange(num_shards), width)
-        rank = np.repeat(bins * width, width) + np.arange(width.sum()) - np.repeat(np.cumsum(width) - width, width)
-        slope, shard, num_rows = p.slope[units], np.arange(num_shards), len(used)
-        row = np.concatenate([rank, p.ranks + rank, 2 * p.ranks + node, 2 * p.ranks + nodes + node])
-        column = np.concatenate([shard_of_rank, shard_of_rank, shard, shard])
-        value = np.concatenate([slope[shard_of_rank, 0], slope[shard_of_rank, 1], slope[:, 2], slope[:, 3]])
-        nonzero = free[column] & (value > 0)
-        row, column, value = row[nonzero], column[nonzero], value[nonzero]
-        limits = np.concatenate([(goal or 0.0) * p.rank_speed, np.ones(num_rows - p.ranks)]) - used
+        on_rank = np.arange(p.ranks)[:, None] // width == bins
+        on_node = np.arange(nodes)[:, None] == bins * width // p.local
+        slopes = p.slope[units].T * free
+        uses = np.concatenate([slopes[0] * on_rank, slopes[1] * on_rank, slopes[2] * on_node, slopes[3] * on_node])
+        limits = np.concatenate([(goal or 0.0) * p.rank_speed, np.ones(len(used) - p.ranks)]) - used
         # Objective: one variable for the largest load, or one for the excess of each row.
         if goal is None:
-            slack_row, slack = np.arange(p.ranks), p.rank_speed
-            cost, slack_column = np.append(np.zeros(num_shards), 1.0), np.zeros(p.ranks, np.int64)
+            slack, weights = np.append(p.rank_speed, np.zeros(len(used) - p.ranks))[:, None], np.ones(1)
         else:
-            slack_row, slack, weight = np.arange(num_rows), np.ones(num_rows), SETTINGS.budget_weight
-            slack_column = slack_row
-            cost = np.repeat([0.0, 1.0, weight, weight * p.local], [num_shards, p.ranks, p.ranks, 2 * nodes])
-        entries = np.append(row, slack_row), np.append(column, num_shards + slack_column)
-        above = sparse.coo_array((np.append(value, -slack), entries), (num_rows, len(cost)))
+            over_budget = SETTINGS.budget_weight * np.array([1, p.local])
+            slack, weights = np.eye(len(used)), np.repeat([1.0, *over_budget], [p.ranks, p.ranks, 2 * nodes])
+        cost, above = np.append(np.zeros(num_shards), weights), sparse.csr_array(np.concatenate([uses, -slack], axis=1))
         # The shares of a unit add up to 1.
         free_units, unit_index = np.unique(units[free], return_inverse=True)
         entries, ones = (unit_index, np.flatnonzero(free)), np.ones(len(free_units))
         one = sparse.coo_array((np.ones(len(unit_index)), entries), (len(free_units), len(cost))).tocsr()
-        result = optimize.linprog(cost, above.tocsr(), limits, one, ones, bounds=(0, None), method="highs-ds")
+        result = optimize.linprog(cost, above, limits, one, ones, bounds=(0, None), method="highs-ds")
         if result.x is None:
             return None
         # Shares of 0 drop their shards.
