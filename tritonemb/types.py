@@ -375,6 +375,7 @@ class TableOptions(Options):
         cache_folder: folder of the files of tables on disk during the run; the system's temporary folder if not given.
         evict: eviction policy of full dynamic tables: lru or lfu.
         admit_after: occurrences of an id after which it gets a row of a dynamic table.
+        fallback_rows: rows of a dynamic table beside its capacity that ids without a row share.
     """
 
     placement: Literal["device", "host", "disk"] = "device"
@@ -386,6 +387,7 @@ class TableOptions(Options):
     cache_folder: Path | None = None
     evict: Literal["lru", "lfu"] = "lru"
     admit_after: int = number(1, least=1)
+    fallback_rows: int = number(0, least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -394,15 +396,16 @@ class TableOptions(Options):
         self.place([])  # checks the cache options
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
-        """Set placement, cache, eviction and admission of tables."""
+        """Set placement, cache, eviction, admission and fallback rows of tables."""
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
         eviction, admission = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
+        policies: dict[str, Any] = {"eviction": eviction, "admission": admission, "fallback_rows": self.fallback_rows}
         placed = list(tables)
         for index, table in enumerate(tables):
             if table.is_dynamic:
-                placed[index] = replace(table, eviction=eviction, admission=admission)
+                placed[index] = replace(table, **policies)
             if (table.num_embeddings or table.capacity or 0) >= self.placed_rows:
                 placed[index] = replace(placed[index], placement=self.placement, cache=cache)
         return placed

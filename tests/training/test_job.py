@@ -132,7 +132,7 @@ def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_pat
     """No vocabulary; tables of 40 rows for 50 ids and missing ones, which come in their second occurrence."""
 
     def run(name: str) -> TrainConfig:
-        tables = TableOptions(evict="lfu", admit_after=2, placement=placement, placed_rows=100)
+        tables = TableOptions(evict="lfu", admit_after=2, placement=placement, placed_rows=100, fallback_rows=5)
         read = LogOptions(schema=Schema(dynamic=True, num_embeddings=300, sizes=("cat_2=60",)), shuffle_rows=200)
         return replace(text_run(tmp_path / name, 2), read=read, tables=tables)
 
@@ -145,6 +145,7 @@ def test_a_run_with_dynamic_tables_resumes_to_the_same_bits_and_predicts(tmp_pat
     ids = actual["model.embeddings.cat_2.ids"]
     assert 0 < len(ids) <= 60
     assert int(actual["model.embeddings.cat_2.clock"]) == 20
+    assert len(actual["model.embeddings.cat_2.fallback_weight"]) >= 5
     log = tmp_path / "train.txt"
     scores = tmp_path / "scores.csv"
     said = predict(PredictOptions(checkpoint=tmp_path / "whole", data=str(log), out=scores))
