@@ -1,12 +1,14 @@
+import errno
 import json
 import math
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.training.callbacks.events import STEPS, end, evaluation, log, start, step, train
-from tritonemb.training.callbacks import FitEnd
+from tritonemb.training.callbacks import CallbackList, FitEnd, jsonl
 from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 
 
@@ -37,6 +39,32 @@ def test_every_event_is_a_line_with_its_fields(tmp_path):
     message = next(event for event in events if event["event"] == "message")
     assert message == {"event": "message", "step": 450, "text": "12 rows were skipped"}
     assert events[-1]["test"]["auc"] == 0.78081
+
+
+def test_a_full_disk_is_reported_at_once_and_lines_are_written_later(tmp_path, monkeypatch, capsys):
+    class File(FileIO):
+        full = True
+
+        def write(self, data):
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(jsonl, "FileIO", File)
+    callbacks, path = CallbackList([RunLog(tmp_path / "run.jsonl")]), tmp_path / "run.jsonl"
+    callbacks.on_start(start())
+    note = "note: RunLog cannot write: [Errno 28] No space left on device. Training continues\n"
+    assert capsys.readouterr().err == note
+    callbacks.on_log(log(100))
+    File.full = False
+    callbacks.on_log(log(200))
+    assert [event["event"] for event in strictly(path)] == ["start", "log", "log"]
+    File.full = True
+    callbacks.on_log(log(300))
+    assert capsys.readouterr().err == ""
+    callbacks.on_end(end())
+    assert f"{path} lacks the last 2 events: [Errno 28]" in capsys.readouterr().err
+    assert [event["event"] for event in strictly(path)] == ["start", "log", "log"]
 
 
 def test_a_line_is_in_the_file_at_once(tmp_path):

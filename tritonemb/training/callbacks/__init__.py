@@ -129,11 +129,12 @@ class Callback:
     callbacks at the same steps, with equal numbers except speed, waiting time and memory.
 
     Attributes:
-        essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr, and after
-            one of `on_start` the callback is not called again.
+        essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr, and another
+            one of `on_end`, too.
+        can_retry: whether the callback is called again after an `OSError` of `on_start`.
     """
 
-    essential = True
+    essential, can_retry = True, False
 
     def on_start(self, start: FitStart) -> None:
         """Called before the first step."""
@@ -163,14 +164,14 @@ class CallbackList:
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = list(callbacks)
         self._started: list[Callback] = []
-        self._reported: set[int] = set()
+        self._reported = dict[int, str]()  # text of the reported error by id of the callback
 
     def __bool__(self) -> bool:
         return bool(self._callbacks)
 
     def on_start(self, start: FitStart) -> None:
         for callback in self._callbacks:
-            if self._call(callback, "on_start", start):
+            if self._call(callback, "on_start", start) or callback.can_retry:
                 self._started.append(callback)
 
     def on_end(self, end: FitEnd | None) -> None:
@@ -205,9 +206,10 @@ class CallbackList:
         except OSError as error:
             if callback.essential:
                 raise
-            if id(callback) not in self._reported:
-                self._reported.add(id(callback))
-                text = f"note: {type(callback).__name__} cannot write: {error}. Training continues"
+            reported, at_end = self._reported.get(id(callback)), method == "on_end"
+            if reported is None or (at_end and reported != str(error)):
+                self._reported[id(callback)] = str(error)
+                text = f"note: {type(callback).__name__} cannot write: {error}"
                 with contextlib.suppress(OSError):
-                    print(text, file=sys.stderr, flush=True)
+                    print(text if at_end else f"{text}. Training continues", file=sys.stderr, flush=True)
             return False

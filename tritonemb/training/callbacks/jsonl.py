@@ -13,7 +13,6 @@ import re
 import sys
 import zlib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partialmethod
@@ -52,8 +51,8 @@ class RunLog(Callback):
             atomic_write(self._path, "".join(_line(event) for event in events if _step_of(event) <= start.first_step))
         self._file = FileIO(self._path, "ab")
         self._unwritten = list[bytes]()  # lines to write again, after a full disk
-        with suppress(OSError):  # written with the next event
-            self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
+        self.can_retry = True  # the start is written with the next event
+        self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def on_step(self, step: StepEnd) -> None:
         self._step = step.step
@@ -74,6 +73,8 @@ class RunLog(Callback):
         values = {"reason": "failed", "step": self._step, "error": text} if end is None else asdict(end)
         try:
             self._write("end", values | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
+        except OSError as failure:
+            raise OSError(f"{self._path} lacks the last {len(self._unwritten)} events: {failure}") from failure
         finally:
             self._file.close()
 
