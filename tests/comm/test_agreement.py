@@ -23,13 +23,16 @@ def test_all_ranks_hear_the_same(ranks, size):
         [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],
         [{"rows": 0, "batches": 0} if rank else {"rows": 2} for rank in range(size)],
         [{"rows": 0, "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
+        [{"rows": 1, "batches": 1, "waiting": rank == size - 1} for rank in range(size)],
     ]
     heard = ranks(size).run(rounds, given)
     assert all(each == heard[0] for each in heard)
-    first, second, third = heard[0]
+    first, second, third, fourth = heard[0]
     assert first == Round(tuple(3 + rank for rank in range(size)), size, clock=7)
     assert (second.rows, second.batches > 0) == ((2, *[0] * (size - 1)), True)
     assert (third.signal, third.batches) == (15, 0)
+    assert [round.waiting for round in heard[0]] == [False, False, False, True]
+    assert fourth.rows == (1,) * size
 
 
 def failing(rank, who):

@@ -194,6 +194,47 @@ def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):
     assert results == [[(1, 0, 0, 1), (1, 0, 0, 2), (0, 15, 0, 2)]] * 2
 
 
+def waiting(rank, slow):
+    """A rank whose third batch does not come gets a signal."""
+    data, world, taken, never = jobs.planted(64, validation=False), RankGroup.world(), [], threading.Event()
+    batches = list(data.open("train", 4))[:4]
+    signal = lambda: 15 * (rank == slow and len(taken) == 2)  # noqa: E731
+    hang_after = 2 if rank == slow else None
+    with stream_of(batches, hang_after=hang_after, hang=never.wait) as stream:
+        steps = StepPipeline(Ranks(world, 60.0), CPU, lambda: empty_batch(data), signal=signal)
+        for batches, info in steps.steps(stream):
+            taken.append((len(batches), info.signal, info.position["row"]))
+        never.set()
+    return taken
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_signal_ends_a_wait_for_a_batch(ranks, size):
+    assert ranks(size).run(waiting, size - 1) == [[(1, 0, 1), (1, 0, 2), (0, 15, 2)]] * size
+
+
+def streaming(rank, count):
+    """Batches of rank 1 come after the others have waited, in rounds that are not steps."""
+    data, world = jobs.planted(64, validation=False), RankGroup.world()
+    batches, arrived, rounds = list(data.open("train", 4))[:count], threading.Event(), []
+
+    def clock():
+        rounds.append(len(rounds))
+        if len(rounds) > 5:
+            arrived.set()
+        return rounds[-1]
+
+    with stream_of(batches, hang_after=1 if rank else None, hang=arrived.wait) as stream:
+        pipeline = StepPipeline(Ranks(world, 60.0), CPU, lambda: empty_batch(data), clock=clock, is_stream=True)
+        return [(len(step), info.rows, info.position["row"]) for step, info in pipeline.steps(stream)], len(rounds)
+
+
+def test_ranks_wait_for_rows_of_a_stream_in_rounds(ranks):
+    results = ranks(2).run(streaming, 3)
+    assert [steps for steps, _ in results] == [[(1, 8, 1), (1, 8, 2), (1, 8, 3), (0, 0, 3)]] * 2
+    assert results[0][1] == results[1][1] > 5
+
+
 def failing(rank, who):
     data, world = jobs.planted(64, validation=False), RankGroup.world()
     num_taken = []

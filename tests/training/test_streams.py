@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from tests.training.kills import finish, kill, start
 from tritonemb.data import ClickLog
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
 from tritonemb.training.config import CheckpointOptions
+from tritonemb.types import TableOptions
 
 
 def test_a_run_resumes_at_the_offsets_of_its_checkpoint(tmp_path):
@@ -42,6 +46,72 @@ def test_a_run_resumes_at_the_offsets_of_its_checkpoint(tmp_path):
     resumed.resume()
     assert resumed.fit().steps == -(-250 // 16)
     assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def trainer_on(logs, folder, placement="device", **options) -> te.Trainer:
+    torch.manual_seed(0)
+    log = ClickLog(logs, FOLLOW)
+    tables = TableOptions(placement=placement, placed_rows=0, cache_rows=64).place(log.tables(4))
+    model = te.nn.DLRM(tables, 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
+    model = te.HybridParallel(model) if torch.distributed.is_initialized() else model
+    return te.Trainer(model, log, batch_size=16, folder=folder, verbose=False, **options)
+
+
+class SignalAfter(te.training.Callback):
+    def __init__(self, last_step: int) -> None:
+        self.last_step = last_step
+
+    def on_step(self, step):
+        if step.step == self.last_step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.fixture
+def logs(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    move_in(folder, 1, 2, 3, 4, 5)
+    return folder
+
+
+@pytest.mark.parametrize(("placement", "accumulate"), [("device", 1), ("host", 2)])
+def test_a_wait_for_rows_ends_at_the_first_signal(logs, tmp_path, placement, accumulate):
+    make = partial(trainer_on, logs, placement=placement, accumulate=accumulate)
+    num_steps = 250 // (16 * accumulate)  # some rows of the next step have come
+    stopped = make(tmp_path / "stopped", callbacks=[SignalAfter(num_steps)])
+    with pytest.raises(te.training.Interrupted) as interrupted:
+        stopped.fit()
+    assert interrupted.value.exit_status == 143
+    assert stopped.run_folder.checkpoints.steps() == [num_steps]
+    move_in(logs, 6)
+    end(logs)
+    resumed, whole = make(tmp_path / "stopped"), make(tmp_path / "whole")
+    resumed.resume()
+    assert resumed.fit().steps == whole.fit().steps == -(-300 // (16 * accumulate))
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_the_last_step_waits_for_no_further_rows(logs, tmp_path, placement):
+    trainer = trainer_on(logs, tmp_path / "run", placement, max_steps=250 // 16)
+    assert trainer.fit().reason == "finished"
+    assert trainer.run_folder.checkpoints.steps() == [250 // 16]
+
+
+def waiting(rank, logs, folder, signalled, max_steps):
+    num_steps = 5 * (50 // 2) // 16
+    callbacks = [SignalAfter(num_steps)] if rank == signalled else []
+    trainer = trainer_on(logs, folder, callbacks=callbacks, max_steps=max_steps)
+    try:
+        return trainer.fit().reason, trainer.run_folder.checkpoints.steps() == [num_steps]
+    except te.training.Interrupted as interrupted:
+        return interrupted.exit_status, trainer.run_folder.checkpoints.steps() == [num_steps]
+
+
+@pytest.mark.parametrize(("signalled", "max_steps"), [(1, None), (None, 7)])
+def test_ranks_that_wait_for_rows_end_together(ranks, logs, tmp_path, signalled, max_steps):
+    expected = (143 if max_steps is None else "finished", True)
+    assert ranks(2).run(waiting, logs, tmp_path / "run", signalled, max_steps) == [expected] * 2
 
 
 @pytest.mark.more

@@ -190,6 +190,7 @@ class Round:
     batches: int = 1  # maximum over ranks; 0: no rank has more data
     signal: int = 0  # largest number of a signal that a rank received; 0: none
     clock: int = 0  # of rank 0
+    waiting: bool = False  # whether a rank waits for its batches
 
 
 class Consensus:
@@ -203,8 +204,9 @@ class Consensus:
         self._group = group.duplicate("gloo", timeout)
 
     def next(
-        self, rows: int, batches: int = 1, *, failure: str | None = None, signal: int = 0, clock: int = 0
-    ) -> Round:
+        self, rows: int, batches: int = 1, *, failure: str | None = None, signal: int = 0, clock: int = 0,
+        waiting: bool = False,
+    ) -> Round:  # fmt: skip
         """Run a round.
 
         Args:
@@ -213,18 +215,20 @@ class Consensus:
             failure: the reason that this rank cannot continue.
             signal: number of a received signal, which asks the job to stop.
             clock: any number; all ranks return that of rank 0.
+            waiting: whether this rank still waits for batches.
 
         Raises:
             RankFailed: a rank has failed; on all ranks, with the reasons.
             RuntimeError: a rank did not answer in time, or has exited.
         """
-        words = torch.tensor([rows, batches, failure is not None, signal, clock], dtype=torch.int64)
-        all_rows, all_batches, has_failed, signals, clocks = self._group.all_gather(words, "consensus").T.tolist()
+        words = torch.tensor([rows, batches, failure is not None, signal, clock, waiting], dtype=torch.int64)
+        by_word = self._group.all_gather(words, "consensus").T.tolist()
+        all_rows, all_batches, has_failed, signals, clocks, are_waiting = by_word
         if any(has_failed):
             reasons = self._group.all_gather_object(failure)  # on all ranks, as the last collective
             failed = tuple(rank for rank, reason in enumerate(reasons) if reason is not None)
             raise RankFailed("; ".join(f"rank {rank} has failed: {reasons[rank]}" for rank in failed), failed)
-        return Round(tuple(all_rows), max(all_batches), max(signals), clocks[0])
+        return Round(tuple(all_rows), max(all_batches), max(signals), clocks[0], any(are_waiting))
 
 
 def control_device(group: RankGroup) -> torch.device:

@@ -111,13 +111,17 @@ def _open_streams(data: Data, shards: Sequence[ShardState], options: Mapping[str
         stack.pop_all()
 
 
+def next_shard(shards: Sequence[ShardState]) -> ShardState:
+    return min(shards, key=lambda shard: (shard.batches, shard.index))
+
+
 def round_robin(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | None]]:
     """Yield the next batch of the first shard with the fewest batches returned; None when a shard ends or is closed.
 
     The order depends on the shards' positions only, and is the same for a subset of the shards.
     """
     while active_shards := [shard for shard in shards if shard.stream is not None]:
-        shard = min(active_shards, key=lambda shard: (shard.batches, shard.index))
+        shard = next_shard(active_shards)
         stream = shard.stream
         batch = None if stream is None else next(stream, None)
         if stream is not None and batch is not None:
@@ -140,6 +144,11 @@ class ShardedStream(Batches):
                 return next(batch for _, batch in self._round_robin if batch is not None)
         finally:
             self._update_position()
+
+    def wait(self, seconds: float) -> bool:
+        active_shards = [shard for shard in self._shards if shard.stream is not None]
+        stream = next_shard(active_shards).stream if active_shards else None
+        return stream is None or stream.wait(seconds)
 
     def _update_position(self) -> None:
         self.position = {"shares": self._count, "at": {str(shard.index): shard.entry() for shard in self._shards}}

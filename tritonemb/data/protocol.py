@@ -115,6 +115,7 @@ class Prefetcher(Closeable, Iterator[T]):
         self._stop.atexit = False
         for _ in range(depth):
             self.widen()
+        self._ready: tuple[Any, BaseException | None] | None = None  # item that `wait` has taken
         self._thread = threading.Thread(target=self._queues.fill, args=(source,), name=name, daemon=True)
         if not collective:  # a thread in a collective is not joined at exit: it may wait for a dead rank
             _RUNNING[self._thread] = self._stop
@@ -128,7 +129,7 @@ class Prefetcher(Closeable, Iterator[T]):
             )
         if self._queues.stopped:
             raise StopIteration
-        item, end = self._queues.items.get()
+        (item, end), self._ready = self._ready or self._queues.items.get(), None
         if end is not None:
             if not self._queues.stopped:
                 self._stop()
@@ -136,6 +137,15 @@ class Prefetcher(Closeable, Iterator[T]):
             raise end
         self.widen()
         return item
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next item, or the end; return whether `next` does not block."""
+        if self._queues.inherited or self._queues.stopped:
+            return True
+        if self._ready is None:
+            with suppress(Empty):
+                self._ready = self._queues.items.get(timeout=seconds)
+        return self._ready is not None
 
     def widen(self) -> None:
         """Increase the depth by one item."""
@@ -155,6 +165,7 @@ class Prefetcher(Closeable, Iterator[T]):
         if self._complete and not failed:
             self.settle()
         self._stop()
+        self._ready = None
         if self._thread is not threading.current_thread():
             self._thread.join(GRACE if failed else None)
 
@@ -238,6 +249,10 @@ class Batches(Closeable, Iterator[Batch]):
     report: ReadReport
     """Rows read so far."""
 
+    def wait(self, seconds: float) -> bool:
+        """Wait for the next batch, or the end; return False if there is neither after these seconds."""
+        return True
+
 
 class Stream(Batches):
     """Batches in order, `depth` of them prefetched in a thread; `next` raises the errors of the source.
@@ -270,6 +285,9 @@ class Stream(Batches):
             self._at_end(self.report)
         self.close()
         raise StopIteration
+
+    def wait(self, seconds: float) -> bool:
+        return self._batches.wait(seconds)
 
     def close(self) -> None:
         """Stop the threads of the stream; it returns no further batches."""

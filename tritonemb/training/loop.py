@@ -143,14 +143,21 @@ class Loop:
 
     def _train_epoch(self) -> None:
         state, progress, request, start = self.state, self.progress, self.request, self._start_time
-        signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - start))}
+        is_stream = state.is_stream
+
+        def stop_signal() -> int:
+            # After the last step end the pipeline of a stream, too, whose next rows may never come.
+            return request.signum or int(is_stream and (state.finished or bool(progress.ended)))
+
+        signals = {"signal": stop_signal, "clock": lambda: int(1000 * (time.monotonic() - start))}
         state.model.train()
         with state.open("train", True) as stream, state.steps(stream, True, **signals) as steps:
             step, last = self._next_step(steps)
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
-                step, last = self._next_step(steps)  # before the events, which depend on whether this was the last step
+                if not (is_stream and state.finished):  # before the events, which depend on whether the epoch has ended
+                    step, last = self._next_step(steps)
                 if last or self.state.finished or self._stop_signal is not None:
                     skipped, text = self.ranks.skipped_rows(step[1].report)
                     self.evaluations.report_skipped(skipped, f"train {epoch}", text)

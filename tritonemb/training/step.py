@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from tritonemb.training.schedule import LossScale, Schedule
 
 PLAIN = (int, float, str, bool, type(None))  # types of optimizer options and states that are saved as JSON
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+WAIT_SECONDS = 0.2  # for a batch, between looks for a signal; a run that waits for rows stops as late
 Forward = Callable[..., Any]
 Prefetch = Callable[[Any], Any]
 
@@ -72,6 +72,7 @@ class StepPipeline:
     signal: Callable[[], int] = lambda: 0  # that this rank has received, 0 for none
     clock: Callable[[], int] = lambda: 0  # time of this rank
     pad: bool = False  # so that the logit of a sample does not depend on the other samples; see `pad_batch`
+    is_stream: bool = False  # rows may come at any time, so that a rank that waits for them has not failed
 
     def steps(self, stream: Batches) -> Generator[PreparedStep]:
         """Prepare the steps of a stream. Collective. The last one has no batches: the data has ended, or there is a
@@ -80,14 +81,11 @@ class StepPipeline:
         copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         while True:
             # Read this rank's batches, and agree with the other ranks on the step.
-            start_position, error = stream.position, None
-            try:
-                batches = list(islice(stream, self.accumulate))
-            except Exception as raised:
-                batches, error = [], raised
-            consensus = self._agree(batches, error)
-            if not consensus.batches or consensus.signal:
-                position, signal = (start_position, consensus.signal) if consensus.batches else (stream.position, 0)
+            start_position, batches = stream.position, list[Batch]()
+            consensus = self._read(stream, batches)
+            if consensus.signal or not consensus.batches:
+                ended = not consensus.batches and not consensus.waiting
+                position, signal = (stream.position, 0) if ended else (start_position, consensus.signal)
                 yield (), StepInfo((), 0, position, stream.report, signal, consensus.clock)
                 return
             batches += [self.empty() for _ in range(consensus.batches - len(batches))]
@@ -107,16 +105,40 @@ class StepPipeline:
             yield device_batches, StepInfo(weights, rows, position, report, 0, consensus.clock, copied, moved, counted)
             del batches, device_batches  # free them before the next ones are read
 
-    def _agree(self, batches: list[Batch], error: Exception | None) -> Round:
+    def _read(self, stream: Batches, batches: list[Batch]) -> Round:
+        """Append the batches of a step, unless there is a signal, and agree on the step; see `_agree`."""
+        while True:
+            try:
+                waiting, error = not self._append(stream, batches), None
+            except Exception as raised:
+                waiting, error = False, raised
+                batches.clear()
+            consensus = self._agree(batches, error, waiting)
+            if consensus.signal or not consensus.waiting:
+                return consensus
+
+    def _append(self, stream: Batches, batches: list[Batch]) -> bool:
+        """Append the missing batches of a step, to the end of the data; return False if they have not come yet."""
+        while len(batches) < self.accumulate:
+            while not stream.wait(WAIT_SECONDS):
+                if self.is_stream or self.signal():
+                    return False
+            if (batch := next(stream, None)) is None:
+                break
+            batches.append(batch)
+        return True
+
+    def _agree(self, batches: list[Batch], error: Exception | None, waiting: bool) -> Round:
         """Exchange numbers of rows and batches with all ranks. Raise `error`, of this rank's data, or of another's."""
         ranks, rows = self.ranks, sum(len(batch) for batch in batches)
         if ranks.size == 1 and error is not None:
             raise error
         if ranks.size == 1:
-            return Round((rows,), len(batches), self.signal(), self.clock())
+            return Round((rows,), len(batches), self.signal(), self.clock(), waiting)
+        values: dict[str, Any] = {"signal": self.signal(), "clock": self.clock(), "waiting": waiting}
         failure = None if error is None else describe(error)
         try:
-            return ranks.consensus.next(rows, len(batches), failure=failure, signal=self.signal(), clock=self.clock())
+            return ranks.consensus.next(rows, len(batches), failure=failure, **values)
         except RuntimeError as connection_error:
             if ranks.reports is not None and lost_contact(connection_error):
                 ranks.reports.report()  # tell the others at once that this rank is alive

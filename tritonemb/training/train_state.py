@@ -129,7 +129,8 @@ class TrainState:
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
         counted = partial(count, caches) if caches and prefetch and training else None
         empty, accumulate = partial(empty_batch, self.data), options.accumulate if training else 1
-        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, pad=not training, **signals)
+        kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream}
+        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind, **signals)
         steps = pipeline.steps(stream)
 
         # Pipeline; on one CPU without cached tables there is nothing to overlap.
@@ -149,6 +150,11 @@ class TrainState:
                 if training:
                     self.hold()
                     self.ordered_prefetch = None
+
+    @property
+    def is_stream(self) -> bool:
+        """Return whether train rows may come at any time."""
+        return getattr(self.data, "is_stream", False)
 
     @property
     def samples_per_step(self) -> int:
