@@ -17,7 +17,7 @@ from tritonemb.data.protocol import Prefetcher
 from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.trackers import TensorBoard
-from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter
+from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter, Clock
 from tritonemb.types import CacheConfig, TableOptions
 
 
@@ -134,17 +134,30 @@ def test_waiting_for_rows_asks_for_more_ahead():
     meter = CacheMeter(te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1)))
     asked = 0
     for step in range(1000):
-        # Waits from 10 to 11; rows were brought from 9 to 10.5, so half a second of it was for rows.
-        meter.record_wait(10.0, 11.0, (9.0, 10.5))
+        meter.record_wait(0.5)
         asked += meter.wants_deeper_prefetch()
         if asked == 1:
             assert step == MANY_STALLS - 1 or step >= MANY_STALLS
     assert asked == MAX_WIDENED
     assert meter.lap(1000)["stall"] == pytest.approx(0.5)
-    # Before it waited, or not at all: nothing.
-    meter.record_wait(10.0, 11.0, (8.0, 9.5))
-    meter.record_wait(10.0, 11.0, None)
+    meter.record_wait(0.0)
     assert meter.lap(1)["stall"] == 0.0
+
+
+def test_waits_are_counted_by_stage(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock = Clock()
+    clock.step(1, 1)
+    # A wait from 10 to 11, for a step that was read until 10.2, agreed upon at 10.3, and whose rows had come at 10.8.
+    assert clock.wait(10.0, 11.0, (9.0, 10.2, 10.3, 10.8)) == pytest.approx(0.5)
+    assert clock.wait(11.0, 11.5, (8.0, 8.5, 9.0, 9.5)) == clock.wait(11.5, 12.0, ()) == 0.0
+    clock.step(30, 90)
+    now[0] = 4.0
+    assert clock.lap() == {
+        "samples_per_second": 7.5, "ids_per_second": 22.5, "data_wait": 0.5,
+        "waits": pytest.approx({"data": 0.05, "ranks": 0.025, "rows": 0.125}),
+    }  # fmt: skip
 
 
 def test_options_out_of_range_are_refused():

@@ -1,4 +1,4 @@
-"""Metrics of embedding servers and followers: for Prometheus over HTTP, and for the report of a run."""
+"""Metrics for Prometheus over HTTP, of embedding servers, followers and trainers; totals of servers for logs."""
 
 import math
 import re
@@ -53,8 +53,13 @@ def prometheus(statistics: Values, labels: Mapping[str, str] | None = None) -> s
         groups.append((values, {**labels, "collection": collection}))
         for table, table_values in values["tables"].items():
             groups.append((table_values, {**labels, "collection": collection, "table": table}))
+    return format_metrics(METRICS, groups)
+
+
+def format_metrics(metrics: Mapping[str, str], groups: Sequence[tuple[Values, Mapping[str, str]]]) -> str:
+    """Format groups of values, each with its labels, for Prometheus; `metrics` is like `METRICS`."""
     lines = []
-    for key, metric in METRICS.items():
+    for key, metric in metrics.items():
         name, kind, text = metric.split(" ", 2)
         samples = [_samples(name, labels, values[key]) for values, labels in groups if values.get(key) is not None]
         header = [f"# HELP tritonemb_{name} {text}", f"# TYPE tritonemb_{name} {kind}"]

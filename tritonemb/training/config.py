@@ -68,16 +68,18 @@ class EvaluationOptions(Options):
 
 
 @dataclass(frozen=True)
-class OutputOptions:
-    """Files of a run.
+class OutputOptions(Options):
+    """Files and metrics of a run.
 
     Args:
         out: the run's folder: checkpoints, log.jsonl, report.html, config.toml; runs/<data>-<time> if not given.
         tensorboard: write TensorBoard event files too.
+        metrics_port: port on 127.0.0.1 of Prometheus metrics; local rank r of a machine has port metrics_port + r.
     """
 
     out: Path | None = None
     tensorboard: bool = False
+    metrics_port: int | None = number(None, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +171,7 @@ class TrainConfig(RunOptions):
         schedule: learning rate schedules.
         evaluation: evaluation on the validation rows.
         checkpoint: checkpoints.
-        output: files of the run.
+        output: files and metrics of the run.
         profile: profiling.
         parallel: hybrid parallelism.
         server: tables on embedding servers.

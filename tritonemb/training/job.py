@@ -34,7 +34,7 @@ from tritonemb.training.callbacks import Callback, Evaluation, FitStart
 from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.jsonl import add_evaluation
 from tritonemb.training.callbacks.report import write_report
-from tritonemb.training.callbacks.trackers import Profiler, TensorBoard
+from tritonemb.training.callbacks.trackers import Profiler, Prometheus, TensorBoard
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import data_changes
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig
@@ -95,7 +95,7 @@ def train(
         trainer = Trainer(
             _model(config, data, group, device, verbose), data, folder=folder.path,
             config=plain(config) | {"converted": converted}, verbose=verbose,
-            callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks], servers=servers,
+            callbacks=[*_callbacks(config, folder, group), *callbacks], servers=servers,
             **config.trainer_options(),
         )  # fmt: skip
         stack.callback(trainer.close)
@@ -246,10 +246,14 @@ class SavedConfig(Callback):
         atomic_write(self._path, to_toml(self._config))
 
 
-def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
+def _callbacks(config: TrainConfig, folder: RunFolder, group: RankGroup) -> list[Callback]:
+    port, local_rank = config.output.metrics_port, group.rank % group.local_world_size
+    metrics: list[Callback] = [] if port is None else [Prometheus(port + local_rank, group.rank)]
+    if group.rank > 0:
+        return metrics
     tensorboard = [TensorBoard(folder.tensorboard)] if config.output.tensorboard else []
     profiler = [Profiler(folder.trace, config.profile)] if config.profile.profile_steps else []
-    return [SavedConfig(folder.config, config), *tensorboard, *profiler]
+    return [SavedConfig(folder.config, config), *tensorboard, *profiler, *metrics]
 
 
 @dataclass(frozen=True)

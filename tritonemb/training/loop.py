@@ -3,9 +3,11 @@
 import signal
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +26,7 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
 from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
-from tritonemb.training.step import PreparedStep, count, take
+from tritonemb.training.step import STAGES, PreparedStep, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
 
@@ -179,7 +181,7 @@ class Loop:
         progress.advance(info.rows, info.position)
         if self.state.ordered_prefetch is not None:
             self.state.ordered_prefetch.mark_trained(progress.step)
-        self.clock.step(info.rows)
+        self.clock.step(info.rows, info.ids)
         if self.callbacks:
             self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
@@ -188,9 +190,9 @@ class Loop:
         begin = time.perf_counter()
         step = batches, info = next(steps)
         end, prefetcher = time.perf_counter(), self.state.prefetcher
-        self.clock.waited += end - begin
+        stall = self.clock.wait(begin, end, info.times)
         if self.caches is not None:
-            self.caches.record_wait(begin, end, info.moved)
+            self.caches.record_wait(stall)
             deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
             if deeper and self.ranks.size == 1 and prefetcher is not None:
                 prefetcher.widen()
@@ -233,11 +235,11 @@ class Loop:
             device, on_gpu, servers = self.state.device, self.state.device.type == "cuda", self.state.servers
             memory = torch.cuda.memory_allocated(device) if on_gpu else require("psutil").Process().memory_info().rss
             self.callbacks.on_log(Log(
-                progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
-                memory, self.clock.seconds,
-                {kind: num_bytes // steps for kind, num_bytes in sent.items()},
-                {} if self.caches is None else self.caches.lap(steps), self.dynamic.lap(steps),
-                {} if servers is None else totals(servers.statistics()),
+                progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), **self.clock.lap(),
+                memory_bytes=memory, seconds=self.clock.seconds,
+                sent={kind: num_bytes // steps for kind, num_bytes in sent.items()},
+                cache={} if self.caches is None else self.caches.lap(steps), dynamic=self.dynamic.lap(steps),
+                servers={} if servers is None else totals(servers.statistics()),
             ))  # fmt: skip
 
     def _checkpoint_due(self) -> bool:
@@ -323,20 +325,20 @@ class Evaluations:
 
 
 class Clock:
-    """Training time and speed, without blocks under `pause`. `seconds` is the time of earlier processes of the run."""
+    """Training time, speed and waits, without blocks under `pause`. `seconds`: time of earlier processes of the run."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._earlier_seconds, self._start = seconds, time.perf_counter()  # pauses move the start forward
-        self._samples, self.waited = 0, 0.0  # `waited`: seconds of waiting for data
+        # Samples and ids of this process, and seconds of waiting: in all ("wait"), and for each stage of preparation.
+        self._counts = dict.fromkeys(("samples", "ids", "wait", *STAGES), 0.0)
         self._warm = self._lap = self._now()  # readings after the first step, and at the last lap
 
-    def _now(self) -> tuple[float, int, float]:
-        """Seconds trained by this process, its samples, and seconds of waiting."""
-        return time.perf_counter() - self._start, self._samples, self.waited
+    def _now(self) -> dict[str, float]:
+        return {"seconds": time.perf_counter() - self._start, **self._counts}
 
     @property
     def seconds(self) -> float:
-        return self._earlier_seconds + self._now()[0]
+        return self._earlier_seconds + self._now()["seconds"]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -346,28 +348,39 @@ class Clock:
         finally:
             self._start += time.perf_counter() - start
 
-    def step(self, num_samples: int) -> None:
+    def step(self, num_samples: int, num_ids: int) -> None:
         """Count a step. Speeds exclude the first step of a process, which compiles and warms up."""
-        first = not self._samples
-        self._samples += num_samples
+        first = not self._counts["samples"]
+        self._counts["samples"] += num_samples
+        self._counts["ids"] += num_ids
         if first:
             self._warm = self._lap = self._now()
 
-    def lap(self) -> tuple[float, float]:
-        """Samples per second, and fraction of time spent waiting, since the last lap."""
-        (last_seconds, samples, waited), self._lap = self._lap, self._now()
-        if self._samples == samples:  # the first step alone
-            return self.samples_per_second, 0.0
-        seconds = self._lap[0] - last_seconds
-        return (self._samples - samples) / seconds, min((self.waited - waited) / seconds, 1.0)
+    def wait(self, begin: float, end: float, times: Sequence[float]) -> float:
+        """Count a wait for a step with these `StepInfo.times`; return the seconds of its last stage, for rows."""
+        stages = zip(STAGES, pairwise(times), strict=False)  # no times: the end of the data
+        waits = {stage: max(0.0, min(end, last) - max(begin, first)) for stage, (first, last) in stages}
+        for name, seconds in {"wait": end - begin, **waits}.items():
+            self._counts[name] += seconds
+        return waits.get(STAGES[-1], 0.0)
+
+    def lap(self) -> dict[str, Any]:
+        """Speeds and waits since the last lap, as fields of `Log`."""
+        last, self._lap = self._lap, self._now()
+        since = {name: value - last[name] for name, value in self._lap.items()}
+        if not since["samples"]:  # the first step alone
+            return {"samples_per_second": self.samples_per_second, "data_wait": 0.0}
+        wait, *waits = (min(since[name] / since["seconds"], 1.0) for name in ("wait", *STAGES))
+        speeds = {f"{name}_per_second": since[name] / since["seconds"] for name in ("samples", "ids")}
+        return {**speeds, "data_wait": wait, "waits": dict(zip(STAGES, waits, strict=True))}
 
     @property
     def samples_per_second(self) -> float:
         """Mean of this process without its first step, or of the first step if it is the only one."""
-        seconds, samples, _ = self._warm
-        if self._samples == samples:
+        seconds, samples, now = self._warm["seconds"], self._warm["samples"], self._now()
+        if now["samples"] == samples:
             return samples / seconds if seconds else 0.0
-        return (self._samples - samples) / (self._now()[0] - seconds)
+        return (now["samples"] - samples) / (now["seconds"] - seconds)
 
 
 class CacheMeter:
@@ -385,10 +398,9 @@ class CacheMeter:
         self._num_widened = 0
         self._last_counts = self._now()
 
-    def record_wait(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
-        """Count the overlap of a wait from `begin` to `end` with `moved`, the interval of the step's transfers."""
-        if moved is not None:
-            self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
+    def record_wait(self, seconds: float) -> None:
+        """Count a wait for the rows of a step."""
+        self._stall += seconds
 
     def wants_deeper_prefetch(self) -> bool:
         """Return whether several recent steps have stalled. Call it once per step."""

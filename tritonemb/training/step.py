@@ -52,11 +52,15 @@ class StepInfo:
     signal: int = 0  # that a rank received, 0 for none
     clock: int = 0  # of rank 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)  # after the copy of the batches to the device
-    moved: tuple[float, float] | None = None  # begin and end of the transfers of batches and rows to the device
-    counted: Counter[str] | None = None  # counters of the caches after these transfers
+    ids: int = 0  # of this rank's batches
+    times: tuple[float, ...] = ()  # begin of the first of `STAGES`, and the end of each
+    counted: Counter[str] | None = None  # counters of the caches after the last stage
 
 
 PreparedStep = tuple[tuple[Batch, ...], StepInfo]
+# Stages of the preparation of a step: reading; agreement of the ranks; transfers of batches and rows to the device,
+# with the exchange of ids.
+STAGES = "data", "ranks", "rows"
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,8 @@ class StepPipeline:
         copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         while True:
             # Read this rank's batches, and agree with the other ranks on the step.
-            start_position, batches = stream.position, list[Batch]()
-            consensus = self._read(stream, batches)
+            start_position, batches, times = stream.position, list[Batch](), [time.perf_counter()]
+            consensus = self._read(stream, batches, times)
             if consensus.signal or not consensus.batches:
                 ended = not consensus.batches and not consensus.waiting
                 position, signal = (stream.position, 0) if ended else (start_position, consensus.signal)
@@ -93,28 +97,32 @@ class StepPipeline:
             weights = tuple(len(batch) * self.ranks.size / max(rows, 1) for batch in batches)
 
             # Copy the batches to the device and prefetch their rows, on a stream of their own.
-            begin = time.perf_counter()
+            ids = sum(len(batch.sparse.values()) for batch in batches)
             batches = [pad_batch(batch) for batch in batches] if self.pad else batches
             with nullcontext() if copy_stream is None else torch.cuda.stream(copy_stream):
                 device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
                 if prefetch is not None:
                     device_batches = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in device_batches)
                 copied = None if copy_stream is None else copy_stream.record_event()
-            moved, counted = (begin, time.perf_counter()), None if self.counted is None else self.counted()
-            position, report = stream.position, stream.report
-            yield device_batches, StepInfo(weights, rows, position, report, 0, consensus.clock, copied, moved, counted)
+            times.append(time.perf_counter())
+            state = stream.position, stream.report, 0, consensus.clock, copied
+            counted = None if self.counted is None else self.counted()
+            yield device_batches, StepInfo(weights, rows, *state, ids, tuple(times), counted)
             del batches, device_batches  # free them before the next ones are read
 
-    def _read(self, stream: Batches, batches: list[Batch]) -> Round:
-        """Append the batches of a step, unless there is a signal, and agree on the step; see `_agree`."""
+    def _read(self, stream: Batches, batches: list[Batch], times: list[float]) -> Round:
+        """Append the batches of a step, unless there is a signal, and agree on the step; see `_agree`. Append the
+        times after both."""
         while True:
             try:
                 waiting, error = not self._append(stream, batches), None
             except Exception as raised:
                 waiting, error = False, raised
                 batches.clear()
+            read_at = time.perf_counter()
             consensus = self._agree(batches, error, waiting)
             if consensus.signal or not consensus.waiting:
+                times += read_at, time.perf_counter()
                 return consensus
 
     def _append(self, stream: Batches, batches: list[Batch]) -> bool:

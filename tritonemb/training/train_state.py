@@ -129,8 +129,8 @@ class TrainState:
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
         counted = partial(count, caches) if caches and prefetch and training else None
         empty, accumulate = partial(empty_batch, self.data), options.accumulate if training else 1
-        kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream}
-        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind, **signals)
+        kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream, **signals}
+        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind)
         steps = pipeline.steps(stream)
 
         # Pipeline; on one CPU without cached tables there is nothing to overlap.

@@ -55,7 +55,7 @@ class Log(StepEnd):
         loss: mean training loss since the last log.
         dense_lr, table_lr: learning rates of the step; None if there are no such parameters.
         samples_per_second: since the last log, without evaluation and checkpoints.
-        data_wait: fraction of that time that the trainer waited for data, 0 to 1.
+        data_wait: fraction of that time that the trainer waited for a step to be prepared, 0 to 1.
         memory_bytes: resident memory of the process, or memory allocated on the GPU.
         seconds: training time since the run began, without evaluation and checkpoints.
         sent: bytes per step that all ranks sent to each other, by kind; mean since the last log.
@@ -64,6 +64,9 @@ class Log(StepEnd):
             training waited for rows; with a host cache also `host_hits` (rows), `disk_read` and `disk_written` (bytes).
         dynamic: `DynamicStatistics` of this rank's tables by name, means; `rows`, `capacity`, `num_bytes` are current.
         servers: statistics by collection on embedding servers, see `tritonemb.server.metrics.totals`.
+        ids_per_second: ids of this rank's batches, like `samples_per_second`.
+        waits: `data_wait` by stage: `data`, reading; `ranks`, their agreement on the step; `rows`, exchange of ids and
+            transfers to the device.
     """
 
     loss: float
@@ -77,6 +80,8 @@ class Log(StepEnd):
     cache: Mapping[str, float] = field(default_factory=dict)
     dynamic: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    ids_per_second: float = 0.0
+    waits: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

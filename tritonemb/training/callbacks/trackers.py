@@ -1,21 +1,42 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, pruning of Optuna trials; traces of `torch.profiler`."""
+"""Trackers: TensorBoard, Weights & Biases, MLflow, Prometheus; pruning of Optuna trials; traces of `torch.profiler`."""
 
 import re
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tritonemb.server.metrics import METRICS as TABLE_METRICS
+from tritonemb.server.metrics import MetricsServer, format_metrics
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.config import ProfileOptions
+from tritonemb.training.loop import LEVELS
 from tritonemb.training.toml import flat
 from tritonemb.utils import require
 
 METRICS = ("auc", "log_loss", "normalized_entropy")
 LOGGED = ("loss", "samples_per_second", "data_wait", "memory_bytes")
 FLUSH_SECONDS = 10
+TRAIN_METRICS = {
+    "train_steps": "train_steps_total counter Steps of the run.",
+    "train_samples": "train_samples_total counter Samples of all ranks.",
+    "loss": "train_loss gauge Mean training loss since the last log.",
+    "samples_per_second": "train_samples_per_second gauge Samples of all ranks per second since the last log.",
+    "ids_per_second": "train_ids_per_second gauge Ids of this rank's batches per second since the last log.",
+    "data_wait": "train_wait_ratio gauge Fraction of time since the last log that training waited for a step.",
+    "stage_wait": "train_stage_wait_ratio gauge That fraction by stage of the preparation of a step.",
+    "memory_bytes": "train_memory_bytes gauge Resident memory, or memory allocated on the GPU.",
+    "train_staleness": "train_staleness_steps histogram Steps whose updates a pull from a server has missed.",
+    "cache_rows": "cache_rows_total counter Distinct rows of batches, of this rank's cached tables.",
+    "cache_hits": "cache_hits_total counter Those that were in device memory.",
+    "cache_read": "cache_read_bytes_total counter Bytes read to the device.",
+    "cache_written": "cache_written_bytes_total counter Bytes written back from the device.",
+    "cache_stall": "cache_stall_seconds_total counter Seconds in which training waited for rows.",
+    **{key: metric for key, metric in TABLE_METRICS.items() if metric.startswith("table_")},
+}
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # MLflow's limits: parameters per request, characters that all stores accept
 
 
@@ -182,6 +203,48 @@ class OptunaPruning(Callback):
         self._trial.report(value, evaluation.step)
         if self._trial.should_prune():
             raise self._optuna.TrialPruned(f"pruned at step {evaluation.step}, {self._monitor} {value:.6g}")
+
+
+class Prometheus(Callback):
+    """Callback that serves the metrics of a rank at http://127.0.0.1:PORT/metrics while it trains; raise OSError if the
+    port is in use. Steps and samples are current, all others those of the last log, so no scrape waits for the device.
+    All have the label `rank`. Port 0 selects a free port, see `address`."""
+
+    def __init__(self, port: int, rank: int = 0) -> None:
+        self._port, self._labels = port, {"rank": str(rank)}
+        self._totals: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))  # by dynamic table, or ""
+        self._groups = list[tuple[dict[str, Any], dict[str, str]]]()
+
+    def on_start(self, start: FitStart) -> None:
+        self._step, self._logged_step = StepEnd(start.first_step, 0, start.samples_done), start.first_step
+        self._server = MetricsServer(self._port, self._text)
+        self.address = self._server.address
+
+    def on_step(self, step: StepEnd) -> None:
+        self._step = step
+
+    def on_log(self, log: Log) -> None:
+        steps, self._logged_step = log.step - self._logged_step, log.step
+        cache = log.cache and {"hits": log.cache["rows"] * log.cache["hit_rate"], **log.cache}
+        means = {"": {f"cache_{name}": mean for name, mean in cache.items()}, **log.dynamic}
+        for table, values in means.items():
+            total = self._totals[table]
+            for name, mean in values.items():
+                total[name] = mean if name in LEVELS else total[name] + mean * steps
+        groups: list[tuple[dict[str, Any], dict[str, str]]] = [(vars(log) | self._totals[""], {})]
+        groups += [(dict(total), {"table": table}) for table, total in self._totals.items() if table]
+        groups += [({"stage_wait": share}, {"stage": stage}) for stage, share in log.waits.items()]
+        collections = log.servers.items()
+        groups += [({"train_staleness": values["staleness"]}, {"collection": name}) for name, values in collections]
+        self._groups = groups  # a new list, as threads of the server read the old one
+
+    def on_end(self, end: FitEnd | None) -> None:
+        self._server.close()
+
+    def _text(self) -> str:
+        step = self._step
+        groups = [({"train_steps": step.step, "train_samples": step.samples}, {}), *self._groups]
+        return format_metrics(TRAIN_METRICS, [(values, self._labels | labels) for values, labels in groups])
 
 
 class Profiler(Callback):
