@@ -6,6 +6,8 @@ import copy
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.helpers import assert_same_bits
 from tests.ranks import start_process
 from tests.sharding.cases import EXACT
 from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, train, whole_state
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding import (
     ExchangePrecision,
     RowWise,
@@ -236,6 +239,40 @@ def over(rank, world, network, kind):
     groups.ids_network.all_to_all = lambda *args: over_device.append(args[-1]) or all_to_all(*args)
     losses = train(parallel, rank, world, 2)
     return losses, whole_state(parallel), over_device, groups.ids_network is groups.ids
+
+
+def default_network(rank, backend, placement, network):
+    """Whether ids cross the device's network, and a thread may prefetch; the tables' device has a faked backend."""
+    with mock.patch.object(RankGroup, "backend_of", return_value=backend):
+        tables = [replace(table, placement=placement) for table in dlrm().embeddings.configs]
+        model = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
+        parallel = te.HybridParallel(model, ids_over=network)
+    return parallel.groups.ids_network is not parallel.groups.ids, parallel.prefetches_in_thread
+
+
+@pytest.mark.parametrize(
+    ("backend", "placement", "network", "expected"),
+    [
+        ("gloo", "device", None, (False, True)),
+        ("nccl", "device", None, (True, False)),
+        ("nccl", "host", None, (False, True)),
+        ("nccl", "device", "cpu", (False, True)),
+        ("nccl", "host", "device", (True, False)),
+        ("gloo", "device", "device", (True, True)),
+    ],
+)
+def test_ids_cross_the_devices_network_by_default_if_it_has_one(ranks, backend, placement, network, expected):
+    assert ranks(2).run(default_network, backend, placement, network) == [expected] * 2
+
+
+def backends(rank):
+    world = RankGroup.world()
+    devices = [torch.device(name) for name in ("cpu", "meta")]
+    return [group.backend_of(device) for group in (world, world.duplicate("gloo"), RankGroup()) for device in devices]
+
+
+def test_a_group_names_the_backend_of_a_device(ranks):
+    assert ranks(2).run(backends) == [["gloo", "", "gloo", "", "", ""]] * 2
 
 
 def test_ids_cross_the_network_of_the_device_if_they_are_to(ranks):

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ pytest.importorskip("psutil")
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training import disk_job, jobs
+from tritonemb.tables.table_set import TableSet
 from tritonemb.training import Interrupted
 from tritonemb.training.config import CheckpointOptions
 
@@ -54,6 +58,8 @@ def trainer_of(
         tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=te.optim.RowWiseAdagrad(lr=0.05)
     )
     settings = {"batch_size": 50, "epochs": 2, "log_every": 4, "verbose": False, "evaluate_every": 7} | options
+    if torch.distributed.is_initialized():
+        model = te.HybridParallel(model, exchange=te.sharding.ExchangePrecision("fp32", "fp32"))
     return te.Trainer(model, data, folder=folder, callbacks=list(callbacks), **settings)
 
 
@@ -101,6 +107,51 @@ def test_losses_metrics_and_rows_are_those_of_tables_on_the_device(tier, options
         assert len(actual.saved) > 10
     elif checkpoints is EVERY:
         assert set(range(6, 41, 6)) <= set(actual.saved)
+
+
+def on_rank(rank: int, tier: str, folder: Path, signalled: int | None, options: dict[str, Any]) -> tuple[Any, ...]:
+    """Losses and whole state; batches whose rows of dynamic tables a thread has prefetched; resumed after a signal."""
+    record, prefetched, look_up = jobs.Record(), Counter[str](), TableSet.group
+
+    def group(tables: TableSet, *args: Any) -> Any:
+        if tables.dynamic and tables.cache is not None and torch.is_grad_enabled():
+            prefetched[threading.current_thread().name] += 1
+        return look_up(tables, *args)
+
+    with mock.patch.object(TableSet, "group", group):
+        callbacks = [record, SignalAt(11)] if rank == signalled else [record]
+        trainer = trainer_of(tier, folder, *callbacks, batch_size=25, **options)
+        if signalled is None:
+            trainer.fit()
+        else:
+            with pytest.raises(Interrupted):
+                trainer.fit()
+            trainer = trainer_of(tier, folder, record, batch_size=25, **options)
+            assert trainer.resume() is not None
+            trainer.fit()
+    state = {name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}
+    return record.losses, record.evaluations, state, prefetched["tritonemb-pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("tier", "options", "signalled"),
+    [
+        ("disk", {}, 1),
+        pytest.param("host", {"checkpoints": OFTEN}, None, marks=pytest.mark.more),
+        pytest.param("disk", {"checkpoints": EVERY, "accumulate": 2}, None, marks=pytest.mark.more),
+        pytest.param("host", {"prefetch_depth": 1}, 0, marks=pytest.mark.more),
+    ],
+    ids=str,
+)
+def test_ranks_prefetch_rows_of_dynamic_tables(ranks, tmp_path, tier, options, signalled):
+    plain = {name: value for name, value in options.items() if name == "accumulate"}
+    expected = ranks(2).run(on_rank, "device", tmp_path / "device", None, plain)
+    actual = ranks(2).run(on_rank, tier, tmp_path / tier, signalled, options)
+    for (losses, evaluations, state, num_prefetched), (*others, same_state, none) in zip(actual, expected, strict=True):
+        assert none == 0
+        assert num_prefetched > (0 if "checkpoints" in options else 10)  # few before a checkpoint of every step
+        assert_same_bits(state, same_state)
+        assert signalled is not None or [losses, evaluations] == others
 
 
 @pytest.mark.more

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from contextlib import nullcontext, suppress
+import threading
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from unittest import mock
 
@@ -254,6 +255,39 @@ def impatient(rank, folder):
 @pytest.mark.more
 def test_an_early_stop_is_the_same_for_all(ranks, tmp_path):
     assert ranks(2).run(impatient, tmp_path) == [("early stop", 9, 3, "best-3")] * 2
+
+
+def exchanging(rank, backend):
+    """Results of a trainer, and the threads that sent ids, and words of consensus."""
+    threads, all_to_all, all_gather = set(), RankGroup.all_to_all, RankGroup.all_gather
+
+    def send(group, message, to, receive, kind):
+        threads.add((kind, threading.current_thread().name)) if kind in ("sizes", "ids") else None
+        return all_to_all(group, message, to, receive, kind)
+
+    def gather(group, message, kind):
+        threads.add((kind, threading.current_thread().name)) if kind == "consensus" else None
+        return all_gather(group, message, kind)
+
+    patches = [("all_to_all", send), ("all_gather", gather)]
+    patches += [("backend_of", lambda *_: backend)] if backend else []
+    with ExitStack() as stack:
+        for name, function in patches:
+            stack.enter_context(mock.patch.object(RankGroup, name, function))
+        return jobs.fit(rank, {"accumulate": 2, "epochs": 1}), threads
+
+
+def test_ids_over_nccl_are_exchanged_by_the_training_thread(ranks):
+    pipeline = "tritonemb-pipeline"
+    for backend, thread in ((None, pipeline), ("nccl", "MainThread")):
+        results = ranks(2).run(exchanging, backend)
+        for _, threads in results:
+            assert threads == {("sizes", thread), ("ids", thread), ("consensus", pipeline)}
+        if backend is None:
+            expected = results
+    for (result, _), (other, _) in zip(results, expected, strict=True):
+        assert_same_bits(result["tensors"], other["tensors"])
+        assert (result["losses"], result["evaluations"]) == (other["losses"], other["evaluations"])
 
 
 class SendTo(te.training.Callback):

@@ -99,6 +99,13 @@ class RankGroup:
         """Return the group of all processes of the job; of this process without `torch.distributed`."""
         return cls(dist.group.WORLD if dist.is_initialized() else None, local_world_size, timeout=timeout)
 
+    def backend_of(self, device: torch.device) -> str:
+        """Name of the backend that sends tensors of a device: "gloo", "nccl" or another; "" if there is none."""
+        if self.process_group is None:
+            return ""
+        entries = dist.get_backend_config(self.process_group).split(",")  # "cpu:gloo,cuda:nccl"
+        return dict(entry.split(":") for entry in entries).get(device.type, "")
+
     def subgroup(
         self, members: Sequence[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
     ) -> Self:

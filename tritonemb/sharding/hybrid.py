@@ -68,11 +68,12 @@ class HybridParallel(ParallelModel):
             batch; dense layers add the gradients of sub-batches, so their last bits differ. Only for pooled
             collections, and not with "fsdp".
         batch_size: samples per rank and batch, for the default plan; 1,024 if None.
-        ids_over: network of the ID exchange: of the "cpu", or of the tables' "device". NCCL does not allow concurrent
-            use by two threads: with "device" on GPUs call `prefetch` in the training thread, and use
-            `Trainer(pipeline=False)`.
+        ids_over: network of the ID exchange: of the "cpu" (gloo), or of the tables' "device". By default "device" if
+            the process group has another backend for it, such as NCCL, and all tables are on the device. NCCL does not
+            allow concurrent use by two threads: then call `prefetch` in the training thread, as the trainer does.
 
-    Attributes: `module` is the model, `plan` its sharding plan, `group` all ranks, `groups` the process groups.
+    Attributes: `module` is the model, `plan` its sharding plan, `group` all ranks, `groups` the process groups;
+        `prefetches_in_thread`: whether another thread may call `prefetch` during a step.
 
     Raises:
         ValueError: the model has no collection to shard, or the plan does not fit the ranks.
@@ -85,12 +86,12 @@ class HybridParallel(ParallelModel):
         self, model: nn.Module, plan: ShardingPlan | None = None, mesh: DeviceMesh | None = None, *,
         dense: Dense = "ddp", exchange: ExchangePrecision | None = None, device: torch.device | str | None = None,
         local_world_size: int | None = None, average_every: int = 1, timeout: timedelta | None = None,
-        ids_over: Literal["cpu", "device"] = "cpu", pipeline: int = 1, batch_size: int | None = None,
+        ids_over: Literal["cpu", "device"] | None = None, pipeline: int = 1, batch_size: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         if dense not in get_args(Dense):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
-        if ids_over not in ("cpu", "device"):
+        if ids_over not in (None, "cpu", "device"):
             raise ValueError(f"ids_over must be 'cpu' or 'device', got {ids_over!r}")
         for name, value in (("average_every", average_every), ("pipeline", pipeline)):
             if value < 1:
@@ -107,14 +108,20 @@ class HybridParallel(ParallelModel):
         if plan is not None and mesh is None and plan.copies > 1:
             shape, names = (plan.copies, plan.world_size), ("replicate", "shard")
             mesh = init_device_mesh(_device_for(model, device).type, shape, mesh_dim_names=names)
-        self.groups = ShardGroups.create(mesh, local_world_size, timeout, ids_over == "device")
+        # Ids cross the network of the device. Rows of other tiers take longer to prefetch than ids: a thread does both.
+        table_device, configs = _device_for(model, device), [config for c in fused for config in c.configs]
+        on_device = all((config if plan is None else plan.apply(config)).placement == "device" for config in configs)
+        is_gloo = RankGroup.world().backend_of(table_device) in ("", "gloo")
+        over_device = ids_over == "device" or (ids_over is None and on_device and not is_gloo)
+        self.prefetches_in_thread = is_gloo or not over_device
+        self.groups = ShardGroups.create(mesh, local_world_size, timeout, over_device)
         self.group = self.groups.world
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
             raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
         # The plan, which must fit the model and the ranks.
-        table_device, size = _device_for(model, device), (self.groups.shards.size, self.groups.node.size)
+        size = self.groups.shards.size, self.groups.node.size
         job = fused[0].optimizer, self.group, *size, table_device, batch_size
-        self.plan = plan_job([c for module in fused for c in module.configs], *job) if plan is None else plan
+        self.plan = plan_job(configs, *job) if plan is None else plan
         _check_plan(self.plan, {config.name for c in collections for config in c.configs}, tables, *size)
         # Sharded collections, then the dense layers: the called module wraps the computed one in DDP or FSDP2. Tuples
         # keep both from being submodules.

@@ -76,12 +76,13 @@ class StepPipeline:
     signal: Callable[[], int] = lambda: 0  # that this rank has received, 0 for none
     clock: Callable[[], int] = lambda: 0  # time of this rank
     pad: bool = False  # so that the logit of a sample does not depend on the other samples; see `pad_batch`
+    host_ids: bool = False  # ids stay on the CPU, for a prefetch by the training thread
     is_stream: bool = False  # rows may come at any time, so that a rank that waits for them has not failed
 
     def steps(self, stream: Batches) -> Generator[PreparedStep]:
         """Prepare the steps of a stream. Collective. The last one has no batches: the data has ended, or there is a
         signal. Raise RankFailed if reading failed on another rank; raise the stream's exception on this rank."""
-        device, prefetch = self.device, self.prefetch
+        device, prefetch = self.device, (lambda features: features) if self.host_ids else self.prefetch
         copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         while True:
             # Read this rank's batches, and agree with the other ranks on the step.
@@ -102,7 +103,9 @@ class StepPipeline:
             with nullcontext() if copy_stream is None else torch.cuda.stream(copy_stream):
                 device_batches = tuple(batch.to(device, non_blocking=True) for batch in batches)
                 if prefetch is not None:
-                    device_batches = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in device_batches)
+                    features = (prefetch(batch.sparse) for batch in (batches if self.host_ids else device_batches))
+                    pairs = zip(device_batches, features, strict=True)
+                    device_batches = tuple(replace(batch, sparse=sparse, buffer=None) for batch, sparse in pairs)
                 copied = None if copy_stream is None else copy_stream.record_event()
             times.append(time.perf_counter())
             state = stream.position, stream.report, 0, consensus.clock, copied
@@ -110,9 +113,15 @@ class StepPipeline:
             yield device_batches, StepInfo(weights, rows, *state, ids, tuple(times), counted)
             del batches, device_batches  # free them before the next ones are read
 
+    def prefetch_now(self, step: PreparedStep) -> PreparedStep:
+        """Prefetch a step with `host_ids`, in the training thread."""
+        batches, info = step
+        assert self.prefetch is not None
+        batches = tuple(replace(batch, sparse=self.prefetch(batch.sparse), buffer=None) for batch in batches)
+        return batches, replace(info, times=(*info.times[:-1], time.perf_counter()) if batches else ())
+
     def _read(self, stream: Batches, batches: list[Batch], times: list[float]) -> Round:
-        """Append the batches of a step, unless there is a signal, and agree on the step; see `_agree`. Append the
-        times after both."""
+        """Append the batches of a step, unless there is a signal, and agree on it; append the times after both."""
         while True:
             try:
                 waiting, error = not self._append(stream, batches), None
@@ -167,13 +176,13 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
     return batches
 
 
-def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
+def prefetch_for(model: nn.Module, training: bool) -> Callable[..., Any] | None:
     """Return a function that prefetches a batch's features for a model; None if the model needs no prefetch."""
 
-    def prefetch_features(features: Any) -> PrefetchedFeatures:
+    def prefetch_features(features: Any, assign: bool = False) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
             if isinstance(model, HybridParallel):
-                return model.prefetch(features, assign=False)  # later steps must not assign rows before a checkpoint
+                return model.prefetch(features, assign)  # before a checkpoint later steps must not assign rows
             return prefetch(model, features)
 
     return prefetch_features if isinstance(model, HybridParallel) or needs_prefetch(model) else None
@@ -183,18 +192,21 @@ class OrderedPrefetch:
     """Prefetcher in training order, for tables whose prefetch has effects: cached dynamic ones, and on servers.
 
     When tables are saved or evaluated, no later batch may have been prefetched. So a step beyond `limit`, or one that
-    arrives on hold, is passed through without prefetch and gets its rows in training; later steps wait.
+    arrives on hold, is passed to `skip`, without effects, and gets its rows in training; later steps wait.
     `accumulate` batches are a step; at most `depth` steps are prefetched at once, up to step `limit()`."""
 
-    def __init__(self, prefetch: Prefetch, step: int, accumulate: int, depth: int, limit: Callable[[], int]) -> None:
-        self._prefetch, self._accumulate, self._depth, self._limit = prefetch, accumulate, depth, limit
+    def __init__(
+        self, prefetch: Prefetch, skip: Prefetch, step: int, accumulate: int, depth: int, limit: Callable[[], int]
+    ) -> None:
+        self._prefetch, self._skip, self._limit = prefetch, skip, limit
+        self._accumulate, self._depth = accumulate, depth
         self._changed, self._calls = threading.Condition(), 0
         self._skipped = False  # whether the current step is not prefetched
         self._step = self._prefetched = self._trained = step  # last step that arrived, was prefetched, was trained
         self.on_hold = False
 
     def __call__(self, features: Any) -> Any:
-        """Prefetch a batch's features, or pass them through; called by the pipeline's thread."""
+        """Prefetch a batch's features, or skip that; called by the pipeline's thread."""
         if self._calls % self._accumulate == 0:
             self._step += 1
             with self._changed:
@@ -202,7 +214,7 @@ class OrderedPrefetch:
                 self._skipped = not self._may_follow() or self.on_hold or self._step > self._limit()
                 self._prefetched += not self._skipped
         self._calls += 1
-        return features if self._skipped else self._prefetch(features)
+        return self._skip(features) if self._skipped else self._prefetch(features)
 
     def _may_follow(self) -> bool:
         """Return whether the current step is the next one to prefetch, and within the depth."""

@@ -96,6 +96,7 @@ class TrainState:
 
     def use(self, data: Data) -> None:
         self.data = data
+        self.is_stream: bool = getattr(data, "is_stream", False)  # train rows may come at any time
         self._workers = DataLoaderWorkers(data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
@@ -116,20 +117,29 @@ class TrainState:
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
         protect = [t.config.eviction.protect for tables in table_sets(self.model) for t in tables.dynamic.values()]
-        protect += [self.staleness * options.accumulate] * any(tables.on_servers for tables in table_sets(self.model))
+        on_servers = any(tables.on_servers for tables in table_sets(self.model))
+        protect += [self.staleness * options.accumulate] * on_servers
+        sharded = [module for module in self.model.modules() if isinstance(module, ShardedCollection)]
+        dynamic = [tables for module in sharded for tables in module.table_sets if tables.dynamic]
+        skip: Any = lambda features: features  # noqa: E731
+        if prefetch is not None and any(tables.cache is not None for tables in dynamic):
+            protect += [table.config.eviction.protect for tables in dynamic for table in tables.dynamic.values()]
+            # The thread exchanges the ids of skipped steps, too: ranks hold the prefetch at different times.
+            skip, prefetch = skip if on_servers else prefetch, partial(prefetch, assign=True)
         if training and prefetch is not None and protect:
             depth = max(1, (min(protect) + 1) // options.accumulate)
             self.last_due_step = self.progress.step
-            step, accumulate = self.progress.step, options.accumulate
-            prefetch = self.ordered_prefetch = OrderedPrefetch(prefetch, step, accumulate, depth, self._next_due_step)
+            steps_done, limit = (self.progress.step, options.accumulate), self._next_due_step
+            prefetch = self.ordered_prefetch = OrderedPrefetch(prefetch, skip, *steps_done, depth, limit)
 
         # Steps. `cached` must be equal on all ranks, so it covers tables whose shards other ranks hold.
-        sharded = [module for module in self.model.modules() if isinstance(module, ShardedCollection)]
         placements = {config.placement for module in sharded for config in module.configs}
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
         counted = partial(count, caches) if caches and prefetch and training else None
         empty, accumulate = partial(empty_batch, self.data), options.accumulate if training else 1
         kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream, **signals}
+        in_thread = prefetch is None or getattr(self.model, "prefetches_in_thread", True)
+        kind |= {"host_ids": not in_thread}
         pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind)
         steps = pipeline.steps(stream)
 
@@ -144,17 +154,13 @@ class TrainState:
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
             outer_prefetcher, self.prefetcher = self.prefetcher, prefetcher
             try:
-                yield prefetcher
+                # With ids over NCCL this thread exchanges those of the next step, while the device computes this one.
+                yield prefetcher if in_thread else map(pipeline.prefetch_now, prefetcher)
             finally:
                 self.prefetcher = outer_prefetcher
                 if training:
                     self.hold()
                     self.ordered_prefetch = None
-
-    @property
-    def is_stream(self) -> bool:
-        """Return whether train rows may come at any time."""
-        return getattr(self.data, "is_stream", False)
 
     @property
     def samples_per_step(self) -> int:

@@ -4,7 +4,7 @@ Each stage is `latency + ids / rate + bytes / bandwidth` with the rates of a `To
 of its table's ids, `w` columns of `e` bytes, and `s` bytes of optimizer states per row. A step looks up `n` ids of the
 table, `d` of them distinct, in `b` bags (or `d` rows, if unpooled), over the samples of a copy of the tables.
 
-    id exchange      σ·n·4 + b·4 bytes over the control network; its host receives σ·n ids, and sends a rank's ids
+    id exchange      σ·n·4 + b·4 bytes over the network `ids_over`; its host receives σ·n ids, and sends a rank's ids
     grouping         σ·n ids
     lookup           σ·n ids; σ·n·w·e + b·w·4 bytes
     output exchange  b·w elements in the codec's bytes, forward and backward, to ranks of other nodes or of this one
@@ -186,7 +186,9 @@ class CostModel:
         if ranks > 1:
             received = ids * id_bytes + 4 * np.where(unpooled, 0, bags)
             control = top.control_bandwidth / (self.local if self.nodes > 1 else 1)
-            seconds[:, IDS] = np.where(replicated, 0, received / control + ids / top.routing_rate)
+            over_device = ~off_device & (top.ids_over == "device")
+            wire = np.where(over_device, self._sent(received, False), received / control)
+            seconds[:, IDS] = np.where(replicated, 0, wire + ids / top.routing_rate)
             part = (shards.id_share + shards.rows / np.maximum(self.rows[table], 1)) / 2
             vectors = np.where(unpooled, np.minimum(ids, ranks * self.distinct_of_rank[table] * part), bags)
             elements = vectors * w * (_CODEC_BYTES[self.exchange.forward] + _CODEC_BYTES[self.exchange.backward])

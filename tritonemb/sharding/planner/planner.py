@@ -349,6 +349,8 @@ def plan_job(
 
     def make() -> ShardingPlan:
         topology = Topology.detect(ranks, local, device.type)
+        if group.backend_of(device) == "gloo":
+            topology = topology.but(ids_over="cpu")
         if any(table.placement != "device" for table in local_tables):
             topology = topology.but(host=topology.host or 2e12, disk=topology.disk or 1e15)
         tiers = {table.name: Constraint((table.placement,)) for table in local_tables}

@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from tritonemb.types import checked_number, checked_size
 from tritonemb.utils import JsonFile, cpu_model, did_you_mean
@@ -32,6 +32,8 @@ class Topology(JsonFile):
         intra_bandwidth, intra_latency: of a rank's exchange in its node: NVLink, or PCIe.
         inter_bandwidth, inter_latency: of a rank's exchange with other nodes: its network card.
         control_bandwidth, control_latency: of a node's network for the ID exchange and embedding servers.
+        ids_over: network of the ids of tables on devices, as in `HybridParallel`: "cpu", the one above; or "device",
+            the links of exchanges, as the presets of GPUs have it.
         flops: of a rank, per second, in the other layers.
         servers: number of embedding servers, each with `server_memory`. A server sends and updates `server_rows` per
             second, and sends and receives at `server_bandwidth`.
@@ -71,6 +73,7 @@ class Topology(JsonFile):
     inter_latency: float = 50e-6
     control_bandwidth: float = 20e9
     control_latency: float = 100e-6
+    ids_over: Literal["cpu", "device"] = "cpu"
     flops: float = 100e12
     servers: int = 0
     server_memory: float = 0.0
@@ -113,6 +116,8 @@ class Topology(JsonFile):
                 if not 0 <= value < math.inf or (is_rate and value == 0):
                     valid = "more than 0" if is_rate else "at least 0"
                     raise ValueError(f"a topology's {member.name} must be {valid} and finite, got {value}")
+        if self.ids_over not in ("cpu", "device"):
+            raise ValueError(f"a topology's ids_over must be 'cpu' or 'device', got {self.ids_over!r}")
         if self.servers and not self.server_memory:
             raise ValueError("a topology with servers needs their server_memory, in bytes each")
 
@@ -142,7 +147,7 @@ class Topology(JsonFile):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if device == "cuda" and torch.cuda.is_available():
             hbm = 0.9 * torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            return cls(world_size, local, hbm=hbm, host=0.8 * memory)
+            return cls(world_size, local, hbm=hbm, host=0.8 * memory, ids_over="device")
         changes = {"world_size": world_size, "local_world_size": local, "hbm": 0.9 * memory / local}
         return cls(**cls.PRESETS["cpu"] | changes)
 
@@ -191,6 +196,7 @@ Topology.PRESETS = {
         "world_size": ranks, "local_world_size": local, "hbm": hbm, "host": host, "disk": disk,
         "lookup_bandwidth": 0.6 * peak, "update_bandwidth": 0.35 * peak, "host_bandwidth": to_host,
         "intra_bandwidth": intra, "inter_bandwidth": inter, "control_bandwidth": inter, "flops": flops,
+        "ids_over": "device",
     } for name, (ranks, local, hbm, peak, host, disk, to_host, intra, inter, flops) in _GPUS.items()
 }  # fmt: skip
 Topology.PRESETS["persia-64"] |= {"servers": 30, "server_memory": 12e12, "server_rows": 20e6, "server_bandwidth": 10e9}
