@@ -181,7 +181,7 @@ def bench_memory_of_rows(race: Any) -> None:
     made = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad())
     table: Any = made["t"]
     for share in (0.1, 0.25, 0.5, 0.9, 1.3):
-        table.clock += 10  # so that earlier ones may be evicted
+        table.index.clock += 10  # so that earlier ones may be evicted
         for part in torch.arange(last, int(share * capacity)).split(1 << 14):
             table.insert(ids_of(part), torch.zeros(part.numel(), DIM))
         last, rows = int(share * capacity), table.num_rows

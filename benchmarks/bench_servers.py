@@ -80,7 +80,7 @@ def bench_pull(race: Any) -> None:
             return coming[0].rows()[0]  # type: ignore[no-any-return]
 
         def find_and_gather(chosen: Tensor) -> Tensor:
-            return F.embedding(table.find(chosen), table.weight.detach())
+            return F.embedding(table.index.find(chosen), table.weight.detach())
 
         check = equal(find_and_gather(draw(0)))
         contenders = [

@@ -23,7 +23,6 @@ from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.storage.checkpoint import MANIFEST, size_and_checksum
-from tritonemb.tables.cached_table import CachedTable
 from tritonemb.utils import seal
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
@@ -132,10 +131,7 @@ def make_collection(
     collection = kind(configs, optimizer=optimizer, **options)
     with torch.no_grad():
         for table, weight in zip(collection.tables, random_weights(configs), strict=True):
-            if isinstance(table, CachedTable):
-                table.assign({**table.tensors(), "weight": weight})
-            else:
-                table.weight.copy_(weight)
+            table.assign({"weight": weight})
     return collection
 
 

@@ -235,8 +235,8 @@ def warm_up(training: Training, deadline: float) -> None:
     tables = training.feed.tables
     cache = tables.module.cache if isinstance(tables, OurTables) else None
     if cache is not None:
-        for index, table in enumerate(cache.tables):
-            in_sets = cache.row_ids(index)[: table.num_sets * WAYS]  # the others are no part of the share
+        for index, cached in enumerate(cache.rows):
+            in_sets = cache.row_ids(index)[: cached.num_sets * WAYS]  # the others are no part of the share
             full = float((in_sets != NO_ROW).float().mean())
             if full < FULL:
                 raise RuntimeError(f"a cache is only {full:.0%} full after {WARMUP_STEPS} steps; warm up longer")

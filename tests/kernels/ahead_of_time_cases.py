@@ -34,7 +34,7 @@ from tritonemb.layout import (
 )
 from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.tables.dynamic_rows import expired_ids
+from tritonemb.tables.index import expired_ids
 from tritonemb.types import CODECS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

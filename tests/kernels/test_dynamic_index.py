@@ -27,7 +27,7 @@ from tritonemb.layout import (
     make_index,
     partitions_of,
 )
-from tritonemb.tables.dynamic_rows import expired_ids, undo_use
+from tritonemb.tables.index import expired_ids, undo_use
 
 EXTREMES = [-(2**63), -(2**63) + 1, -(2**32) - 1, -1, 0, 1, 2**31, 2**32, 2**32 + 5, 2**62, 2**63 - 1]
 

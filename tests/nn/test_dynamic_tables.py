@@ -22,7 +22,7 @@ from tritonemb.kernels import dynamic_index, random, triton_utils
 from tritonemb.layout import INDEX_BYTES, WAYS, make_index, partitions_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import use_kernels
-from tritonemb.tables import dynamic_rows
+from tritonemb.tables import index as index_module
 from tritonemb.tables import table as table_module
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import assign_rows
@@ -167,12 +167,12 @@ def test_few_rows_are_copied_for_an_unknown_id():
     assert unknown is not None
     assert unknown.outputs.tolist() == [3]
     assert [*unknown.rows] == [0]
-    assert unknown.features.values().tolist() == [0, int(table_of(collection, "item").find(ids[28:29]))]
+    assert unknown.features.values().tolist() == [0, int(table_of(collection, "item").index.find(ids[28:29]))]
 
 
 def rows_by_number(table: DynamicTable, ids: Tensor) -> Tensor:
     """Their numbers in a table that has a row for each of `IDS`, then the fallback rows."""
-    return len(IDS) + partitions_of(ids, len(table.fallback_rows))
+    return len(IDS) + partitions_of(ids, len(table.index.fallback_rows))
 
 
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
@@ -512,7 +512,7 @@ def test_the_least_recently_used_row_goes_and_comes_back_new():
     saved = table_of(collection).export()
     assert saved["ids"].tolist() == [1, 2, 4]
     assert (saved["step"].tolist(), saved["count"].tolist()) == ([7, 6, 5], [2, 3, 1])
-    assert table_of(collection).statistics() == te.tables.dynamic_table.DynamicStatistics(
+    assert table_of(collection).statistics() == te.nn.DynamicStatistics(
         8, 2, 5, 0, 2, 3, 3, 3 * (12 * 4 + 12 * 4 + 16) + 32 * 5 + 4
     )
 
@@ -637,7 +637,9 @@ def test_capacity_in_bytes():
         [te.TableConfig("user", None, 16, capacity_bytes=1_000_000)], te.optim.Adam(lr=0.1)
     )
     table = table_of(collection)
-    index = sum(part.nbytes for part in table.index) - table.index.digests.nbytes // 2 * 5  # but overflow slots
+    index = (
+        sum(part.nbytes for part in table.index.tensors) - table.index.tensors.digests.nbytes // 2 * 5
+    )  # but overflow slots
     used = sum(tensor.nbytes for tensor in (table.weight, *table.buffers())) + index
     assert 0.97e6 < used < 1.01e6  # rounded up to whole partitions
     whole = make_index(1_000_000)
@@ -746,8 +748,8 @@ def test_streams_wait_where_a_row_changes_its_id(monkeypatch):
     table = config(capacity=2, eviction=te.EvictionConfig(protect=1))
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
     collection.table_set.lock.device = torch.device("cuda")
-    call = dynamic_rows.kernel
-    for module in (dynamic_rows, table_module):
+    call = index_module.kernel
+    for module in (index_module, table_module):
         monkeypatch.setattr(
             module, "kernel", lambda op, *device: (done.append((current[0].name, op)), call(op, *device))[1]
         )
@@ -819,11 +821,11 @@ def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, d
     bounds, keys = 8 * torch.arange(num_tables + 1, device=device), range(num_tables)
     with use_kernels("triton"):
         for _ in range(2):  # addresses are uploaded once
-            dynamic_rows.insert_batch(of_tables, ids, bounds, keys)
+            index_module.insert_batch(of_tables, ids, bounds, keys)
         batch = ids if known else ids - 1000
         with Launches(monkeypatch) as counted:
-            rows, _, _ = dynamic_rows.insert_batch(of_tables, batch, bounds, keys)
+            rows, _, _ = index_module.insert_batch(of_tables, batch, bounds, keys)
     assert counted.waits == ["tolist"]
     assert len(counted.launched) == (10 if known else 12), counted.launched
-    assert torch.equal(rows, dynamic_rows.find_batch(of_tables, *dynamic_rows.concat_ids(batch.split(8))))
+    assert torch.equal(rows, index_module.find_batch(of_tables, *index_module.concat_ids(batch.split(8))))
     assert bool((rows >= 0).all())

@@ -9,7 +9,7 @@ import torch
 
 import tritonemb as te
 from tritonemb.tables.cache_storage import RowMoves, RowTransfer
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.lookup_tables import make_table
 
 
 class Slow:
@@ -28,8 +28,8 @@ class Slow:
 @pytest.mark.parametrize("size", [1, 3, 20])
 def test_writes_that_nobody_waits_for_take_little_memory(size):
     """As of a table whose rows only leave, while only others' are read."""
-    store, tables = Slow(), [CachedTable(te.TableConfig(name, 20, 4, placement="host"), ()) for name in "ab"]
-    tables[1].store = store
+    store, tables = Slow(), [make_table(te.TableConfig(name, 20, 4, placement="host"), ()) for name in "ab"]
+    tables[1].rows.store = store
     transfer = RowTransfer(tables, torch.tensor([0, 20]))
     rows = torch.randperm(20)[:size]
     moves = RowMoves([0, size], torch.tensor([0, 0, size]), torch.ones_like(rows), rows, rows)

@@ -268,7 +268,7 @@ def test_a_change_that_fails_leaves_the_cache_as_it_should_be(placement):
 
     table = mine.tables[0]
     with pytest.raises(ZeroDivisionError):
-        table.update_records(fail)
+        table.rows.update(table, fail)
     with pytest.raises(NotImplementedError):
         table.assign({"weight": torch.empty(500, 4, device="meta")})
     expected = before if placement == "disk" else {**before, "user.weight": torch.full((500, 4), 7.0)}

@@ -208,7 +208,7 @@ def test_rows_are_given_up_where_a_step_fails(placements):
 def test_a_collection_goes_when_nobody_has_it(placements):
     """At once: its memory may be most of the machine's."""
     mine = make(placements, 2)
-    table, store = weakref.ref(mine.tables[0]), weakref.ref(mine.tables[0].store)
+    table, store = weakref.ref(mine.tables[0]), weakref.ref(mine.tables[0].rows.store)
     gc.disable()
     try:
         del mine

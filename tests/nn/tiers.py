@@ -21,7 +21,6 @@ from tritonemb.layout import NO_ROW
 from tritonemb.nn.collections import TableCollection
 from tritonemb.storage.memory import HostRows
 from tritonemb.tables.lookup_tables import Groups
-from tritonemb.tables.table import Table
 from tritonemb.types import CacheConfig, Placement
 
 # Triton's interpreter serves one thread at a time, and a table on disk has one of its own.
@@ -121,13 +120,13 @@ def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> No
 def stored(collection: TableCollection) -> dict[str, torch.Tensor]:
     """Copies of what the stores of tables elsewhere hold, whatever is in slots."""
     found = {}
-    for index, table in enumerate(collection.cache.tables):
-        if table is not None and isinstance(table.store, HostRows):
-            found |= {f"{index}.{name}": tensor.clone() for name, tensor in table.store.fields.items()}
-        elif table is not None:
-            num_rows = table.config.num_embeddings
-            found[f"{index}"] = torch.zeros(num_rows, table.record.num_bytes, dtype=torch.uint8)
-            table.store.read(torch.arange(num_rows), found[f"{index}"]).wait()
+    for index, cached in enumerate(collection.cache.rows):
+        if cached is not None and isinstance(cached.store, HostRows):
+            found |= {f"{index}.{name}": tensor.clone() for name, tensor in cached.store.fields.items()}
+        elif cached is not None:
+            num_rows = cached.config.num_embeddings
+            found[f"{index}"] = torch.zeros(num_rows, cached.record.num_bytes, dtype=torch.uint8)
+            cached.store.read(torch.arange(num_rows), found[f"{index}"]).wait()
     return found
 
 
@@ -135,8 +134,8 @@ def directory_of(collection: TableCollection) -> dict[str, torch.Tensor]:
     """Copies of all that a collection's cache knows of its slots, and of the rows that are in them."""
     cache = collection.cache
     parts = {name: getattr(cache._directory, name).clone() for name in ("tags", "used", "pins", "dirty", "clock")}
-    for index, table in enumerate(cache.tables):
-        for name, tensor in ({} if table is None else Table.tensors(table)).items():
+    for index, table in enumerate(collection.tables):
+        for name, tensor in (table.device_tensors() if table.rows.is_cached else {}).items():
             parts[f"{index}.{name}"] = tensor.detach()[cache.row_ids(index) != NO_ROW]
     return parts
 

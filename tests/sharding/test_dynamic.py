@@ -122,7 +122,7 @@ def rows_on_ranks(rank: int, world: int, folder: Path, placed: bool) -> None:
         assert whole.embeddings["user"].statistics().evictions > 0
         assert whole.embeddings["city"].statistics().evictions > 0
         assert whole.embeddings["item"].statistics().refused > 0
-        assert len(whole.embeddings["user"].fallback_rows) > 5  # in several partitions
+        assert len(whole.embeddings["user"].index.fallback_rows) > 5  # in several partitions
 
         # What is saved is loaded on this number of ranks, and by one process.
         group = sharded.group

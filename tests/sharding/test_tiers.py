@@ -154,7 +154,7 @@ def cached(rank: int) -> dict[str, tuple[int, int, int]]:
     model = te.HybridParallel(te.nn.EmbeddingBagCollection(configs, te.optim.SGD(lr=0.1)), plan)
     tables: list[Any] = [table for local in model.collections[0].table_sets for table in local.tables]
     return {
-        table.config.name: (table.row_config.num_embeddings, len(table.weight), len(table.store._cache._records))
+        table.config.name: (table.rows.config.num_embeddings, len(table.weight), len(table.rows.store._cache._records))
         for table in tables
     }
 

@@ -130,7 +130,7 @@ class Probe:
 
     @property
     def store(self) -> DiskRows:
-        return self.collection.tables[0].store
+        return self.collection.tables[0].rows.store
 
     def write(self, first: int, last: int) -> None:
         records = torch.randn(last - first, 8).view(torch.uint8)

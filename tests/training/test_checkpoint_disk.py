@@ -18,7 +18,7 @@ from tests.helpers import CACHED, assert_same_bits
 from tests.sharding.cuts import Cut, shards_of
 from tests.training.disk_job import Probe, bits, in_memory, make_trainer, sharded, table_files
 from tests.training.jobs import planted
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.cached_rows import CachedRows
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, reader, stored_tensors, writer
 from tritonemb.training.checkpoint.manager import AsyncSave
@@ -114,17 +114,17 @@ class TestResume:
         actual = collection()
         load_tensors(folder.path(2), model_tensors(actual))
         assert torch.equal(actual(batch), trained(batch))
-        self.cut_in_two(actual, folder.path(2), actual.tables[0].store.bytes_on_disk())
+        self.cut_in_two(actual, folder.path(2), actual.tables[0].rows.store.bytes_on_disk())
         other = te.KeyedJaggedTensor.from_lengths(["t"], ids + torch.tensor([1, 1, -1]), torch.tensor([1, 2]))
         assert torch.equal(actual(other), trained(other))  # rows that were never written have the first one's seed
 
     def cut_in_two(self, whole: te.nn.EmbeddingBagCollection, path: Path, num_bytes: int) -> None:
         """Parts are cut out of the file, holes and all."""
-        (entry,), (table,) = reader.saved_tables(path).values(), whole.tables
+        (entry,), (table,) = reader.saved_tables(path).values(), (table.rows for table in whole.tables)
         for first, last in ((0, 6), (6, 1_000_000_000)):
             config = table.config.shard("t", (first, last - first), (0, 128), ["t"])
             local = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
-            (part,) = local.tables
+            part = local.tables[0].rows
             part.replace_store(reader.load_store(path, entry, part))
             assert part.store.bytes_on_disk() <= num_bytes
             numbers = torch.tensor([row for row in (0, 1, 5, 6, 700, 999_999_999) if first <= row < last])
@@ -144,7 +144,7 @@ class TestResume:
             raise AssertionError("the whole table is read")
 
         for name in ("assign", "_chunks"):
-            monkeypatch.setattr(CachedTable, name, refuse)
+            monkeypatch.setattr(CachedRows, name, refuse)
         if kind == "save":
             trainer.fit()
         else:

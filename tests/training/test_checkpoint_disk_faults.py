@@ -243,7 +243,7 @@ class TestFaults:
             load_tensors(probe.folder.path(1), model_tensors(actual))
         assert torch.equal(actual.state_dict()["t.weight"], initial)
         assert not list((small_disk / "live").iterdir())
-        actual.tables[0].store.close()
+        actual.tables[0].rows.store.close()
 
 
 LONG = (

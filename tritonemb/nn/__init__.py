@@ -6,7 +6,8 @@ from tritonemb.nn.models import DLRM, MLP, CrossNetwork, DCNv2, DotInteraction
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.tables.cache import sequence_number
 from tritonemb.tables.cache_storage import CacheStatistics
-from tritonemb.tables.dynamic_table import DynamicStatistics, DynamicTable
+from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.table import DynamicStatistics
 from tritonemb.tables.table_set import PrefetchedFeatures, prefetch
 
 __all__ = [

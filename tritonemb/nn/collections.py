@@ -12,7 +12,6 @@ from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cache_storage import CacheStatistics
-from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup_tables import BoundsCheck, Groups
 from tritonemb.tables.optimizer import FusedGroup, FusedOptimizer, States
 from tritonemb.tables.table import Table
@@ -193,7 +192,7 @@ class TableCollection(FusedModule):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the module; the learning rate stays float32."""
         for table in self.tables:
-            if isinstance(table, CachedTable):
+            if table.rows.is_cached:
                 table._apply(fn)  # raises before other tables have been moved
         rate = self._buffers.get("learning_rate")
         super()._apply(fn, recurse)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.row_leases import LeaseClient, ShardedLeases
 from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
-from tritonemb.tables.server_table import ParallelModel, ServerTable, ShardedServerTables
+from tritonemb.tables.server_table import ParallelModel, ShardedServerTables
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import CacheConfig, CodecName, TableConfig
 from tritonemb.utils import Closeable, Options, did_you_mean, join_names, number, on_error
@@ -247,7 +247,7 @@ def _client(
                     f"and rows of the last {config.eviction.protect} batches are protected; use "
                     f"EvictionConfig(protect={max_batches + 1})"
                 )
-    seeds = [cast(ServerTable, table).seed for table in tables.tables]
+    seeds = [table.seed for table in tables.tables]
     options = {"trainers": group.size, "staleness": steps, "exact": exact, "batches": accumulate}
     spec = _spec(tables, seeds, servers, group, exchange, **options)
     if spec.leases_rows:  # into the cache on the device

@@ -24,8 +24,9 @@ from tritonemb.server.snapshot import merge_table
 from tritonemb.server.spec import CollectionSpec, Routes, TableSpec
 from tritonemb.server.tables import BlockCodec, RowCodecs
 from tritonemb.server.transport import Message, Values, gather
-from tritonemb.tables.dynamic_rows import concat_ids, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.index import concat_ids, insert_batch
+from tritonemb.tables.lookup_tables import make_table
 from tritonemb.tables.server_table import Pull, RowService, TableService
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 
@@ -324,7 +325,7 @@ class WorkerCache:
                 spec.name, None, spec.embedding_dim, dtype=self._empty.dtype, capacity=cache.rows,
                 eviction=EvictionConfig(cache.policy, protect=1),
             )  # fmt: skip
-            self._table = DynamicTable(config, ())
+            self._table = make_table(config, ())
             self._versions = torch.full_like(self._table.index.ids, NOT_CACHED)
             self._steps = torch.zeros_like(self._versions)
 
@@ -334,7 +335,7 @@ class WorkerCache:
         if self._table is None:
             rows = self._empty.new_empty(ids.numel(), self._empty.shape[1])
             return CachedPull(ids, rows, torch.arange(ids.numel()), torch.full_like(ids, NOT_CACHED))
-        slots = self._table.find(ids)
+        slots = self._table.index.find(ids)
         valid_slots = slots.clamp(min=0)
         versions = torch.where(slots < 0, NOT_CACHED, self._versions[valid_slots])
         rows = self._table.weight.detach().index_select(0, valid_slots)

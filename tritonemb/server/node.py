@@ -298,7 +298,7 @@ def _read_now(served: ServedTables, ids: Tensor, sizes: Sequence[int]) -> Messag
 
 def _describe(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     """Return the number, seed and clock of each table, and the number of updates, for a trainer that leases rows."""
-    tables = [[number, table.seed, table.clock] for number, table in served.partitions.by_number.items()]
+    tables = [[number, table.seed, table.index.clock] for number, table in served.partitions.by_number.items()]
     table_set = served.partitions.tables
     return {"tables": tables, "updates": 0 if table_set is None else int(table_set.counters["step"])}, []
 

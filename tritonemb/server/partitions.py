@@ -20,10 +20,9 @@ from tritonemb.server.spec import CollectionSpec
 from tritonemb.server.transport import empty_tensors
 from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.batch import AssignedRows, RowBatch
-from tritonemb.tables.dynamic_rows import find_batch, insert_batch
 from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.index import find_batch, insert_batch
 from tritonemb.tables.lookup import assign_rows
-from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import TableSet
 from tritonemb.tables.tier_lookup import PinnedBatch, prefetch_batch
 from tritonemb.types import CacheConfig
@@ -62,7 +61,7 @@ class RowChanges:
                 new_rows = table_rows if new_masks is None else table_rows[new_masks[number]]
                 new_rows = new_rows[new_rows >= 0]
                 # An id may change between a row and its fallback row: both must not have one version.
-                self.versions[number][new_rows] = self._version + (new_rows >= self._tables[number].capacity)
+                self.versions[number][new_rows] = self._version + (new_rows >= self._tables[number].index.capacity)
 
     def track_versions(self) -> None:
         if self.versions is None:
@@ -79,16 +78,16 @@ class RowChanges:
         changed = {n: torch.zeros(len(table.index.ids), dtype=torch.bool) for n, table in self._tables.items()}
         self.chains[name] = SnapshotChain(snapshot, changed, {number: [] for number in changed})
         for table in self._tables.values():
-            table.removed_ids = []
+            table.index.removed_ids = []
 
     def note_removed(self) -> None:
         """Add removed ids to all chains; drop chains for which a full snapshot is smaller."""
         for number, table in self._tables.items():
             for name, chain in list(self.chains.items()):
-                chain.removed[number] += table.removed_ids or []
-                if table.removed_ids is None or sum(map(len, chain.removed[number])) > len(table.index.ids):
+                chain.removed[number] += table.index.removed_ids or []
+                if table.index.removed_ids is None or sum(map(len, chain.removed[number])) > len(table.index.ids):
                     del self.chains[name]
-            table.removed_ids = [] if self.chains else None
+            table.index.removed_ids = [] if self.chains else None
 
 
 class Partitions:
@@ -191,7 +190,7 @@ class Partitions:
         if numbers is not None:
             by_number = dict(zip(numbers, sizes, strict=True))
             sizes = [by_number.get(number, 0) for number in self.numbers]
-        batch, clock = self._batch(rows, sizes), torch.tensor(self.dynamic[0].clock)
+        batch, clock = self._batch(rows, sizes), torch.tensor(self.dynamic[0].index.clock)
         return prefetch_batch(self.tables, batch, AssignedRows(batch, None, None, True, clock))
 
     @contextmanager
@@ -211,7 +210,7 @@ class Partitions:
                 known = nonzero(table_slots >= 0)
                 table_slots[known] = pinned_slots[torch.searchsorted(pinned_rows, table_slots[known])]
         try:
-            yield [Table.tensors(self.by_number[number]) for number in numbers], slots
+            yield [self.by_number[number].device_tensors() for number in numbers], slots
         finally:
             if pinned is not None:
                 pinned.is_dirty = dirty
@@ -301,7 +300,7 @@ class Lease:
         if (missing := nonzero(rows < 0)).numel():
             bounds = torch.searchsorted(missing, offsets_of(sizes))
             tables = [partitions.by_number[number] for number in numbers]
-            rules = [table.rule(table.clock) for table in tables]
+            rules = [table.index.rule(table.index.clock) for table in tables]
             rows[missing] = insert_batch(tables, keys[missing], bounds, range(len(tables)), rules=rules)[0]
         partitions.changes.mark(dict(zip(numbers, rows.split(sizes), strict=True)))
         fields = self._fields(numbers, records, blocks)

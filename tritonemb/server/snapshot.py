@@ -126,10 +126,10 @@ def take_snapshot(served: ServedTables, chain_name: str, changes_only: bool = Fa
     for number, table in served.partitions.by_number.items():
         # In the order of rows, so that a reader inserts and writes them sequentially.
         if last is None:
-            rows = table.index.rows[nonzero(table.index.digests != 0)].long().sort().values
+            rows = table.index.tensors.rows[nonzero(table.index.tensors.digests != 0)].long().sort().values
         else:
             rows = nonzero(last.changed[number])
-            rows = rows[table.find(table.index.ids[rows]) == rows]
+            rows = rows[table.index.find(table.index.ids[rows]) == rows]
         ids = table.index.ids[rows]
         if last is not None:
             removed = torch.cat([table.index.ids[:0], *last.removed[number]]).unique()
@@ -141,7 +141,7 @@ def take_snapshot(served: ServedTables, chain_name: str, changes_only: bool = Fa
             end = start + rows_per_record
             fields = table.get_row_state(ids[start:end], rows[start:end])
             if served.spec.leases_rows:  # the trainer addresses rows by number, also after a restart of the server
-                fields["row"] = rows[start:end] + table.row_config.row_origin
+                fields["row"] = rows[start:end] + table.rows.config.row_origin
             yield {"table": number, "kind": "rows", "names": list(fields)}, list(fields.values())
     for batch, pushes in sorted(ordering.pushes.items()):
         for rank, push in sorted(pushes.items()):
@@ -245,9 +245,9 @@ class SavedShard:
                     continue
                 saved_partitions = spec.partitions(number, self.header["server"])
                 if values["kind"] == "others":
-                    table.reserve(values["rows"] // saved_partitions[1])
+                    table.index.reserve(values["rows"] // saved_partitions[1])
                 elif values["kind"] == "removed":
-                    table.discard(fields["ids"])
+                    table.index.discard(fields["ids"])
                 else:
                     current_partitions = served.spec.partitions(number, served.server)
                     if (saved_partitions, spec.shards) != (current_partitions, served.spec.shards):
@@ -277,14 +277,14 @@ def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers
     # Rows and metadata.
     partitions, table_set = served.partitions, served.partitions.tables
     for table in partitions.dynamic:
-        table.clear()
+        table.index.clear()
     for shard in shards:
         shard.read(served, keep_row_numbers)
     for number, table in partitions.by_number.items():
         sources = [shard for shard in shards if number in shard.metadata]
         sources.sort(key=lambda shard: shard.spec.partitions(number, shard.header["server"])[0])
         table.load_table_state(_concatenate([shard.metadata[number] for shard in sources]))
-        table.apply_row_numbers()
+        table.index.apply_row_numbers()
     # Position in the order of events, and counters.
     served.reset(shards[0].header["pulls"], shards[0].header["steps"])
     served.lease.is_active = keep_row_numbers and any(shard.header["is_leased"] for shard in shards)

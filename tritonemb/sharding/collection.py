@@ -24,7 +24,7 @@ from tritonemb.sharding.replicated_update import ShardUpdates, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup_tables import Groups, require_gradients
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.server_table import RowStore, ServerTable, ShardedServerTables, TableService
+from tritonemb.tables.server_table import RowStore, ShardedServerTables, TableService
 from tritonemb.tables.table_set import PrefetchedFeatures, TableSet
 
 # Batch; row groups of each replicated table set; and for each ID exchange the ids received, and their row groups for
@@ -67,7 +67,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         self._lookups = self._make_lookups()
         replicated = self.shard_map.shards_on(groups.shards.rank, "replicated")
         self._replicated_tables = self._make_table_sets(replicated, self.bounds_check)
-        self.server_seeds = [table.seed for table in collection.tables if isinstance(table, ServerTable)]
+        self.server_seeds = [table.seed for table in collection.tables if table.rows.is_pulled]
         self._bounds_checked: list[tuple[str, str, int]] = []  # feature, table, rows: ids that no exchange checks
         if self._lookups and groups.shards.size > 1 and self.bounds_check == "raise":
             configs = [self.configs[placed.table] for placed in replicated]

@@ -11,21 +11,19 @@ from torch import Tensor
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.nn.collections import TableCollection
-from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.placement import PlacedShard, ShardGroups
-from tritonemb.sharding.plan import Shard
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, slice_shard
-from tritonemb.tables.cached_table import CachedTable, metadata_kind
+from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
-from tritonemb.tables.lookup_tables import table_type
-from tritonemb.tables.server_table import ServerTable, TableService
-from tritonemb.tables.table import Table
+from tritonemb.tables.lookup_tables import make_table
+from tritonemb.tables.server_table import TableService
+from tritonemb.tables.table import Table, draw_weight
 from tritonemb.tables.table_set import TableSet
-from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+from tritonemb.types import TableConfig
 
 MAX_GATHER_BYTES = 1 << 26  # bytes of a table per all-gather that averages replicas: bounds the temporary memory
-CacheCopies = tuple[CachedTable, dict[str, Tensor]]  # a cached table, and copies of its rows by name
+CacheCopies = tuple[Table, Mapping[str, Tensor]]  # a cached table, and copies of its rows by name
 
 
 @dataclass(eq=False)
@@ -44,7 +42,7 @@ class LocalShards:
     table_sets: list[TableSet] = field(default_factory=list)
     by_set: list[list[PlacedShard]] = field(default_factory=list)  # in the order of a set's tables
 
-    def tables(self) -> Iterator[tuple[PlacedShard, Table, RankGroup]]:
+    def tables(self) -> Iterator[tuple[PlacedShard, Any, RankGroup]]:
         """Local shards, their tables, and the ranks with replicas of them."""
         for tables, shards in zip(self.table_sets, self.by_set, strict=True):
             for placed, table in zip(shards, tables.tables, strict=True):
@@ -52,7 +50,7 @@ class LocalShards:
 
     def dynamic_tables(self) -> list[tuple[PlacedShard, DynamicTable]]:
         """Return the local shards of dynamic tables."""
-        return [(placed, table) for placed, table, _ in self.tables() if isinstance(table, DynamicTable)]
+        return [(placed, table) for placed, table, _ in self.tables() if table.index.assigns_rows]
 
     @torch.no_grad()
     def init(self, collection: TableCollection) -> None:
@@ -63,28 +61,31 @@ class LocalShards:
         # Seeds of dynamic tables, which rank 0 draws.
         seeds = torch.tensor([_shard_seed(config) for config in self.configs], device=self.device)
         if not on_meta:
-            seeds = seeds.new_tensor([t.seed if isinstance(t, DynamicTable) else 0 for t in collection.tables])
+            seeds = seeds.new_tensor([t.seed if t.index.assigns_rows else 0 for t in collection.tables])
         if any(config.is_dynamic for config in self.configs):
             self.groups.world.broadcast(seeds, 0, "initial values")
         # Shards: copied, or drawn, then broadcast to replicas.
         for placed, table, group in self.tables():
             config, source = self.configs[placed.table], collection.tables[placed.table]
-            if isinstance(table, ServerTable):
+            if table.rows.is_pulled:
                 continue  # servers have the initial values
-            if isinstance(table, DynamicTable):
+            if table.index.assigns_rows:
                 table.reset_parameters(int(seeds[placed.table]))
                 if not on_meta:
                     state = cast(DynamicTable, source).get_state()
                     table.load_state(state | {"seed": seeds[placed.table]})
             elif not on_meta:
-                _copy_shard(table, source.tensors(), placed.shard)
-            elif isinstance(table, CachedTable) and config.init is None:
+                table.assign({name: slice_shard(t, placed.shard) for name, t in source.tensors().items()})
+            elif config.init is None:
                 seed = torch.tensor(_shard_seed(config), device=table.weight.device)
                 group.broadcast(seed, 0, "initial values")
                 table.reset_parameters(int(seed))
                 continue
             else:
-                _init_shard(table, config, placed.shard)
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(_shard_seed(config))
+                    weight = draw_weight(config)  # in full, on the CPU
+                table.assign({"weight": slice_shard(weight, placed.shard)})
             if group.size > 1:
                 _change_tensors(table, self.device, functools.partial(group.broadcast, kind="initial values"))
 
@@ -112,10 +113,10 @@ class LocalShards:
         # ranks with columns of these rows; the first block saves it.
         copies = list[CacheCopies]()
         for placed, table, _ in self.tables():
-            if isinstance(table, DynamicTable):
+            if table.index.assigns_rows:
                 continue
             shard, tensors = placed.shard, table.tensors()
-            copies += [(table, tensors)] if isinstance(table, CachedTable) else []
+            copies += [(table, tensors)] if table.rows.is_cached else []
             is_primary = first_replica and (placed.scheme != "replicated" or self.groups.world.rank == 0)
             for name, tensor in tensors.items():
                 column = shard.first_column if tensor.dim() == 2 else 0
@@ -147,17 +148,17 @@ class LocalShards:
             is_local, counts = index in local_tables, [int(by_rank[rank][index]) for rank in ranks]
             partition = ranks.index(self.groups.shards.rank) if is_local else 0
             # Without a local shard, a table on "meta" has the names and shapes.
-            table: Any = local_tables[index] if is_local else table_type(config)(config, self.optimizer.states, "meta")
+            table: Any = local_tables[index] if is_local else make_table(config, self.optimizer.states, "meta")
             # Size of the global tensor, and offset of this rank's rows in it.
             for name, value in table.get_state().items():
                 size, first, is_primary = list(value.shape), (sum(counts[:partition]), 0), True
                 if name in ("clock", "seed"):
                     is_primary = partition == 0
                 elif name in ("sketch", "added"):
-                    size, first = table.sketch.shard_spec(name)
+                    size, first = table.index.sketch.shard_spec(name)
                 elif name.startswith(("rows.", FALLBACK)):  # all storage slots of a table on disk; fallback rows
-                    per_partition = size[0] // table.index.num_sets.numel()
-                    size[0], first = (per_partition * number for number in table.index.shard.tolist())
+                    per_partition = size[0] // table.index.num_partitions
+                    size[0], first = (per_partition * number for number in table.index.shard)
                     first = (first, 0)
                 else:
                     size[0] = sum(counts)
@@ -195,7 +196,7 @@ class LocalShards:
             path, table = f"{prefix}{config.name}.", local_tables.get(index)
             if not config.is_dynamic or (ids := state_dict.get(f"{path}ids")) is None:
                 continue
-            num_owned = 0 if table is None else int(table.owns(_local_tensor(ids)).sum())
+            num_owned = 0 if table is None else int(table.index.owns(_local_tensor(ids)).sum())
             owned = self.groups.shards.all_gather(torch.tensor([num_owned], device=self.device), "rows")
             if owned.sum() != ids.shape[0]:
                 problems.append(f"{path}ids: these shards are of another plan; load a checkpoint, or full tensors")
@@ -253,35 +254,12 @@ def _change_tensors(table: Table, device: torch.device, change: Callable[[Tensor
             change(staged)
             tensor.copy_(staged)
 
-    table.update_records(change_fields)
-
-
-def _copy_shard(local_table: Table, source: Mapping[str, Tensor], shard: Shard) -> None:
-    """Fill a shard from the weight and states, by name, of the full table."""
-    tensors = local_table.tensors()
-    for name, tensor in source.items():
-        tensors[name].copy_(slice_shard(tensor, shard))
-    if isinstance(local_table, CachedTable):
-        local_table.assign(tensors)
-
-
-def _init_shard(local_table: Table, config: TableConfig, shard: Shard) -> None:
-    """Draw a shard's initial values, which do not depend on the sharding.
-
-    A value depends on the table's name, torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), its row
-    and its column, so a rank draws its shard alone. A table with an `init` function is drawn in full on the CPU.
-    """
-    seed = _shard_seed(config)
-    if config.init is None:
-        fill_initial_(local_table.weight, seed, config.bound, shard.first_row, shard.first_column)
-        return
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
-        weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
-        config.init(weight)
-    _copy_shard(local_table, {"weight": weight}, shard)
+    table.rows.update(table, change_fields)
 
 
 def _shard_seed(config: TableConfig) -> int:
+    """Return the seed of initial values: of the table's name and torch's seed, which `torch.manual_seed` sets.
+
+    A value depends on it, on its row and on its column, so a rank draws its shard alone, and sharding changes no value.
+    """
     return (config.seed ^ torch.initial_seed()) & (2**63 - 1)

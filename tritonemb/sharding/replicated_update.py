@@ -73,7 +73,7 @@ class ReplicatedUpdate(ShardUpdate):
         if group is None or cache is None:
             return None
         row_ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
-        is_cached = torch.tensor([*(table is not None for table in cache.tables), False], device=cache.device)
+        is_cached = torch.tensor([*(cached is not None for cached in cache.rows), False], device=cache.device)
 
         def find(rows: Tensor, problem: ValueError | None) -> Tensor:
             """Return rows of cached tables in the batches of all replicas; a collective."""
@@ -180,7 +180,7 @@ class PinnedRows:
         for pinned in pins:
             pinned.is_dirty = True
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and their slots
-        for table, cached_table in enumerate([] if tables.cache is None else tables.cache.tables):
+        for table, cached_table in enumerate([] if tables.cache is None else tables.cache.rows):
             if cached_table is not None:
                 pairs = [pinned.rows_of(table) for pinned in pins]
                 rows, inverse = torch.cat([rows for rows, _ in pairs]).unique(return_inverse=True)

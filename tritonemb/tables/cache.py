@@ -15,6 +15,7 @@ nondeterministic, and so is which rows are evicted; which pins were released whe
 import enum
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.store import CacheDirectory
 from tritonemb.tables.batch import RowBatch
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, RowMoves, RowTransfer, synchronize
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.cached_rows import CachedRows
 from tritonemb.tables.table import Table
 
 Compacted = tuple[Sequence[Tensor], list[list[int]]]  # by flag: positions where it is set, and their number per table
@@ -112,12 +113,12 @@ class RowCache:
 
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
         # By table number; None for a table on the device.
-        self.tables = [table if isinstance(table, CachedTable) else None for table in tables]
+        self.rows: list[CachedRows | None] = [table.rows if table.rows.is_cached else None for table in tables]
         self.device = tables[0].weight.device
         # Directory. A last table of one row and no slots takes the padding of a batch.
-        num_sets = [0 if table is None else table.num_sets for table in (*self.tables, None)]
+        num_sets = [0 if cached is None else cached.num_sets for cached in (*self.rows, None)]
         self._directory = CacheDirectory(num_sets, policy, self.device)
-        table_rows = [*(TableRow(0, table.row_config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
+        table_rows = [*(TableRow(0, table.rows.config.num_embeddings, 0) for table in tables), TableRow(0, 1, 0)]
         self._table_layout = build_layout(table_rows, [], [], [], False, self.device).tables
         self._first_rows = self._table_layout[:, FIRST_ROW].contiguous()
         self._first_slots = self._first_rows + self._directory.first_slots  # in layouts of the slots
@@ -129,22 +130,21 @@ class RowCache:
         # Transfers and releases.
         self._transfer = RowTransfer(tables, self._first_rows)
         self._table_numbers = torch.arange(len(tables) + 1, device=self.device)
-        self._record_bytes = [0 if table is None else table.record.num_bytes for table in self.tables]
+        self._record_bytes = [0 if cached is None else cached.record.num_bytes for cached in self.rows]
         self._last_transfer: torch.cuda.Event | None = None  # recorded after the latest transfer
         self.releases: deque[Pins] = deque()  # released, but still pinned in the directory
         self._failure: BaseException | None = None  # of a transfer; the cache is unusable after it
-        for table in self.tables:
-            if table is not None:
-                table.cache = self
+        for cached in filter(None, self.rows):
+            cached.cache_reference = weakref.ref(self)
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Return statistics by name of cached table. Waits for the host caches of tables on disk."""
         by_table = {}
-        for index, table in enumerate(self.tables):
-            if table is not None:
-                store, counts = table.store, table.closed_counts
+        for index, cached in enumerate(self.rows):
+            if cached is not None:
+                store, counts = cached.store, cached.closed_counts
                 counts = counts if isinstance(store, HostRows) else counts.plus(*store.counts())
-                by_table[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *counts])
+                by_table[cached.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *counts])
         return by_table
 
     def pin(self, batch: RowBatch, replica_rows: Tensor | None, invalid: Tensor | None) -> tuple[RowBatch, Pins] | None:
@@ -194,19 +194,19 @@ class RowCache:
             synchronize(self.device)  # the host reads next
 
     @contextmanager
-    def reloading(self, table: CachedTable, unpinned: bool = False) -> Iterator[None]:
+    def reloading(self, cached: CachedRows, unpinned: bool = False) -> Iterator[None]:
         """Change a table's store inside the block; afterwards reload its cached rows, even if the change fails.
 
         Batches keep their slots. With `unpinned` all rows are evicted first; RuntimeError if a batch has pinned some.
         """
-        index, directory = self.tables.index(table), self._directory
+        index, directory = self.rows.index(cached), self._directory
         with self._lock, torch.inference_mode(False):
             with self._exclusive():
                 self._transfer.finish_writes()
                 synchronize(self.device)
             if unpinned:
                 if bool((directory.table_views[2][index] > 0).any()):
-                    problem = f"a batch has pinned rows of table {table.config.name!r}"
+                    problem = f"a batch has pinned rows of table {cached.config.name!r}"
                     raise RuntimeError(f"{problem}; finish its backward pass, or drop it, first")
                 directory.clear(index)
             try:
@@ -262,7 +262,8 @@ class RowCache:
         evicted = directory.allocate(rows, slots, self._table_layout)
         flags = [hit_slots < 0, slots < 0, directory.num_sets.index_select(0, tables) > 0]
         # New ids of dynamic tables get initial values instead of being read.
-        dynamic = [(n, t, t.new_rows[0]) for n, t in enumerate(self.tables) if t is not None and t.new_rows is not None]
+        by_table = enumerate(self.rows)
+        dynamic = [(n, c, c.new_rows[0]) for n, c in by_table if c is not None and c.new_rows is not None]
         if dynamic:
             new_rows = torch.cat([self._first_rows[number] + rows_of_table for number, _, rows_of_table in dynamic])
             flags.append(flags[0] & torch.isin(rows, new_rows, assume_unique=True, invert=True))
@@ -277,9 +278,10 @@ class RowCache:
         if positions[index].numel():
             misses = (values.index_select(0, positions[index]) for values in (tables, rows, slots))
             self._transfer.read(self._moves(READ, sizes[index], *misses))
-        for number, table, _ in dynamic:
+        for number, cached_rows, _ in dynamic:
             table_mask = tables == number
-            new_slots = table.initialize_slots(rows[table_mask], slots[table_mask])
+            table = self.storage.tables[number]
+            new_slots = cached_rows.initialize_slots(table, rows[table_mask], slots[table_mask])
             directory.dirty.index_fill_(0, new_slots + directory.starts[number], True)
         return slots, cached
 
@@ -318,7 +320,7 @@ class RowCache:
         directory, evicted_mask = self._directory, rows != NO_ROW
         index = torch.where(evicted_mask, directory.first_slots.index_select(0, tables) + slots, 0)
         masks = [evicted_mask & directory.dirty[index], evicted_mask, *flags]
-        positions, sizes = _compact(masks, tables, len(self.tables))
+        positions, sizes = _compact(masks, tables, len(self.rows))
         self._counts[EVICTIONS] += sizes[1]
         dirty = positions[0]
         if dirty.numel():
@@ -337,7 +339,7 @@ class RowCache:
         directory = self._directory
         for chunk in index.split(max(1, CHUNK_BYTES // max(self._record_bytes))):
             tables = torch.searchsorted(directory.first_slots, chunk, right=True) - 1
-            sizes = tables.bincount(minlength=len(self.tables)).tolist()
+            sizes = tables.bincount(minlength=len(self.rows)).tolist()
             yield self._moves(kind, sizes, tables, directory.tags[chunk], chunk - directory.first_slots[tables])
 
     def _event(self) -> torch.cuda.Event | None:
@@ -346,7 +348,7 @@ class RowCache:
 
 def create_cache(tables: Sequence[Table]) -> RowCache | None:
     """Create the cache of a collection's tables, None if all are on the device; ValueError for different policies."""
-    if not (cached := [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]):
+    if not (cached := [table.config for table in tables if table.rows.store is not None]):
         return None
     policies = {config.cache.policy: config.name for config in cached}
     if len(policies) > 1:

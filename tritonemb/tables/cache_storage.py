@@ -13,11 +13,11 @@ from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, set_row_ids
 from tritonemb.storage.memory import HostRows
 from tritonemb.storage.store import CacheDirectory, IoFuture, wait_all
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.cached_rows import CachedRows
 from tritonemb.tables.table import Table
 
 MIN_GROWTH = 256  # slots by which an overflow grows at least, as each growth synchronizes and copies the table's slots
-Tables = dict[int, CachedTable]  # by number
+RowsByTable = dict[int, CachedRows]  # by number
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class CacheStorage:
     """Weight and states of the slots of a collection's tables, and the layouts by which lookups address them."""
 
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:
-        self._tables, self._directory = list(tables), directory
+        self.tables, self._directory = list(tables), directory
         self.lock = threading.RLock()  # held while the tables' tensors are used, or replaced by larger ones
         self.layouts: dict[tuple[str, ...], Layout] = {}  # of slots, by keys
 
@@ -80,7 +80,7 @@ class CacheStorage:
         directory, num_new = self._directory, []
         for index, number in enumerate(shortages):
             size = directory.num_slots[index] - directory.in_sets[index]
-            max_size = self._tables[index].row_config.num_embeddings - size
+            max_size = self.tables[index].rows.config.num_embeddings - size
             num_new.append(min(max(number, size, MIN_GROWTH), max_size) if number > 0 else 0)
         with self.lock:
             synchronize(directory.device)  # other streams may be reading the old tensors
@@ -92,19 +92,19 @@ class CacheStorage:
             synchronize(directory.device)  # other streams may read the new ones at once
 
     def _resize(self, index: int) -> None:
-        table, num_slots = self._tables[index], self._directory.num_slots[index]
-        for name, tensor in Table.tensors(table).items():
+        table, num_slots = self.tables[index], self._directory.num_slots[index]
+        for name, tensor in table.device_tensors().items():
             spare = tensor.new_zeros((num_slots - tensor.shape[0], *tensor.shape[1:]))
             getattr(table, name).data = torch.cat([tensor, spare])
 
     def _update_layouts(self, *layouts: Layout) -> None:
         for layout in layouts:
-            for index, table in enumerate(self._tables):
-                if isinstance(table, CachedTable):
+            for index, table in enumerate(self.tables):
+                if table.rows.is_cached:
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    set_row_ids(layout, index, self._directory.table_views[0][index], table.row_config.row_origin)
-                if (row_ids := table.row_ids()) is not None:
-                    set_row_ids(layout, index, row_ids)
+                    set_row_ids(layout, index, self._directory.table_views[0][index], table.rows.config.row_origin)
+                if (ids := table._buffers.get("id") if table.rows.is_cached else table.index.ids) is not None:
+                    set_row_ids(layout, index, ids)
 
 
 def synchronize(device: torch.device) -> None:
@@ -139,7 +139,7 @@ class RowTransfer:
             records, copy = self._stage(on_disk, moves)
             copy(False)
             rows = moves.rows.cpu().split(moves.sizes)  # on a GPU this also waits for the records
-            self.finish_writes([table.store.write(rows[n], records[n]) for n, table in on_disk.items()])
+            self.finish_writes([cached.store.write(rows[n], records[n]) for n, cached in on_disk.items()])
 
     def finish_writes(self, later: Sequence[IoFuture] = ()) -> None:
         """Wait for all writes but `later` ones. StorageError if one failed."""
@@ -150,19 +150,19 @@ class RowTransfer:
         """Read rows into slots. StorageError if a read failed."""
         if on_disk := self._copy_in_host(moves, True):
             (records, copy), rows = self._stage(on_disk, moves), moves.rows.cpu().split(moves.sizes)
-            wait_all([table.store.read(rows[n], records[n]) for n, table in on_disk.items()])
+            wait_all([cached.store.read(rows[n], records[n]) for n, cached in on_disk.items()])
             copy(True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
 
-    def _copy_in_host(self, moves: RowMoves, to_slots: bool) -> Tables:
+    def _copy_in_host(self, moves: RowMoves, to_slots: bool) -> RowsByTable:
         """Copy rows between slots and stores in host memory; return the other tables that have rows, by number."""
-        tables = {n: t for n, t in enumerate(self._tables) if isinstance(t, CachedTable) and moves.sizes[n]}
-        in_host = {n: table.store.fields for n, table in tables.items() if isinstance(table.store, HostRows)}
+        tables: RowsByTable = {n: table.rows for n, table in enumerate(self._tables) if moves.sizes[n]}
+        in_host = {n: cached.store.fields for n, cached in tables.items() if isinstance(cached.store, HostRows)}
         self._copy(in_host, moves.rows, moves, to_slots)
-        return {n: table for n, table in tables.items() if n not in in_host}
+        return {n: cached for n, cached in tables.items() if n not in in_host}
 
-    def _stage(self, tables: Tables, moves: RowMoves) -> tuple[dict[int, Tensor], Callable[[bool], None]]:
+    def _stage(self, tables: RowsByTable, moves: RowMoves) -> tuple[dict[int, Tensor], Callable[[bool], None]]:
         """Return empty records in host memory, by table, and a function that copies them to, or from, slots."""
         options: Any = {"dtype": torch.uint8, "device": "cpu", "pin_memory": self._device.type == "cuda"}
         records = {n: torch.zeros(moves.sizes[n], table.record.num_bytes, **options) for n, table in tables.items()}

@@ -4,7 +4,7 @@ In dynamic tables ids are replaced by rows, which training assigns to new ids.
 """
 
 from functools import partial
-from typing import NoReturn, cast
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,9 +15,8 @@ from tritonemb.layout import NUM_ROWS, Layout, nonzero
 from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import accumulate_, update_locks
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
-from tritonemb.tables.dynamic_rows import DynamicRows, find_batch, insert_batch
+from tritonemb.tables.index import find_batch, insert_batch
 from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
-from tritonemb.tables.server_table import CachedServerTable
 from tritonemb.types import TableConfig
 
 
@@ -176,17 +175,16 @@ def assign_rows(
             index_of_key = {key: table_index for table_index, keys in enumerate(keys_of_tables) for key in keys}
             table_of_key, size = [index_of_key.get(key, -1) for key in range(len(batch.keys()))], batch.stride()
             bounds = batch.offsets()[::size] if size else batch.offsets().new_zeros(len(table_of_key) + 1)
-            dynamic_tables = cast(list[DynamicRows], list(dynamic.values()))
             if training:
-                rows, _, any_refused = insert_batch(dynamic_tables, values, bounds, table_of_key, occurrences)
+                rows, _, any_refused = insert_batch([*dynamic.values()], values, bounds, table_of_key, occurrences)
                 all_known = not any_refused
             else:
-                rows = find_batch(dynamic_tables, values, bounds, table_of_key)
+                rows = find_batch([*dynamic.values()], values, bounds, table_of_key)
         # Replace ids by rows; ids without one are read from temporary tables.
         row_features = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and for_prefetch else None
         unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout, for_prefetch)
-        clock = next(iter(dynamic.values())).clock
+        clock = next(iter(dynamic.values())).index.clock
         return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(clock))
 
 
@@ -209,8 +207,8 @@ def _find_server_rows(
     for (number, at), (ids, inverse, _), allocation in by_table:
         table_rows, new_mask = (tensor.to(ids.device) for tensor in allocation)
         if training:
-            tables.dynamic[number].clock += 1
-            cast(CachedServerTable, tables.dynamic[number]).new_rows = table_rows[new_mask], ids[new_mask]
+            tables.dynamic[number].index.clock += 1
+            tables.dynamic[number].rows.new_rows = table_rows[new_mask], ids[new_mask]
         rows[at] = table_rows[inverse]
     return rows
 
@@ -230,9 +228,9 @@ def _check_step(tables: LookupTables, step: int, event: str) -> None:
     """Raise ValueError if rows of a batch of an earlier step may have been evicted; `event` describes that batch."""
     table = min(tables.dynamic.values(), key=lambda table: table.config.eviction.protect)
     protect = table.config.eviction.protect
-    if table.clock - step > protect:
+    if table.index.clock - step > protect:
         raise ValueError(
-            f"table {table.config.name!r}: {event} {table.clock - step} batches ago, but only rows of the last "
+            f"table {table.config.name!r}: {event} {table.index.clock - step} batches ago, but only rows of the last "
             f"{protect} batches are protected from eviction; raise EvictionConfig(protect=...) above {protect}"
         )
 

@@ -16,14 +16,15 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, key_major_order, unpac
 from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of, make_layout, set_row_ids
 from tritonemb.ops.registry import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch
-from tritonemb.optimizers import Optimizer
+from tritonemb.optimizers import Optimizer, StateSpec
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, configs_for_keys
 from tritonemb.tables.cache import Pins, PinState, create_cache
-from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.dynamic_table import CachedDynamicTable, DynamicTable
+from tritonemb.tables.cached_rows import CachedRows
+from tritonemb.tables.dynamic_table import DynamicTable
+from tritonemb.tables.index import HashIndex
 from tritonemb.tables.optimizer import OptimizedTables, States
-from tritonemb.tables.server_table import CachedServerTable, ServerTable
-from tritonemb.tables.table import Lock, Table
+from tritonemb.tables.server_table import PulledRows
+from tritonemb.tables.table import DenseIndex, DeviceRows, Lock, Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
@@ -223,22 +224,21 @@ class LookupTables(OptimizedTables):
         self.table_keys: dict[tuple[str, ...], dict[int, list[int]]] = {}
         self._cached_facts: dict[str, Any] = {}  # of each `TensorList`
         self.kind = DeviceLookup()
-        self._set_tables([table_type(config)(config, states, device) for config in self.configs])
+        self._set_tables([make_table(config, states, device) for config in self.configs])
         self.accumulated = AccumulatedLookups()
         self.layout(self.feature_names, self.tables[0].weight.device)
 
     def _set_tables(self, tables: Sequence[Table]) -> None:
-        """Set the tables, one per config, and what follows from their types."""
+        """Set the tables, one per config, and what follows from their indices and rows."""
         self.by_name.update(zip(self._names, tables, strict=True))
         self.cache = create_cache(tables)
-        types = DynamicTable | CachedServerTable
-        self.dynamic = {n: t for n, t in enumerate(tables) if isinstance(t, types) and t.config.is_dynamic}
-        self.on_servers = isinstance(tables[0], ServerTable) and self.cache is None
+        self.dynamic: dict[int, Any] = {n: table for n, table in enumerate(tables) if table.index.assigns_rows}
+        self.on_servers = tables[0].rows.is_pulled
         lock = Lock(tables[0].weight.device)
         self.lock: Any = lock if self.dynamic else nullcontext()
         for table in self.dynamic.values():
-            table.lock = lock
-        self.row_configs = [table.row_config for table in tables]
+            table.index.lock = lock
+        self.row_configs = [table.rows.config for table in tables]
         self.table_keys.clear()
 
     @property
@@ -250,11 +250,9 @@ class LookupTables(OptimizedTables):
 
     def optimizer_states(self) -> States:
         """Return name, weight, and by name `step` and states per table; cached tables have no states."""
-        states_by_table: States = []
-        for table in self.tables:
-            states = {} if isinstance(table, CachedTable) else dict(table.named_buffers())
-            states_by_table.append((table.config.name, table.weight, {"step": self.counters["step"], **states}))
-        return states_by_table
+        states = [{} if table.rows.is_cached else dict(table.named_buffers()) for table in self.tables]
+        step, pairs = {"step": self.counters["step"]}, zip(self.tables, states, strict=True)
+        return [(table.config.name, table.weight, step | table_states) for table, table_states in pairs]
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """Return the layout of these keys over the tables, cached per order of keys."""
@@ -266,13 +264,12 @@ class LookupTables(OptimizedTables):
             with torch.inference_mode(False):  # cached for training as well
                 layout = make_layout(configs, key[0], self.pooled, device)
             for table, dynamic in self.dynamic.items():
-                if isinstance(dynamic, DynamicTable):
-                    set_row_ids(layout, table, dynamic.index.ids)
-            for table in range(len(configs)) if self.on_servers else self.dynamic:
-                table_features = configs[table].feature_names
-                self.table_keys.setdefault(key[0], {})[table] = [
-                    n for n, name in enumerate(keys) if name in table_features
-                ]
+                if (ids := dynamic.index.ids) is not None:
+                    set_row_ids(layout, table, ids)
+            features = {n: configs[n].feature_names for n in (range(len(configs)) if self.on_servers else self.dynamic)}
+            self.table_keys[key[0]] = {
+                n: [i for i, name in enumerate(keys) if name in names] for n, names in features.items()
+            }
             self._layouts[key] = layout
         return layout
 
@@ -378,7 +375,7 @@ class LookupTables(OptimizedTables):
 
         RuntimeError if a cached table cannot be moved, before any table is.
         """
-        for table in sorted(self.tables, key=lambda table: not isinstance(table, CachedTable)):
+        for table in sorted(self.tables, key=lambda table: not table.rows.is_cached):
             table._apply(fn)
         for name, counter in self.counters.items():
             moved = fn(counter)
@@ -424,9 +421,11 @@ def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor])
     return True in flags
 
 
-def table_type(config: TableConfig) -> type[Table]:
-    """Return the class of a table."""
-    if config.placement == "server":
-        return ServerTable
-    types = (DynamicTable, CachedDynamicTable) if config.is_dynamic else (Table, CachedTable)
-    return types[config.placement != "device"]
+def make_table(config: TableConfig, states: Sequence[StateSpec], device: Device = None) -> Any:
+    """Create a table with the index and the rows of its config."""
+    is_local = config.is_dynamic and config.placement != "server"
+    row_config = config.storage_config(1) if config.is_dynamic else config  # of a dynamic table on servers, unused
+    index = HashIndex(config, states, device) if is_local else DenseIndex(row_config)
+    kinds: dict[str, Callable[..., DeviceRows]] = {"device": DeviceRows, "server": PulledRows}
+    rows = kinds.get(config.placement, CachedRows)(index.row_config, states, config.is_dynamic)
+    return (DynamicTable if is_local else Table)(config, index, rows, device)

@@ -9,17 +9,17 @@ results are bitwise identical to tables on the device.
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from types import SimpleNamespace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.store import Counts, IoFuture
-from tritonemb.tables.cached_table import CachedTable, metadata_kind
-from tritonemb.tables.dynamic_table import DynamicStatistics
+from tritonemb.tables.cached_rows import CachedRows, metadata_kind
 from tritonemb.tables.optimizer import OptimizedTables
-from tritonemb.tables.table import Table, draw_seed, load_named_tensors
+from tritonemb.tables.table import DenseIndex, DeviceRows, Table, Tensors, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
 
 
@@ -113,28 +113,13 @@ class RowStore(TableService, Protocol):
         """See `DiskRows.write`."""
 
 
-class ServerTable(Table):
-    """Table whose rows are on embedding servers, which `state_dict` requests; `weight` is `[0, embedding_dim]`."""
+class ServerState:
+    """State of a table whose rows, and index if it is dynamic, are on embedding servers: requests of whole tables."""
 
-    weight: Any  # for dtype, device and tracing only; not a parameter, so that no optimizer gets it
-    service: TableService | None = None
+    config: TableConfig
+    service: Any = None  # `TableService`, once attached
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        config = self.config
-        if config.init is not None:
-            raise ValueError(
-                f"table {config.name!r}: an init fills a whole table in memory, and this table is on embedding "
-                "servers; leave init out, or load values with load_state_dict"
-            )
-        self.weight = torch.empty(0, config.embedding_dim, dtype=config.dtype, device=device, requires_grad=True)
-        self.state_specs = states
-        self.seed = -1
-
-    @property
-    def row_config(self) -> TableConfig:
-        return self.config.storage_config(1) if self.config.is_dynamic else self.config
-
-    def require_service(self) -> TableService:
+    def require_service(self) -> Any:
         """Return the servers; ValueError if none are attached."""
         if self.service is None:
             raise ValueError(
@@ -143,38 +128,54 @@ class ServerTable(Table):
             )
         return self.service
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, table: Table) -> dict[str, Tensor]:
         """Return copies of weight and states, sorted by id if dynamic. ValueError if no servers are attached."""
         tensors = self.require_service().tensors(self.config.name)
-        return {name: tensors[name] for name in ("weight", *(spec.name for spec in self.state_specs))}
+        return {name: tensors[name] for name in ("weight", *table.state_names)}
 
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def assign(self, table: Table, tensors: Tensors) -> None:
+        service, name = self.require_service(), self.config.name
+        service.load(name, {**service.tensors(name), **tensors})
+
+    def reset(self, table: Table, seed: int | None = None) -> None:
         """Draw the seed of the initial values from torch's generator; servers get it when they are attached."""
         if self.service is not None:
             raise RuntimeError(
                 f"table {self.config.name!r} is on embedding servers and cannot be reset; attach a new module"
             )
-        if not self.weight.is_meta:
-            self.seed = draw_seed()
+        if not table.weight.is_meta:
+            table.seed = draw_seed()
 
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Train or freeze the table. `requires_grad_` of an enclosing module does not reach its weight."""
-        self.weight.requires_grad_(requires_grad)
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+    def save(self, table: Table, destination: Any, prefix: str, keep_vars: bool) -> None:
         if not metadata_kind.get():
             tensors = self.require_service().tensors(self.config.name)
             destination.update({prefix + name: tensor for name, tensor in tensors.items()})
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def load(self, table: Table, *args: Any) -> None:
         service, name = self.require_service(), self.config.name
-        load_named_tensors(service.tensors(name), partial(service.load, name), state_dict, prefix, *args)
+        load_named_tensors(service.tensors(name), partial(service.load, name), *args)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        self.weight = fn(self.weight.detach()).requires_grad_(self.weight.requires_grad)
-        return self
+
+class PulledRows(ServerState, DeviceRows):
+    """Rows on embedding servers, which apply the optimizer; the weight is `[0, embedding_dim]`.
+
+    The weight is for dtype, device and tracing only, and not a parameter, so that no optimizer gets it.
+    """
+
+    is_pulled = True
+
+    def allocate(self, table: Table, device: Device) -> None:
+        config = self.config
+        if config.init is not None:
+            raise ValueError(
+                f"table {config.name!r}: an init fills a whole table in memory, and this table is on embedding "
+                "servers; leave init out, or load values with load_state_dict"
+            )
+        table.weight = torch.empty(0, config.embedding_dim, dtype=config.dtype, device=device, requires_grad=True)
+        table.seed = -1
+
+    def convert(self, table: Table, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        table.weight = fn(table.weight.detach()).requires_grad_(table.weight.requires_grad)
 
 
 class ShardedServerTables(OptimizedTables):
@@ -206,43 +207,34 @@ class ParallelModel(nn.Module):
         raise NotImplementedError
 
 
-class ServerRows(NamedTuple):
-    """Rows of a table on servers, with the interface of `DiskRows`; there is no host cache or disk to count."""
+class LeasedRows(ServerState, CachedRows):
+    """Rows on embedding servers, which lease them to a cache on the device."""
 
-    read: Callable[[Tensor, Tensor], IoFuture]
-    write: Callable[[Tensor, Tensor], IoFuture]
-    counts: Callable[[], Counts] = Counts
+    def __init__(self, config: TableConfig, states: Sequence[StateSpec], is_dynamic: bool, service: RowStore) -> None:
+        super().__init__(config, states, is_dynamic)
+        self.service = service
+
+    def reset(self, table: Table, seed: int | None = None) -> None:
+        """Create the store at construction; RuntimeError once there is one."""
+        if self.store is not None:
+            super().reset(table)
+        service, name = self.service, self.config.name
+        read, write = partial(service.read_records, name), partial(service.write_records, name)
+        self.store = SimpleNamespace(read=read, write=write, counts=Counts)  # the interface of `DiskRows`
 
 
-class CachedServerTable(ServerTable, CachedTable):
-    """Table with a device cache, weight `[num_slots, embedding_dim]` and states, of rows, and any index, on servers."""
+class ServerIndex(DenseIndex):
+    """Index of a table on embedding servers, which lease its rows."""
 
-    service: RowStore
-    clock = 0  # number of batches that were trained, or prefetched for training, if the table is dynamic
+    def __init__(self, config: TableConfig, service: RowStore) -> None:
+        super().__init__(config.storage_config(service.num_rows(config.name)) if config.is_dynamic else config)
+        self._service, self.assigns_rows = service, config.is_dynamic
 
-    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device, service: RowStore) -> None:
-        self.service, self.state_specs = service, states
-        CachedTable.__init__(self, config, states, device)
-        read, write = (partial(call, config.name) for call in (service.read_records, service.write_records))
-        self.store = ServerRows(read, write)  # type: ignore[assignment]
+    def statistics(self) -> dict[str, int]:
+        return self._service.statistics(self.row_config.name)
 
-    def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw the seed at construction; RuntimeError once servers have rows."""
-        if self.has_store:
-            ServerTable.reset_parameters(self)
 
-    def assign(self, tensors: Mapping[str, Tensor]) -> None:
-        name = self.config.name
-        self.service.load(name, {**self.service.tensors(name), **tensors})
-
-    _allocate = CachedTable._allocate
-    _apply = CachedTable._apply
-
-    @property
-    def row_config(self) -> TableConfig:
-        is_dynamic, name = self.config.is_dynamic, self.config.name
-        return self.config.storage_config(self.service.num_rows(name)) if is_dynamic else self.config
-
-    def statistics(self) -> DynamicStatistics:
-        """Request the statistics of a dynamic table from the servers."""
-        return DynamicStatistics(**self.service.statistics(self.config.name))
+def leased_table(config: TableConfig, states: Sequence[StateSpec], service: RowStore, device: Device) -> Table:
+    """Create a table whose rows are leased from embedding servers."""
+    index = ServerIndex(config, service)
+    return Table(config, index, LeasedRows(index.row_config, states, config.is_dynamic, service), device)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -10,9 +11,13 @@ from torch._subclasses import FakeTensor
 
 from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_cache import move_rows_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
+
+Tensors = Mapping[str, Tensor]
+Index = Tensor | None
 
 
 def draw_seed() -> int:
@@ -23,6 +28,15 @@ def draw_seed() -> int:
 def new_weight(num_rows: int, embedding_dim: int, device: Device, dtype: torch.dtype | None) -> Tensor:
     """Return an uninitialized weight, in huge pages where the system has them."""
     return advise_huge_pages(torch.empty(num_rows, embedding_dim, dtype=dtype, device=device))
+
+
+def draw_weight(config: TableConfig, device: Device = None) -> Tensor:
+    """Draw a table's weight by its `init`, in float32 if the dtype cannot be trained."""
+    assert config.init is not None
+    dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
+    weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype, device=device)
+    config.init(weight)
+    return weight
 
 
 def new_states(weight: Tensor, specs: Sequence[StateSpec], zeros: bool = True) -> dict[str, Tensor]:
@@ -50,63 +64,97 @@ def keep_dtypes(buffers: dict[str, Tensor | None], originals: Mapping[str, Tenso
 
 
 def load_named_tensors(
-    names: Iterable[str], load: Callable[[dict[str, Tensor]], None], state_dict: Any, prefix: str, *args: Any
+    names: Iterable[str], load: Callable[[dict[str, Any]], None], state_dict: Any, *args: Any, partial: bool = False
 ) -> None:
-    """Implement `_load_from_state_dict` by one call of `load` with all named tensors; report its ValueError."""
-    _, strict, missing_keys, unexpected_keys, error_msgs = args
+    """Implement `_load_from_state_dict` by one call of `load`; report its ValueError.
+
+    `load` is called with all named tensors, unless some are missing, or with `partial` with those that are there.
+    """
+    prefix, _, strict, missing_keys, unexpected_keys, error_msgs = args
     keys = {prefix + name: name for name in names}
-    missing = [key for key in keys if key not in state_dict]
-    missing_keys += missing
+    tensors = {name: state_dict[key] for key, name in keys.items() if key in state_dict}
+    missing_keys += [key for key in keys if key not in state_dict]
     if strict:
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in keys]
-    if not missing:
+    if len(tensors) == len(keys) or (partial and tensors):
         try:
-            load({name: state_dict[key] for key, name in keys.items()})
+            load(tensors)
         except ValueError as error:
             error_msgs.append(str(error))
 
 
-def initialize(tables: Sequence[Any], states: Sequence[str], ids: Tensor, rows: Tensor, numbers: Tensor) -> None:
+def initialize(tables: Sequence[Any], ids: Tensor, rows: Tensor, numbers: Tensor) -> None:
     """Write initial values and zero states to rows of the tables with these numbers; negative rows are skipped."""
     kernel("initialize_rows_", rows.device)(
         [table.weight.detach() for table in tables],
-        [table.get_buffer(name) for name in states for table in tables],
+        [table.get_buffer(name) for name in tables[0].state_names for table in tables],
         [(table.seed, table.config.bound) for table in tables], ids, rows, numbers,
     )  # fmt: skip
 
 
-class Table(nn.Module):
-    """Table with a weight `[num_rows, embedding_dim]` and float32 states, `[num_rows]` or of the weight's shape.
+@dataclass(frozen=True)
+class DynamicStatistics:
+    """Cumulative counters of a dynamic table, and its size.
 
-    `num_rows` are on the device, `num_embeddings` by default.
+    Args:
+        lookups: occurrences of ids in batches that were trained.
+        hits: lookups of ids that had a row.
+        inserts: rows assigned to new ids.
+        refused: occurrences of ids that were not admitted, or with fallback rows found no room.
+        evictions: rows evicted for new ids, or expired after `EvictionConfig.ttl` steps.
+        rows, capacity: rows in use, and their maximum, without fallback rows.
+        num_bytes: bytes of memory or disk that weights, states and the index of allocated rows take.
     """
 
-    seed: int  # of the initial values of a dynamic table
-    zeroes_states = True  # at construction; a dynamic table zeroes a row's states when it assigns the row
-
-    def __init__(
-        self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None, num_rows: int | None = None
-    ) -> None:
-        super().__init__()
-        self.config = config
-        self._allocate(self.row_config.num_embeddings if num_rows is None else num_rows, states, device)
-        self.reset_parameters()
-
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
-        config = self.config
-        weight = new_weight(num_rows, config.embedding_dim, device, config.dtype)
-        self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
-        for name, state in new_states(weight, states, self.zeroes_states).items():
-            self.register_buffer(name, state)
+    lookups: int = 0
+    hits: int = 0
+    inserts: int = 0
+    refused: int = 0
+    evictions: int = 0
+    rows: int = 0
+    capacity: int = 0
+    num_bytes: int = 0
 
     @property
-    def row_config(self) -> TableConfig:
-        """Config of the memory that lookups and updates address; of a dynamic table, its rows instead of its ids."""
-        return self.config
+    def load(self) -> float:
+        """Load factor: rows in use per row of capacity."""
+        return self.rows / self.capacity if self.capacity else 0.0
 
-    def row_ids(self) -> Tensor | None:
-        """Return the id of each row of `weight`, int64 `[num_rows]`, or None where ids are row numbers."""
-        return None
+    @property
+    def hit_rate(self) -> float:
+        """Hits per lookup; 1 without lookups."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+    @property
+    def bytes_per_row(self) -> float:
+        """Bytes per row in use; 0 without rows."""
+        return self.num_bytes / self.rows if self.rows else 0.0
+
+
+class Table(nn.Module):
+    """Table of an index, which finds the rows of ids, and of rows with their optimizer states in any memory.
+
+    On the device are a weight `[num_rows, embedding_dim]` and float32 states, `[num_rows]` or of the weight's shape.
+    """
+
+    index: Any
+    rows: Any
+    weight: Any
+    seed = 0  # of the initial values of a dynamic table, or of one on servers
+
+    def __init__(self, config: TableConfig, index: "DenseIndex", rows: "DeviceRows", device: Device = None) -> None:
+        super().__init__()
+        self.config, self.index, self.rows = config, index, rows
+        self.state_names = tuple(spec.name for spec in rows.states)
+        rows.allocate(self, device)
+        self.reset_parameters()
+
+    def allocate(self, num_rows: int, device: Device, zeros: bool = True) -> None:
+        """Allocate weight and states of rows on the device."""
+        weight = new_weight(num_rows, self.config.embedding_dim, device, self.config.dtype)
+        self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
+        for name, state in new_states(weight, self.rows.states, zeros).items():
+            self.register_buffer(name, state)
 
     def initial_values(self, ids: Tensor) -> Tensor:
         """Return the initial values of ids of a dynamic table, `[N, embedding_dim]`."""
@@ -114,36 +162,49 @@ class Table(nn.Module):
         fill_initial_(values, self.seed, self.config.bound, rows=ids)
         return values
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return weight and states by name."""
+    def device_tensors(self) -> dict[str, Tensor]:
+        """Return weight and states on the device by name."""
         states = {name: state for name, state in self._buffers.items() if state is not None}
         return {"weight": self.weight.detach(), **states}
 
-    def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
-        """Call a function that changes weight and states in place."""
-        function(self.tensors())
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weight and states of all rows by name; those of a dynamic table are copies, sorted by id."""
+        return dict(self.rows.tensors(self))
+
+    def statistics(self) -> DynamicStatistics:
+        """Return counters and size of a dynamic table."""
+        return DynamicStatistics(**self.index.statistics())
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Initialize the weight according to the config, and states to zero."""
-        if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
-            return
-        if self.config.init is None:
-            fill_initial_(self.weight, draw_seed(), self.config.bound)
-        elif self.weight.dtype in TRAINABLE_DTYPES:
-            self.config.init(self.weight)
-        else:
-            weight = torch.empty_like(self.weight, dtype=torch.float32)
-            self.config.init(weight)
-            self.weight.copy_(weight)
-        for state in self.buffers(recurse=False):
-            state.zero_()
+    def assign(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write weight or states of the whole table; those without a tensor are unchanged."""
+        self.rows.assign(self, tensors)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Initialize the weight according to the config, and states to zero; the seed is drawn by default."""
+        self.rows.reset(self, seed)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Train or freeze the table. `requires_grad_` of an enclosing module does not reach a weight on servers."""
+        if self.rows.is_pulled:
+            self.weight.requires_grad_(requires_grad)
+        return super().requires_grad_(requires_grad)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.rows.save(self, *args)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.rows.load(self, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        originals = dict(self._buffers)
-        super()._apply(fn, recurse)
-        keep_dtypes(self._buffers, originals)
+        self.rows.convert(self, fn, recurse)
+        self.index.to(self.weight.device)
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.rows.__reduce_ex__(protocol)  # raises unless rows can be copied
+        return super().__reduce_ex__(protocol)
 
     def extra_repr(self) -> str:
         c = self.config
@@ -151,6 +212,103 @@ class Table(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         raise TypeError(f"table {self.config.name!r} is part of a collection; call the collection")
+
+
+class DenseIndex:
+    """Index of a table whose ids are row numbers, in this process; also the interface of indices."""
+
+    assigns_rows = False  # whether ids get rows, which are looked up instead of them
+    ids: Tensor | None = None  # int64 `[num_rows]`, id of each row; None if these are not known here
+    clock = 0  # number of batches that were trained, or prefetched for training, if ids get rows
+
+    def __init__(self, row_config: TableConfig) -> None:
+        self.row_config = row_config  # of the memory that lookups and updates address, with rows instead of ids
+
+    def to(self, device: torch.device) -> None:
+        """Move to the device of the weight."""
+
+
+class DeviceRows:
+    """Rows of a table in its weight and states on the device; also the interface of rows in other memory.
+
+    Methods get the table whose weight and states they allocate, read and write. `config` is the index's `row_config`.
+    """
+
+    is_cached = False  # whether the weight and states are slots of a cache
+    is_pulled = False  # whether a batch pulls its rows from servers, which apply the optimizer
+    store: Any = None  # of rows that the weight does not have
+
+    def __init__(self, config: TableConfig, states: Sequence[StateSpec], is_dynamic: bool = False) -> None:
+        self.config, self.states, self.is_dynamic = config, states, is_dynamic
+
+    def allocate(self, table: Table, device: Device) -> None:
+        """Allocate the weight and states; a dynamic table zeroes a row's states when it assigns the row."""
+        table.allocate(self.config.num_embeddings, device, zeros=not self.is_dynamic)
+
+    def reset(self, table: Table, seed: int | None = None) -> None:
+        """See `Table.reset_parameters`; a dynamic table initializes a row when it assigns it."""
+        config, weight = self.config, table.weight
+        if self.is_dynamic or weight.device.type == "meta" or isinstance(weight, FakeTensor):
+            return
+        if config.init is None:
+            seed = draw_seed() if seed is None else seed
+            fill_initial_(weight, seed, config.bound, config.row_origin, config.column_origin)
+        elif weight.dtype in TRAINABLE_DTYPES:
+            config.init(weight)
+        else:
+            weight.copy_(draw_weight(config, weight.device))
+        for state in table.buffers(recurse=False):
+            state.zero_()
+
+    def tensors(self, table: Table) -> dict[str, Tensor]:
+        """See `Table.tensors`; of a dynamic table, the rows in their order."""
+        return table.device_tensors()
+
+    def assign(self, table: Table, tensors: Tensors) -> None:
+        """See `Table.assign`."""
+        for name, tensor in tensors.items():
+            table.device_tensors()[name].copy_(tensor)
+
+    def update(self, table: Table, function: Callable[[dict[str, Tensor]], None]) -> None:
+        """Call a function that changes weight and states in place, for chunks of rows that depend on shapes only."""
+        function(table.device_tensors())
+
+    def read(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
+        """Read weight and states of distinct rows; return copies by name."""
+        return {name: tensor[rows] for name, tensor in table.device_tensors().items()}
+
+    def write(self, table: Table, rows: Tensor, values: Tensors, order: Index = None, ids: Index = None) -> None:
+        """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""
+        target = [table.weight.data if name == "weight" else table.get_buffer(name) for name in values]
+        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), target, strict=True)]
+        move_rows_(target, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
+
+    def erase(self, table: Table, ids: Tensor) -> None:
+        """Write zeros to the rows of distinct ids that are removed, if rows may be saved without their ids."""
+
+    def row_state(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of a dynamic table's `state_dict` that have the contents of rows."""
+        return self.read(table, rows)
+
+    def record_inserted(self, ids: Tensor, rows: Tensor) -> None:
+        """Record the rows of new ids, -1 if refused; set to -1 those that are initialized later."""
+
+    def reload(self) -> None:
+        """Read rows again after a write to `tensors`."""
+
+    def convert(self, table: Table, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """Implement `_apply`: states are moved only, not cast."""
+        originals = dict(table._buffers)
+        nn.Module._apply(table, fn, recurse)
+        keep_dtypes(table._buffers, originals)
+
+    def save(self, table: Table, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Implement `_save_to_state_dict`."""
+        nn.Module._save_to_state_dict(table, destination, prefix, keep_vars)
+
+    def load(self, table: Table, *args: Any) -> None:
+        """Implement `_load_from_state_dict`."""
+        nn.Module._load_from_state_dict(table, *args)
 
 
 class Lock:

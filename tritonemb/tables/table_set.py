@@ -13,11 +13,11 @@ from torch.utils import _pytree as pytree
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.row_update import update_after_backward
 from tritonemb.tables.batch import RowBatch, checked_batch
-from tritonemb.tables.cache import RowCache, released_before
+from tritonemb.tables.cache import released_before
 from tritonemb.tables.lookup import DynamicLookup, check_protected
 from tritonemb.tables.lookup_tables import AccumulatedLookups, DeviceLookup, LookupTables, PreparedBatch
 from tritonemb.tables.optimizer import check_optimizer
-from tritonemb.tables.server_table import CachedServerTable, RowService, RowStore, ServerTable
+from tritonemb.tables.server_table import RowService, RowStore, leased_table
 from tritonemb.tables.table import Table
 from tritonemb.tables.tier_lookup import CachedLookup, PulledLookup, prefetched
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -33,12 +33,8 @@ class TableSet(LookupTables):
 
     def _set_tables(self, tables: Sequence[Table]) -> None:
         super()._set_tables(tables)
-        if self.on_servers:
-            self.kind = PulledLookup()
-        elif self.cache is not None:
-            self.kind = CachedLookup()
-        else:
-            self.kind = DynamicLookup() if self.dynamic else DeviceLookup()
+        on_device = DynamicLookup if self.dynamic else DeviceLookup
+        self.kind = PulledLookup() if self.on_servers else on_device() if self.cache is None else CachedLookup()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -98,17 +94,17 @@ class TableSet(LookupTables):
 
     def attach(self, service: RowService | RowStore) -> None:
         """Attach the servers of the tables; a cache on the device leases rows of a `RowStore`."""
-        self.service, server_tables = service, cast(list[ServerTable], self.tables)
+        self.service, server_tables = service, self.tables
         device = self.counters["step"].device
         if service.applies_updates:
             for table in server_tables:
-                table.service = cast(RowService, service)
+                table.rows.service = service
                 if table.weight.is_meta:
                     table._apply(partial(torch.empty_like, device=device))
             return
         assert self.optimizer is not None
         service = cast(RowStore, service)
-        new_tables = [CachedServerTable(config, self.optimizer.states, device, service) for config in self.configs]
+        new_tables = [leased_table(config, self.optimizer.states, service, device) for config in self.configs]
         for table, old_table in zip(new_tables, server_tables, strict=True):
             table.weight.requires_grad_(old_table.weight.requires_grad)
         self._set_tables(new_tables)
@@ -123,15 +119,15 @@ class TableSet(LookupTables):
     def replacing_rows(self) -> Iterator[None]:
         """Empty the cache while servers load other rows in the block. RuntimeError if a batch has pinned rows."""
         with ExitStack() as stack:
-            for table in cast(list[CachedServerTable], self.tables):
-                stack.enter_context(cast(RowCache, self.cache).reloading(table, unpinned=True))
+            for table in self.tables:
+                stack.enter_context(table.rows.reloading(write_back=False, unpinned=True))
             yield
             self.read_server_clocks()
 
     def read_server_clocks(self) -> None:
         """Read seeds and clocks of the tables from the servers."""
-        for table in cast(list[Any], self.tables):
-            table.seed, table.clock = self.service.seed_and_clock(table.config.name)
+        for table in self.tables:
+            table.seed, table.index.clock = self.service.seed_and_clock(table.config.name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude layouts, which a copy rebuilds, and the batch of a compiled graph."""

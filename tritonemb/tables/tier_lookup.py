@@ -40,7 +40,7 @@ from tritonemb.tables.lookup import (
     raise_no_optimizer,
 )
 from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
-from tritonemb.tables.server_table import Pull, RowService, ServerTable
+from tritonemb.tables.server_table import Pull, RowService
 
 Deduplicated = tuple[RowBatch, Sequence[Tensor]]  # values index the ids: per table, int64 `[n]`, distinct and ascending
 _tickets = itertools.count(1)
@@ -97,7 +97,7 @@ class PinnedBatch(PrefetchedBatch):
         slot_layout = layout._replace(tables=layout.tables.clone())
         positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
         for number, distinct in unknown_ids.rows.items():
-            if tables.cache.tables[number] is None:
+            if tables.cache.rows[number] is None:
                 slots_by_table[number] = distinct
             else:
                 rows, slots = self.pins.rows_of(number)
@@ -276,7 +276,7 @@ class PulledLookup(PrefetchedLookup):
     @graph_break(PREFETCH_FIRST)
     def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PulledBatch:
         """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
-        batch, service = checked_batch(features), cast(ServerTable, tables.tables[0]).require_service()
+        batch, service = checked_batch(features), tables.tables[0].rows.require_service()
         if tables.bounds_check == "raise" and (problem := find_invalid(tables.configs, batch)):
             raise problem
         batch, layout = split_lookups(tables, batch)

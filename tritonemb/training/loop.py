@@ -388,8 +388,8 @@ class CacheMeter:
 
     def __init__(self, model: nn.Module) -> None:
         self._caches = caches_of(model)
-        tables = [table for cache in self._caches for table in cache.tables if table is not None]
-        in_host_memory = any(table.config.cache.num_host_rows(table.row_config.num_embeddings) for table in tables)
+        tables = [cached.config for cache in self._caches for cached in cache.rows if cached is not None]
+        in_host_memory = any(table.cache.num_host_rows(table.num_embeddings) for table in tables)
         self._names = ("read", "written", "stall", *(HOST_STATISTICS if in_host_memory else ()))
         self.trained: Counter[str] | None = None  # counters when the last trained step's rows had been prefetched
         # Stalls: seconds in all and up to the last step; which of the recent steps stalled; deepenings of the prefetch.

@@ -26,7 +26,7 @@ from tritonemb.server.attach import Servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache, released_before, sequence_number
-from tritonemb.tables.cached_table import metadata_only
+from tritonemb.tables.cached_rows import metadata_only
 from tritonemb.tables.table_set import TableSet, needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks, on_rank_zero

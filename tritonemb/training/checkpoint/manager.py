@@ -25,9 +25,10 @@ from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding import HybridParallel, TableShards
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.tables.cached_table import CachedTable, DiskTensor
+from tritonemb.tables.cached_rows import DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import TableService
+from tritonemb.tables.table import Table
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import reader
@@ -143,7 +144,7 @@ def load_model(
             continue
         templates = table.templates(ids.size[0], stored, prefix)
         if (entry := disk_tables.get(f"{prefix}rows")) is not None:  # rows are in files
-            if isinstance(table, CachedTable) and table.config.placement == "disk" and reader.find_shard(entry, table):
+            if table.config.placement == "disk" and reader.find_shard(entry, table.rows):
                 rows = {key: value for key, value in current.items() if key.startswith("rows.")}
             else:
                 rows = {f"rows.{field}": _allocate(stored[f"{prefix}rows.{field}"]) for field in entry["fields"]}
@@ -175,9 +176,9 @@ def load_model(
             service.restore([], steps[name])
         else:
             service.discard_leases()
-    for cached in model.modules():
-        if isinstance(cached, CachedTable) and cached.config.placement == "host":
-            cached.reload_cached_rows()
+    for module in model.modules():
+        if isinstance(module, Table):
+            module.rows.reload()
 
 
 def _prefix(collection: str) -> str:

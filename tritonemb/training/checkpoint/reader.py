@@ -24,7 +24,7 @@ from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageEr
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import MANIFEST, ROWS_SUFFIX, CheckpointPlanner, CheckpointReader, read_manifest_text
 from tritonemb.storage.memory import CHUNK_BYTES
-from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.cached_rows import CachedRows
 from tritonemb.training.checkpoint.writer import describe_shard, split_tables
 from tritonemb.training.ranks import on_all_ranks, on_each_rank
 from tritonemb.types import TableConfig
@@ -96,15 +96,15 @@ def load_tensors(
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {lines}")
 
     # Tables on disk adopt their new stores only when all ranks have read everything.
-    stores: dict[CachedTable, DiskRows] = {}
+    stores: dict[CachedRows, DiskRows] = {}
     with on_error(lambda: [*map(DiskRows.close, stores.values())]):
         on_all_ranks(group, lambda: _load(path, tensors, metadata, stores))
-    for table, store in stores.items():
-        table.replace_store(store)
+    for shard, store in stores.items():
+        shard.replace_store(store)
 
 
 @files.checkpoint_errors("the checkpoint cannot be loaded")
-def _load(path: Path, tensors: dict[str, Tensor], metadata: TensorMetadata, stores: dict[CachedTable, Any]) -> None:
+def _load(path: Path, tensors: dict[str, Tensor], metadata: TensorMetadata, stores: dict[CachedRows, Any]) -> None:
     """Read tensors in memory, and add new stores of tables on disk to `stores`."""
     table_entries = saved_tables(path)
     (in_memory, on_disk), reader = split_tables(tensors), CheckpointReader(path)
@@ -146,39 +146,39 @@ def _differences(metadata: TensorMetadata, types_by_rank: list[dict[str, str]], 
     return problems
 
 
-def find_shard(entry: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any] | None:
+def find_shard(entry: Mapping[str, Any], local_shard: CachedRows) -> Mapping[str, Any] | None:
     """Find the shard that is exactly a table on disk in the manifest's entry of the table; None if it was not saved."""
-    target = describe_shard(table.row_config)
+    target = describe_shard(local_shard.config)
     return next((shard for shard in entry["parts"] if shard | target == shard), None)
 
 
-def load_store(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
+def load_store(path: Path, entry: Mapping[str, Any], local_shard: CachedRows) -> DiskRows:
     """Create a store with the saved rows of a table or shard on disk; `entry` is the manifest entry of the table.
 
     Restore the files of the same shard if it was saved. Otherwise copy rows from the files of all shards; skip rows
     that were never written if all shards have the same initial values.
     """
-    if (saved_shard := find_shard(entry, table)) is not None:
-        return table.new_store(snapshots=[path / name for name in saved_shard["files"]])
-    config, shards = table.config, _shards_of(path, entry)
+    if (saved_shard := find_shard(entry, local_shard)) is not None:
+        return local_shard.new_store(snapshots=[path / name for name in saved_shard["files"]])
+    config, shards = local_shard.config, _shards_of(path, entry)
     seeds = {int(snapshot_header(path / shard["files"][0])["seed"]) for shard in shards}
     skip_unwritten = len(seeds) == 1 and {shard["bound"] for shard in shards} == {config.bound}
     first, last = config.row_origin, config.row_origin + config.num_embeddings
     blocks = chain.from_iterable(_blocks_of(path, shard, first, last, skip_unwritten) for shard in shards)
-    return _write_rows(table, blocks, seeds.pop() if skip_unwritten else 0)
+    return _write_rows(local_shard, blocks, seeds.pop() if skip_unwritten else 0)
 
 
-def _write_rows(table: CachedTable, blocks: Blocks, seed: int = 0) -> DiskRows:
+def _write_rows(shard: CachedRows, blocks: Blocks, seed: int = 0) -> DiskRows:
     """Create a store with the rows of blocks; other rows have the initial values of `seed`."""
-    store = table.new_store(seed)
-    row, column = table.config.row_origin, table.config.column_origin
+    store = shard.new_store(seed)
+    row, column = shard.config.row_origin, shard.config.column_origin
     with on_error(store.close):
         for rows, first_column, values in blocks:
-            records = torch.zeros(rows.numel(), table.record.num_bytes, dtype=torch.uint8)
+            records = torch.zeros(rows.numel(), shard.record.num_bytes, dtype=torch.uint8)
             end = first_column + values["weight"].shape[1]
-            if first_column > column or end < column + table.config.embedding_dim:
+            if first_column > column or end < column + shard.config.embedding_dim:
                 store.read(rows - row, records).wait()  # keep columns of other blocks
-            for name, view in table.record.views(records).items():
+            for name, view in shard.record.views(records).items():
                 _copy_columns(view, column, values[name], first_column)
             store.write(rows - row, records).wait()
     return store

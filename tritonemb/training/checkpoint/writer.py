@@ -39,7 +39,7 @@ from tritonemb.storage.checkpoint import (
     size_of,
 )
 from tritonemb.storage.io import allocated
-from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
+from tritonemb.tables.cached_rows import CachedRows, DiskTensor
 from tritonemb.tables.server_table import TableService
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
@@ -154,7 +154,7 @@ class DiskTable(NamedTuple):
     """Table on disk and its shards on this rank; an unsharded table is one shard."""
 
     fields: dict[str, tuple[str, list[int]]]  # dtype and shape of the unsharded weight and states
-    shards: dict[CachedTable, bool]  # whether this rank saves the shard
+    shards: dict[CachedRows, bool]  # whether this rank saves the shard
 
 
 class RankFiles(NamedTuple):
@@ -171,7 +171,7 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     in_memory, tables = dict[str, Tensor](), dict[str, DiskTable]()
     for name, value in tensors.items():
         local_shards = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
-        on_disk = [(s.tensor.table, s.is_primary) for s in local_shards if isinstance(s.tensor, DiskTensor)]
+        on_disk = [(s.tensor.rows, s.is_primary) for s in local_shards if isinstance(s.tensor, DiskTensor)]
         if not on_disk:
             in_memory[name] = value
             continue
@@ -190,17 +190,18 @@ class TableSnapshots:
     def __init__(self, tables: Mapping[str, DiskTable], services: Mapping[str, TableService]) -> None:
         self.tables, self._services, self._folder = tables, services, Path()
         self._servers = dict[str, list[dict[str, Any]]]()
-        self._shards = defaultdict[CachedTable, list[str]](list)  # all prefixes of each shard
+        self._shards = defaultdict[CachedRows, list[str]](list)  # all prefixes of each shard
         for prefix, table in tables.items():
             for shard in (shard for shard, owned in table.shards.items() if owned):
                 self._shards[shard].append(prefix)
         # Submitted ones: shard, hard links of an earlier checkpoint that the changes follow, snapshot before, new file.
-        self._snapshots = list[tuple[CachedTable, Files, str | None, Path, IoFuture]]()
+        self._snapshots = list[tuple[CachedRows, Files, str | None, Path, IoFuture]]()
 
     def write_back(self) -> int:
         """Write back dirty rows; return an upper bound of the bytes of the snapshots."""
-        write_back(self._shards)
-        return sum(_store(shard).bytes_on_disk() for shard in self._shards)
+        for shard in self._shards:
+            shard.write_back()
+        return sum(shard.store.bytes_on_disk() for shard in self._shards)
 
     def begin(self, folder: Path, earlier: Earlier) -> None:
         """Submit snapshots of the current rows, as changes since an earlier checkpoint where that takes fewer bytes."""
@@ -208,7 +209,7 @@ class TableSnapshots:
         for name, service in self._services.items():
             self._servers[name] = snapshot_servers(folder, name, service, earlier)
         for shard, prefixes in self._shards.items():
-            store, stem = _store(shard), _stem(prefixes[0], shard.row_config)
+            store, stem = shard.store, _stem(prefixes[0], shard.config)
             previous = store.last_snapshot
             linked_files = _link_chain(folder, prefixes[0], store, previous, earlier)
             path = folder / (f"{stem}.{len(linked_files)}{CHANGES_SUFFIX}" if linked_files else f"{stem}{ROWS_SUFFIX}")
@@ -225,12 +226,12 @@ class TableSnapshots:
             header = snapshot_header(path)
             if linked_files and header["after"] != previous:
                 raise OSError(
-                    f"another snapshot of table {shard.row_config.name!r} was taken during this checkpoint, so its "
+                    f"another snapshot of table {shard.config.name!r} was taken during this checkpoint, so its "
                     "changes do not follow the previous checkpoint; the next checkpoint will have a full snapshot"
                 )
             snapshot_files = linked_files | {path.name: size_and_checksum(path)}
             num_bytes, files = num_bytes + allocated(path), files | snapshot_files
-            entry = describe_shard(shard.row_config) | {"files": [*snapshot_files], "snapshot": header["snapshot"]}
+            entry = describe_shard(shard.config) | {"files": [*snapshot_files], "snapshot": header["snapshot"]}
             for prefix in self._shards[shard]:
                 tables[prefix]["parts"].append(entry)
         for chain in itertools.chain.from_iterable(self._servers.values()):
@@ -282,11 +283,6 @@ def _stem(prefix: str, shard: TableConfig | None = None) -> str:
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
     origin = f"-{shard.row_origin}-{shard.column_origin}" if shard and (shard.row_origin or shard.column_origin) else ""
     return f"{readable}-{zlib.crc32(prefix.encode()):08x}{origin}"
-
-
-def _store(table: CachedTable) -> DiskRows:
-    assert isinstance(table.store, DiskRows)
-    return table.store
 
 
 def _link_chain(folder: Path, prefix: str, store: DiskRows, snapshot: str | None, earlier: Earlier) -> Files:

@@ -1,8 +1,8 @@
-"""Rows of dynamic tables: assigned to ids on first use, if these are admitted, in memory on the device."""
+"""Hash index of dynamic tables: rows are assigned to ids on first use, if these are admitted."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from tritonemb.layout import (
     EVICTED,
     INDEX_BYTES,
     MAX_ROWS_PER_SET,
-    MAX_USES,
     MISSING,
     NEEDED,
     NO_KEY,
     POSITION,
+    SET_BYTES,
     DynamicIndex,
     PendingInsert,
     Rule,
@@ -29,10 +29,8 @@ from tritonemb.layout import (
     segment_offsets,
 )
 from tritonemb.ops.registry import kernel
-from tritonemb.ops.row_cache import move_rows_
 from tritonemb.optimizers import StateSpec
-from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.table import Lock, Table, initialize
+from tritonemb.tables.table import DenseIndex, Lock, Table, initialize
 from tritonemb.types import AdmissionConfig, Device, TableConfig
 
 NUM_HASHES = 4  # cells per id
@@ -109,59 +107,55 @@ class Sketch:
         return partitions, partitions * self._width + torch.stack(cells)
 
 
-class DynamicRows(Table):
-    """Base of `DynamicTable`: the index from ids to rows, and the rows of the table's memory on the device."""
+class HashIndex(DenseIndex):
+    """Index of a dynamic table: a hash table from ids to rows, which ids get when they are first used and admitted."""
 
-    index: DynamicIndex
-    zeroes_states = False
+    assigns_rows = True
 
-    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
+    def __init__(self, config: TableConfig, states: Sequence[StateSpec], device: Device = None) -> None:
         index_device = torch.empty(0, device=device).device
         index_device = torch.device("cpu") if index_device.type == "meta" else index_device
         self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
         self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
-        self.index = make_index(num_rows, index_device, None, config.partitions, config.fallback_rows)
-        self.capacity = len(self.index.free)
-        self._shard: tuple[int, int] = tuple(self.index.shard.tolist())
-        num_rows = len(self.index.ids)
+        self.tensors = make_index(num_rows, index_device, None, config.partitions, config.fallback_rows)
+        self.capacity = len(self.tensors.free)
+        # Partitions of the unsharded table, the first one of this shard, and their number.
+        self.shard: tuple[int, int] = tuple(self.tensors.shard.tolist())
+        self.num_partitions = self.tensors.num_sets.numel()
+        num_rows = len(self.ids)
         first = 0 if config.partitions is None else config.partitions[0] * (num_rows // config.partitions[1])
-        self._row_config = config.storage_config(num_rows, first)
-        self._counters = dict.fromkeys(("lookups", "hits", "inserts", "refused", "evictions"), 0)
-        self.state_names = tuple(spec.name for spec in states)
-        self.clock, self.seed = 0, 0
+        super().__init__(config.storage_config(num_rows, first))
+        self.config = config
+        self.counters = Counter(lookups=0, hits=0, inserts=0, refused=0, evictions=0)
         self.removed_ids: list[Tensor] | None = None  # evicted or removed since the last snapshot; None: not tracked
-        self._row_numbers: Tensor | None = None  # saved row number by allocated row, see `load_row_state`
+        self._row_numbers: Tensor | None = None  # new row number by row, see `set_row_numbers`
         self.lock = Lock(index_device)
-        self.sketch = Sketch(self.index, config.admission.appearances) if config.admission.appearances > 1 else None
-        super().__init__(config, states, device)
+        self.sketch = Sketch(self.tensors, config.admission.appearances) if config.admission.appearances > 1 else None
 
     @property
-    def row_config(self) -> TableConfig:
-        return self._row_config
-
-    def row_ids(self) -> Tensor | None:
-        return self.index.ids
+    def ids(self) -> Tensor:  # type: ignore[override]
+        return self.tensors.ids
 
     @property
     def num_rows(self) -> int:
         """Number of ids that have a row."""
-        return int(self.index.num_rows.sum())
+        return int(self.tensors.num_rows.sum())
 
     @property
     def fallback_rows(self) -> Tensor:
         """Rows of this shard that ids without a row share, int64."""
-        return torch.arange(self.capacity, len(self.index.ids), device=self.index.ids.device)
+        return torch.arange(self.capacity, len(self.ids), device=self.ids.device)
 
     def find(self, ids: Tensor) -> Tensor:
         """Find rows of ids, int64 `[N]`, -1 for ids without one."""
-        rows: Tensor = kernel("dynamic_find_", ids.device)([self.index], *concat_ids([ids]))[0]
+        rows: Tensor = kernel("dynamic_find_", ids.device)([self.tensors], *concat_ids([ids]))[0]
         return rows
 
     def fall_back(self, ids: Tensor) -> Tensor:
         """Return the fallback rows of ids, int64 `[N]`: those of an id's partition are in its shard."""
-        (num_partitions, first), num_rows = self._shard, len(self.index.ids) - self.capacity
-        rows_per_partition = num_rows // self.index.num_sets.numel()
+        (num_partitions, first), num_rows = self.shard, len(self.ids) - self.capacity
+        rows_per_partition = num_rows // self.num_partitions
         return self.capacity + partitions_of(ids, num_partitions * rows_per_partition) - first * rows_per_partition
 
     def capacity_error(self, needed: int, missing: int, in_batch: bool) -> ValueError:
@@ -185,118 +179,84 @@ class DynamicRows(Table):
         if self.sketch is not None:
             self.sketch.add(ids, begins.diff())
         if self.config.admission != AdmissionConfig() or self.config.fallback_rows:
-            self.count(refused=int(begins.diff()[rows < 0].sum()))
+            self.counters.update(refused=int(begins.diff()[rows < 0].sum()))
 
     def expire(self) -> None:
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
-        (num_partitions, first), ttl = self._shard, self.config.eviction.ttl
-        if ttl is not None and 0 <= (partition := self.clock % num_partitions - first) < self.index.num_sets.numel():
-            expired = expired_ids(self.index, partition, self.clock - ttl - 1)
-            self.count(evictions=expired.numel())
+        (num_partitions, first), ttl = self.shard, self.config.eviction.ttl
+        if ttl is not None and 0 <= (partition := self.clock % num_partitions - first) < self.num_partitions:
+            expired = expired_ids(self.tensors, partition, self.clock - ttl - 1)
+            self.counters.update(evictions=expired.numel())
             self.discard(expired)
             self.record_removed(expired)
-
-    def _insert(self, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor]:
-        """Find or assign rows of distinct ids; return them and a mask of new ids. Rows are not initialized."""
-        rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
-        return rows, keys != NO_KEY
-
-    def read_rows(self, rows: Tensor) -> dict[str, Tensor]:
-        """Read weight and states of distinct rows; return copies by name."""
-        return {name: self._memory(name).detach()[rows] for name in ("weight", *self.state_names)}
-
-    def _write(
-        self, rows: Tensor, values: Mapping[str, Tensor], order: Tensor | None = None, ids: Tensor | None = None
-    ) -> None:
-        """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""
-        target = [self._memory(name) for name in values]
-        source = [value.to(memory).contiguous() for value, memory in zip(values.values(), target, strict=True)]
-        move_rows_(target, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
 
     def record_removed(self, ids: Tensor) -> None:
         """Add ids that have lost their rows to `removed_ids`."""
         if self.removed_ids is not None and ids.numel():
             self.removed_ids.append(ids)
 
-    def count(self, **numbers: int) -> None:
-        """Add to the counters of `statistics`."""
-        for name, number in numbers.items():
-            self._counters[name] += number
-
-    def _memory(self, name: str) -> Tensor:
-        memory = self.weight.data if name == "weight" else self._buffers[name]
-        assert memory is not None
-        return memory
-
     def clear(self) -> None:
         """Remove all ids."""
         self.removed_ids = None
         if self.sketch is not None:
             self.sketch.clear()
-        if not self.index.num_allocated.any():
+        if not self.tensors.num_allocated.any():
             return  # writing zeros would allocate memory
-        index = self.index
+        index = self.tensors
         for tensor in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
             tensor.zero_()
         index.num_sets.fill_(1)
 
     def owns(self, ids: Tensor) -> Tensor:
         """Return which ids belong to this shard of the table, bool `[N]`."""
-        num_partitions, first = self._shard
+        num_partitions, first = self.shard
         partitions = partitions_of(ids, num_partitions) - first
-        return (partitions >= 0) & (partitions < self.index.num_sets.numel())
+        return (partitions >= 0) & (partitions < self.num_partitions)
 
     def reserve(self, rows: int) -> None:
         """Size an empty index for about `rows` rows per partition."""
-        index, partitions = self.index, self.index.num_sets.numel()
+        index, partitions = self.tensors, self.num_partitions
         if self.num_rows == 0:
             sets = max(1, min(rows // MAX_ROWS_PER_SET, index.overflowed.numel() // partitions))
             index.num_sets.fill_(sets)
 
-    def load_row_state(self, state: Mapping[str, Tensor], order: Tensor | slice = slice(None)) -> None:
-        """Load the tensors of `state_dict` of ids, those at `order`; there must be room for them.
-
-        Row numbers in `row` take effect when `apply_row_numbers` is called.
-        """
-        ids, step, count = (state[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
-        rows, new_mask = self._insert(ids, (MAX_USES, -1, 0))  # the latest step, so that uses can be undone
-        self.count(inserts=-int(new_mask.sum()))  # do not count loaded rows as inserts
-        self.index.uses[rows] = torch.stack([step.int(), count.clamp(max=MAX_USES).int()], 1)
-        if "row" in state:
-            allocated_rows, rows = rows, state["row"].to(ids)[order] - self.row_config.row_origin
-            if self._row_numbers is None and not torch.equal(allocated_rows, rows):
-                self._row_numbers = torch.arange(len(self.index.ids), device=ids.device)
-            if self._row_numbers is not None:
-                self._row_numbers[allocated_rows] = rows
-        if values := {name: state[name] for name in ("weight", *self.state_names) if name in state}:
-            self._write(rows, values, None if isinstance(order, slice) else order, ids)
+    def set_row_numbers(self, rows: Tensor, numbers: Tensor) -> None:
+        """Set the numbers that rows get when `apply_row_numbers` is called; others keep theirs."""
+        if self._row_numbers is None and not torch.equal(rows, numbers):
+            self._row_numbers = torch.arange(len(self.ids), device=rows.device)
+        if self._row_numbers is not None:
+            self._row_numbers[rows] = numbers
 
     def apply_row_numbers(self) -> None:
-        """Renumber rows to the row numbers that `load_row_state` has loaded."""
+        """Renumber rows."""
         if self._row_numbers is not None:
-            _, rows = dynamic_rows(self.index)
-            renumber(self.index, rows, self._row_numbers[rows])
+            _, rows = dynamic_rows(self.tensors)
+            renumber(self.tensors, rows, self._row_numbers[rows])
             self._row_numbers = None
 
     def discard(self, ids: Tensor) -> Tensor:
         """Remove distinct ids, without recording them; return the rows that they had, -1 if absent."""
-        rows: Tensor = kernel("dynamic_remove_", ids.device)(self.index, ids)
+        rows: Tensor = kernel("dynamic_remove_", ids.device)(self.tensors, ids)
         return rows
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        table = super()._apply(fn, recurse)
-        if (device := self.weight.device) != self.index.ids.device and device.type != "meta":
-            self.index = DynamicIndex(*(tensor.to(device) for tensor in self.index))
+    def statistics(self) -> dict[str, int]:
+        """Return the fields of `DynamicStatistics`."""
+        num_allocated = int(self.tensors.num_allocated.sum()) + len(self.fallback_rows)
+        num_bytes = num_allocated * (self._bytes_per_row + 16) + int(self.tensors.num_sets.sum()) * SET_BYTES
+        return {**self.counters, "rows": self.num_rows, "capacity": self.capacity, "num_bytes": num_bytes}
+
+    def to(self, device: torch.device) -> None:
+        if device != self.ids.device and device.type != "meta":
+            self.tensors = DynamicIndex(*(tensor.to(device) for tensor in self.tensors))
             self.lock.device = device
             if self.sketch is not None:
                 self.sketch.move(device)
-        return table
 
 
-def find_batch(tables: Sequence[DynamicRows], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
+def find_batch(tables: Sequence[Table], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
     """Find rows or fallback rows of a batch's ids, int64 `[N]`, -1 for none; for arguments see `insert_batch`."""
     find = kernel("dynamic_find_", values.device)
-    rows: Tensor = find([table.index for table in tables], values, bounds.contiguous(), table_of_key)[0]
+    rows: Tensor = find([table.index.tensors for table in tables], values, bounds.contiguous(), table_of_key)[0]
     if any(table.config.fallback_rows for table in tables):
         keys = zip(table_of_key, pairwise(bounds.tolist()), strict=True)
         _fall_back(tables, values, rows, [(table, *key) for table, key in keys])
@@ -311,7 +271,7 @@ def concat_ids(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
 
 @torch.no_grad()
 def insert_batch(
-    tables: Sequence[DynamicRows], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
+    tables: Sequence[Table], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
     occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
 ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
     """Find or insert the ids of a batch, and count their uses; new rows get initial values and zero states.
@@ -330,8 +290,8 @@ def insert_batch(
         Rows, int64 `[N]`, fallback rows or -1 for ids that are refused, and the values themselves for other tables;
         keys, int32 `[N]`, `NO_KEY` except for ids that were inserted; and whether any row is -1.
     """
-    device, indexes, is_step = values.device, [table.index for table in tables], rules is None
-    rules = [table.rule(table.clock + 1) for table in tables] if rules is None else rules
+    device, indexes, is_step = values.device, [table.index.tensors for table in tables], rules is None
+    rules = [table.index.rule(table.index.clock + 1) for table in tables] if rules is None else rules
     if occurrences is not None:
         ends = segment_offsets(occurrences)
         values, bounds = values.repeat_interleave(occurrences), ends[bounds]
@@ -352,7 +312,7 @@ def insert_batch(
     lacking = [n for n, c in enumerate(table_counts) if is_step and c[MISSING] and tables[n].config.fallback_rows]
     for number in lacking:
         new_ids = slice(table_ends[number], table_ends[number + 1])
-        _refuse_without_room(tables[number], pending.ids[new_ids], pending.admitted[new_ids], rules[number][1])
+        _refuse_without_room(tables[number].index, pending.ids[new_ids], pending.admitted[new_ids], rules[number][1])
     if lacking:
         starts = kernel("dynamic_room", device)(indexes, pending, rules, counts.zero_())
         table_counts = counts.tolist()
@@ -362,20 +322,21 @@ def insert_batch(
             for number, begin, end in key_bounds:
                 if number >= 0:
                     undo_use(indexes[number], rows[begin:end], previous_steps[begin:end])
-            raise table.capacity_error(count[NEEDED], count[MISSING], is_step)
+            raise table.index.capacity_error(count[NEEDED], count[MISSING], is_step)
     # Insert new ids and initialize their rows.
     if size := table_ends[-1]:
         ids, begins, table_numbers = pending.ids[:size], pending.begins[: size + 1], pending.tables[:size]
         pending = pending._replace(ids=ids, begins=begins, tables=table_numbers)
         new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
         for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
-            table.count(inserts=count[NEEDED], evictions=count[EVICTED])
-            if table.removed_ids is not None and count[EVICTED]:
-                table.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
+            table.index.counters.update(inserts=count[NEEDED], evictions=count[EVICTED])
+            if table.index.removed_ids is not None and count[EVICTED]:
+                table.index.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
-                table.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
-        if is_step and not all(isinstance(table, CachedTable) for table in tables):
-            initialize(tables, tables[0].state_names, ids, new_rows, table_numbers)
+                table.index.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
+                table.rows.record_inserted(ids[begin:end], new_rows[begin:end])
+        if is_step and not all(table.rows.is_cached for table in tables):
+            initialize(tables, ids, new_rows, table_numbers)
     # Replace refused ids by fallback rows.
     refusing = [table for table, c in zip(tables, table_counts, strict=True) if c[NEEDED] < c[DISTINCT]]
     if refusing:
@@ -385,26 +346,26 @@ def insert_batch(
     if is_step:
         for number, (table, count) in enumerate(zip(tables, table_counts, strict=True)):
             lookups = sum(end - begin for key, begin, end in key_bounds if key == number)
-            table.clock += 1
-            table.count(lookups=lookups, hits=lookups - count[POSITION])
-            table.expire()
+            table.index.clock += 1
+            table.index.counters.update(lookups=lookups, hits=lookups - count[POSITION])
+            table.index.expire()
     if occurrences is not None:
         rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
     return rows, keys, any(not table.config.fallback_rows for table in refusing)
 
 
-def _fall_back(tables: Sequence[DynamicRows], values: Tensor, rows: Tensor, keys: Sequence[tuple[int, ...]]) -> None:
+def _fall_back(tables: Sequence[Table], values: Tensor, rows: Tensor, keys: Sequence[tuple[int, ...]]) -> None:
     """Replace rows -1 by fallback rows; `keys`: table, begin and end of each key."""
     for number, begin, end in keys:
         if number >= 0 and tables[number].config.fallback_rows:
             positions = begin + nonzero(rows[begin:end] < 0)
-            rows[positions] = tables[number].fall_back(values[positions])
+            rows[positions] = tables[number].index.fall_back(values[positions])
 
 
-def _refuse_without_room(table: DynamicRows, ids: Tensor, admitted: Tensor, max_step: int) -> None:
+def _refuse_without_room(hash_index: HashIndex, ids: Tensor, admitted: Tensor, max_step: int) -> None:
     """Refuse new ids, the last ones of each partition that has no room for all."""
-    index = table.index
-    steps = index.last_used[: table.capacity].view(-1, index.num_sets.numel())
+    index = hash_index.tensors
+    steps = index.last_used[: hash_index.capacity].view(-1, index.num_sets.numel())
     is_allocated = torch.arange(len(steps), device=steps.device)[:, None] < index.num_allocated
     room = len(steps) - index.num_rows + (is_allocated & (steps <= max_step)).sum(0)
     partitions = partitions_of(ids, index.shard[0]) - index.shard[1]
@@ -427,7 +388,7 @@ def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
     return index.ids[rows][index.last_used[rows] <= last].sort().values  # a freed row counts as used
 
 
-def _admit(tables: Sequence[DynamicRows], pending: PendingInsert) -> None:
+def _admit(tables: Sequence[Table], pending: PendingInsert) -> None:
     """Set `pending.admitted` for tables with an admission config."""
     if all(table.config.admission == AdmissionConfig() for table in tables):
         return
@@ -440,5 +401,5 @@ def _admit(tables: Sequence[DynamicRows], pending: PendingInsert) -> None:
         if admission.probability < 1.0:
             drawn = mix64(mix64(ids) ^ table.seed) >> 11 & 2**53 - 1
             admitted &= drawn < int(admission.probability * 2.0**53)
-        if table.sketch is not None:
-            admitted &= table.sketch.counts(ids) + occurrences[begin:end] >= admission.appearances
+        if table.index.sketch is not None:
+            admitted &= table.index.sketch.counts(ids) + occurrences[begin:end] >= admission.appearances

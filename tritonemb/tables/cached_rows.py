@@ -1,8 +1,7 @@
-"""Tables in host memory or on disk, whose rows are cached on the device."""
+"""Rows in host memory or on disk, which are cached on the device."""
 
 import tempfile
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
@@ -12,21 +11,30 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from tritonemb.layout import WAYS
+from tritonemb.layout import WAYS, nonzero
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.disk import DiskRows
 from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.snapshot import restore, snapshot_header
 from tritonemb.storage.store import Counts, Field, InitialValues, Record, StorageError, record_of
-from tritonemb.tables.table import Table, draw_seed, initialize
-from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
+from tritonemb.tables.table import (
+    DeviceRows,
+    Index,
+    Table,
+    Tensors,
+    draw_seed,
+    draw_weight,
+    initialize,
+    load_named_tensors,
+)
+from tritonemb.types import Device, TableConfig
 
 MAX_CACHED_ROWS = 1 << 18  # cached per table on servers by default, without `CacheConfig(rows=...)`
 
 
-class CachedTable(Table):
-    """Table with a cache on the device, weight `[num_slots, embedding_dim]` and states, and a store of all rows.
+class CachedRows(DeviceRows):
+    """Rows in a store in host memory or on disk, some of them cached in slots: weight `[num_slots, embedding_dim]`.
 
     `state_dict` has the whole table, read from the store. A table on disk is created without writing its rows, and
     takes space for trained rows only. A record of a dynamic table has the row's id as well: the random numbers of
@@ -34,89 +42,82 @@ class CachedTable(Table):
     memory; StorageError if there is not enough memory or disk space.
     """
 
-    store: HostRows | DiskRows  # all rows with their states
-    num_sets: int  # sets of the cache, of `WAYS` slots
+    is_cached = True
+    store: Any = None  # of all rows with their states, `HostRows` or `DiskRows`; None on the meta device, or if fake
+    device: torch.device  # of the slots
+    cache_reference: Any = None  # weak, as a cycle would keep the memory of a dropped collection until it is collected
     # New rows of a dynamic table, and their ids, of a batch that is not pinned yet. They are initialized in their slots
     # instead of being read from the store.
     new_rows: tuple[Tensor, Tensor] | None = None
 
-    def __init__(self, config: TableConfig, states: tuple[StateSpec, ...], device: Device = None) -> None:
+    def __init__(self, config: TableConfig, states: Sequence[StateSpec], is_dynamic: bool = False) -> None:
         if config.placement == "disk" and config.init is not None:
             raise ValueError(
                 f"table {config.name!r}: an init fills a whole table in memory, and this table is on disk; leave init "
                 "out, or load values with load_state_dict"
             )
-        self.config = config
-        num_cached_rows = config.cache.num_device_rows(self.row_config.num_embeddings)
+        super().__init__(config, states, is_dynamic)
+        num_cached_rows = config.cache.num_device_rows(config.num_embeddings)
         if config.placement == "server" and config.cache.rows is None:
             num_cached_rows = min(num_cached_rows, MAX_CACHED_ROWS)
-        self.num_sets = -(-num_cached_rows // WAYS)
-        self.record: Record = record_of(config.embedding_dim, config.dtype, states, config.is_dynamic)
-        self._cache: Callable[[], Any] | None = None
+        self.num_sets = -(-num_cached_rows // WAYS)  # of the cache, of `WAYS` slots
+        self.record: Record = record_of(config.embedding_dim, config.dtype, states, is_dynamic)
         self.closed_counts = Counts()  # of stores that were replaced
-        super().__init__(config, states, device, self.num_sets * WAYS)
 
-    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: Device) -> None:
+    def allocate(self, table: Table, device: Device) -> None:
+        num_rows = self.num_sets * WAYS
         try:
-            super()._allocate(num_rows, states, device)
-            if self.config.is_dynamic:
-                self.register_buffer("id", torch.zeros(num_rows, dtype=torch.int64, device=self.weight.device))
+            table.allocate(num_rows, device)
+            if self.is_dynamic:
+                table.register_buffer("id", torch.zeros(num_rows, dtype=torch.int64, device=table.weight.device))
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
                 f"table {self.config.name!r}: cannot allocate {num_rows * self.record.num_bytes:,} bytes of device "
                 f"memory for {num_rows:,} cached rows ({error}); reduce CacheConfig(rows=...)"
             ) from error
+        self.device = table.weight.device
 
-    def row_ids(self) -> Tensor | None:
-        return self._buffers.get("id")
-
-    def initialize_slots(self, rows: Tensor, slots: Tensor) -> Tensor:
+    def initialize_slots(self, table: Table, rows: Tensor, slots: Tensor) -> Tensor:
         """Write initial values to the slots of a pinned batch's new rows, and return these; `rows` ascend."""
         assert self.new_rows is not None
         (new_rows, ids), self.new_rows = self.new_rows, None
         new_slots = slots[torch.searchsorted(rows, new_rows)]
-        states = [field.name for field in self.record.fields if field.name not in ("weight", "id")]
-        initialize([self], states, ids, new_slots, torch.zeros_like(new_slots, dtype=torch.int32))
-        self.get_buffer("id").index_copy_(0, new_slots, ids)
+        initialize([table], ids, new_slots, torch.zeros_like(new_slots, dtype=torch.int32))
+        table.get_buffer("id").index_copy_(0, new_slots, ids)
         return new_slots
-
-    @property
-    def has_store(self) -> bool:
-        """Return whether there is a store; a table on the meta device, or a fake one, has none."""
-        return "store" in self.__dict__
 
     @property
     def cache(self) -> Any:
         """`RowCache` of the table's collection, None before it is created; RuntimeError if it was deleted."""
-        if self._cache is None:
+        if self.cache_reference is None:
             return None
-        if (row_cache := self._cache()) is None:
+        if (row_cache := self.cache_reference()) is None:
             raise RuntimeError(
                 f"the collection of table {self.config.name!r} was deleted, and with it rows that were on the device; "
                 "keep the collection as long as its tables"
             )
         return row_cache
 
-    @cache.setter
-    def cache(self, cache: Any) -> None:
-        self._cache = weakref.ref(cache)  # a cycle would keep the memory of a dropped collection until it is collected
-
-    def _reloading(self, write_back: bool = True, unpinned: bool = False) -> AbstractContextManager[Any]:
-        """Change the store inside the block; cached rows are reloaded afterwards."""
-        if write_back and self.cache is not None:
+    def write_back(self) -> None:
+        """Write dirty rows of the cache to their stores. StorageError if a write fails; its rows are lost."""
+        if self.cache is not None:
             self.cache.write_back()
+
+    def reloading(self, write_back: bool = True, unpinned: bool = False) -> AbstractContextManager[Any]:
+        """Change the store inside the block; cached rows are reloaded afterwards."""
+        if write_back:
+            self.write_back()
         return nullcontext() if self.cache is None else self.cache.reloading(self, unpinned)
 
-    @torch.no_grad()
-    def reset_parameters(self, seed: int | None = None) -> None:
+    def reset(self, table: Table, seed: int | None = None) -> None:
         """Replace the store by one of initial values. The seed is drawn from torch's generator by default.
 
         RuntimeError if a batch that is being trained has pinned rows.
         """
-        if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
+        if self.device.type == "meta" or isinstance(table.weight, FakeTensor):
             return
-        with self._reloading(write_back=False, unpinned=True):
-            if self.has_store and not isinstance(self.store, HostRows):
+        with self.reloading(write_back=False, unpinned=True):
+            if isinstance(self.store, DiskRows):
                 self.closed_counts = self.closed_counts.plus(*self.store.counts())
                 self.store.close()
             if seed is None:
@@ -125,17 +126,16 @@ class CachedTable(Table):
                 self.store = self.new_store(seed) if self.config.placement == "disk" else self._host_rows(seed)
 
     def _host_rows(self, seed: int) -> HostRows:
-        config, gpu = self.row_config, self.weight.device if self.weight.is_cuda else None
+        config, gpu = self.config, self.device if self.device.type == "cuda" else None
         rows = HostRows(config.num_embeddings, self.record, self._initial_values(seed), gpu, table_name=config.name)
         if config.init is not None:
-            dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
-            weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
-            config.init(weight)
-            rows.fields["weight"].copy_(weight)
+            rows.fields["weight"].copy_(draw_weight(config))
         return rows
 
-    def _initial_values(self, seed: int) -> InitialValues:
+    def _initial_values(self, seed: int) -> Any:
         config = self.config
+        if self.is_dynamic:
+            return lambda rows, records: None  # a row is initialized when it is assigned to an id
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
     def _chunks(
@@ -145,7 +145,7 @@ class CachedTable(Table):
         if rows is None and isinstance(self.store, HostRows):
             yield slice(None), self.store.fields
             return
-        size, step = self.row_config.num_embeddings, max(1, CHUNK_BYTES // self.record.num_bytes)
+        size, step = self.config.num_embeddings, max(1, CHUNK_BYTES // self.record.num_bytes)
         size = size if rows is None else rows.numel()
         for first in range(0, size, step):
             last = min(first + step, size)
@@ -157,61 +157,89 @@ class CachedTable(Table):
             if write:
                 self.store.write(chunk, records).wait()
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self, table: Table) -> dict[str, Tensor]:
         """Return weight and states of the whole table: views of host memory, or copies from disk.
 
         Within `metadata_only`, a table on disk returns a `DiskTensor` for each.
         """
-        if (references := self.disk_tensors()) is not None:
+        if (references := self._disk_tensors()) is not None:
             return references
-        if not self.has_store:
-            size = self.config.num_embeddings, self.record.num_bytes
-            return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
-        if self.cache is not None:
-            self.cache.write_back()
-        if isinstance(self.store, HostRows):
-            views = self.store.fields
-            return {field.name: _with_own_storage(views[field.name], field) for field in self.record.fields}
-        tensors: dict[str, Tensor] = {}
-        for chunk, fields in self._chunks():
-            for name, values in fields.items():
-                if name not in tensors:
-                    tensors[name] = values.new_empty((self.config.num_embeddings, *values.shape[1:]))
-                tensors[name][chunk] = values
-        return tensors
+        if self.store is None:
+            return self._fields(self.config.num_embeddings, self.device)
+        if not isinstance(self.store, HostRows):
+            return self.read(table)
+        self.write_back()
+        return {field.name: _with_own_storage(self.store.fields[field.name], field) for field in self.record.fields}
 
-    def disk_tensors(self) -> dict[str, Tensor] | None:
+    def _disk_tensors(self) -> dict[str, Tensor] | None:
         """Return references to the fields of a table on disk within `metadata_only`, else None."""
         if not metadata_kind.get() or self.config.placement != "disk":
             return None
-        sizes = {f.name: [f.size] * (not f.is_scalar) for f in self.record.fields}
-        return {
-            f.name: DiskTensor(self, f.name, (self.row_config.num_embeddings, *sizes[f.name]), f.dtype)
-            for f in self.record.fields
-        }
+        fields = self._fields(self.config.num_embeddings)
+        return {name: DiskTensor(self, name, tuple(field.shape), field.dtype) for name, field in fields.items()}
 
-    @torch.no_grad()
-    def assign(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write weight or states of the whole table; fields without a tensor are unchanged."""
+    def _fields(self, num_rows: int, device: Device = "meta") -> dict[str, Tensor]:
+        """Return the fields of empty records by name."""
+        return self.record.views(torch.empty(num_rows, self.record.num_bytes, dtype=torch.uint8, device=device))
+
+    def assign(self, table: Table, tensors: Tensors) -> None:
         names = [field.name for field in self.record.fields if field.name in tensors]
-        with self._reloading():
+        with self.reloading():
             for chunk, fields in self._chunks(read=len(names) < len(self.record.fields), write=True):
                 for name in names:
                     fields[name].copy_(tensors[name][chunk])
 
-    @torch.no_grad()
-    def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
-        """Call a function that changes weight and states of all rows in place, for chunks that depend on shape only."""
-        with self._reloading():
+    def update(self, table: Table, function: Callable[[dict[str, Tensor]], None]) -> None:
+        with self.reloading():
             for _, fields in self._chunks(write=True):
                 function(fields)
+
+    def read(self, table: Table, rows: Index = None) -> dict[str, Tensor]:  # all rows by default
+        self.write_back()
+        rows, order = (None, None) if rows is None else rows.cpu().sort()
+        tensors = self._empty(self.config.num_embeddings if rows is None else rows.numel())
+        for chunk, fields in self._chunks(rows):
+            for name, tensor in tensors.items():
+                tensor[chunk if order is None else order[chunk]] = fields[name]
+        return tensors
+
+    def write(self, table: Table, rows: Tensor, values: Tensors, order: Index = None, ids: Index = None) -> None:
+        if order is not None:
+            values = {name: value[order.to(value.device)] for name, value in values.items()}
+        tensors = {**values, "id": table.index.ids[rows] if ids is None else ids}
+        rows, order = rows.sort()
+        with self.reloading():
+            for chunk, fields in self._chunks(rows.cpu(), read=False, write=True):
+                for name, field in fields.items():
+                    field.copy_(tensors[name][order[chunk].to(tensors[name].device)])
+
+    def erase(self, table: Table, ids: Tensor) -> None:
+        rows = table.index.find(ids)
+        if (rows := rows[rows >= 0]).numel():
+            self.write(table, rows, {name: tensor.zero_() for name, tensor in self._empty(rows.numel()).items()})
+
+    def _empty(self, num_rows: int) -> dict[str, Tensor]:
+        """Return empty tensors for weight and states of rows, on the CPU."""
+        fields = self._fields(num_rows).items()
+        return {name: torch.empty(f.shape, dtype=f.dtype, device="cpu") for name, f in fields if name != "id"}
+
+    def row_state(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
+        """Return weight and states of rows; or row numbers and references to the store, if that is saved as a file."""
+        if (references := self._disk_tensors()) is None:
+            return self.read(table, rows)
+        return {"row": rows + self.config.row_origin, **{f"rows.{name}": field for name, field in references.items()}}
+
+    def record_inserted(self, ids: Tensor, rows: Tensor) -> None:
+        inserted = nonzero(rows >= 0)
+        self.new_rows = rows[inserted], ids[inserted]
+        rows.fill_(-1)  # their slots are initialized instead
 
     def new_store(self, seed: int = 0, snapshots: Sequence[str | Path] = ()) -> DiskRows:
         """Create a store for `replace_store`, of the initial values of a seed, or of snapshots of this table.
 
         For errors of snapshots, a base and its increments, see `restore`.
         """
-        c, cache = self.row_config, self.config.cache
+        c, cache = self.config, self.config.cache
         seed = int(snapshot_header(snapshots[0])["seed"]) if snapshots else seed
         identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
         values, host_rows = self._initial_values(seed), cache.num_host_rows(c.num_embeddings)
@@ -223,63 +251,54 @@ class CachedTable(Table):
 
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store, and reload cached rows from the new one."""
-        with self._reloading(write_back=False):
+        with self.reloading(write_back=False):
             old_store, self.store = self.store, store
             assert isinstance(old_store, DiskRows)
             self.closed_counts = self.closed_counts.plus(*old_store.counts())
             with suppress(StorageError):  # a failed write of the old store no longer matters
                 old_store.close()
 
-    def reload_cached_rows(self) -> None:
-        """Reload cached rows after a write to `tensors()`."""
-        with self._reloading(write_back=False):
-            pass
+    def reload(self) -> None:
+        if isinstance(self.store, HostRows):  # others return copies
+            with self.reloading(write_back=False):
+                pass
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination.update({prefix + name: tensor for name, tensor in self.tensors().items()})
+    def save(self, table: Table, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: tensor for name, tensor in self.tensors(table).items()})
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        _, strict, missing_keys, unexpected_keys, error_msgs = args
-        rows, values, problems = self.config.num_embeddings, dict[str, Tensor](), list[str]()
-        fields = {prefix + field.name: field for field in self.record.fields}
-        for key, field in fields.items():
-            shape, value = (rows,) if field.is_scalar else (rows, field.size), state_dict.get(key)
-            if key not in state_dict:
-                missing_keys.append(key)
-            elif not isinstance(value, Tensor):
-                problems.append(f"{key}: expected a torch.Tensor, got {type(value).__name__}")
-            elif tuple(value.shape) != shape:
-                problems.append(f"size mismatch for {key}: expected {shape}, got {tuple(value.shape)}")
-            else:
-                values[field.name] = value
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in fields]
-        error_msgs += problems
-        if values and not problems:
-            self.assign(values)
+    def load(self, table: Table, *args: Any) -> None:
+        fields = self._fields(self.config.num_embeddings)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
-        if (probe.device, probe.dtype) != (self.weight.device, self.weight.dtype):
+        def assign(values: dict[str, Any]) -> None:
+            problems = []
+            for name, value in values.items():
+                key, shape = f"{args[1]}{name}", tuple(fields[name].shape)
+                if not isinstance(value, Tensor):
+                    problems.append(f"{key}: expected a torch.Tensor, got {type(value).__name__}")
+                elif tuple(value.shape) != shape:
+                    problems.append(f"size mismatch for {key}: expected {shape}, got {tuple(value.shape)}")
+            if problems:
+                raise ValueError("\n\t".join(problems))
+            table.assign(values)
+
+        load_named_tensors(fields, assign, *args, partial=True)
+
+    def convert(self, table: Table, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
+        """Raise RuntimeError if the weight would be moved or cast."""
+        dtype = table.weight.dtype
+        probe = fn(torch.empty(0, dtype=dtype, device=self.device))
+        if (probe.device, probe.dtype) != (self.device, dtype):
             raise RuntimeError(
-                f"table {self.config.name!r} is placed on {self.config.placement!r} and cached on {self.weight.device} "
-                f"as {self.weight.dtype}; it cannot become {probe.dtype} on {probe.device}: build the module there, "
+                f"table {self.config.name!r} is placed on {self.config.placement!r} and cached on {self.device} "
+                f"as {dtype}; it cannot become {probe.dtype} on {probe.device}: build the module there, "
                 "and load the state_dict of this one"
             )
-        return self
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"table {self.config.name!r} is placed on {self.config.placement!r} and cannot be copied or pickled; "
             "build another module, and load this one's state_dict"
         )
-
-
-def write_back(tables: Iterable[CachedTable]) -> None:
-    """Write dirty rows of these tables' caches to their stores. StorageError if a write fails; its rows are lost."""
-    for cache in {id(table.cache): table.cache for table in tables}.values():
-        if cache is not None:
-            cache.write_back()
 
 
 def _with_own_storage(values: Tensor, field: Field) -> Tensor:
@@ -327,13 +346,13 @@ def metadata_only(parameters: bool = False) -> Iterator[None]:
 class DiskTensor(Tensor):
     """Reference to the weight or a state, `field`, of a table on disk: shape and dtype without values."""
 
-    table: CachedTable
+    rows: CachedRows
     field: str
 
     @staticmethod
-    def __new__(cls, table: CachedTable, field: str, size: tuple[int, ...], dtype: torch.dtype) -> Self:
+    def __new__(cls, rows: CachedRows, field: str, size: tuple[int, ...], dtype: torch.dtype) -> Self:
         tensor: Self = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
-        tensor.table, tensor.field = table, field
+        tensor.rows, tensor.field = rows, field
         return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -342,8 +361,8 @@ class DiskTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             source = args[0]
-            return DiskTensor(source.table, source.field, tuple(source.shape), source.dtype)
-        raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.tensors()")
+            return DiskTensor(source.rows, source.field, tuple(source.shape), source.dtype)
+        raise NotImplementedError(f"{func} cannot read a table on disk; read it with Table.tensors()")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
+        return f"DiskTensor({self.rows.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
