@@ -192,7 +192,7 @@ class Loop:
         end, prefetcher = time.perf_counter(), self.state.prefetcher
         stall = self.clock.wait(begin, end, info.times)
         if self.caches is not None:
-            self.caches.record_wait(stall)
+            self.caches.stall += stall
             deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
             if deeper and self.ranks.size == 1 and prefetcher is not None:
                 prefetcher.widen()
@@ -393,19 +393,15 @@ class CacheMeter:
         self._names = ("read", "written", "stall", *(HOST_STATISTICS if in_host_memory else ()))
         self.trained: Counter[str] | None = None  # counters when the last trained step's rows had been prefetched
         # Stalls: seconds in all and up to the last step; which of the recent steps stalled; deepenings of the prefetch.
-        self._stall = self._last_stall = 0.0
+        self.stall = self._last_stall = 0.0
         self._recent_stalls: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._num_widened = 0
         self._last_counts = self._now()
 
-    def record_wait(self, seconds: float) -> None:
-        """Count a wait for the rows of a step."""
-        self._stall += seconds
-
     def wants_deeper_prefetch(self) -> bool:
         """Return whether several recent steps have stalled. Call it once per step."""
-        self._recent_stalls.append(self._stall - self._last_stall > MIN_STALL)
-        self._last_stall = self._stall
+        self._recent_stalls.append(self.stall - self._last_stall > MIN_STALL)
+        self._last_stall = self.stall
         if sum(self._recent_stalls) < MANY_STALLS or self._num_widened == MAX_WIDENED:
             return False
         self._recent_stalls.clear()
@@ -420,7 +416,7 @@ class CacheMeter:
         return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
 
     def _now(self) -> dict[str, float]:
-        stall = self._stall + sum(cache.stall for cache in self._caches)
+        stall = self.stall + sum(cache.stall for cache in self._caches)
         return {**(count(self._caches) if self.trained is None else self.trained), "stall": stall}
 
 

@@ -34,7 +34,6 @@ TRAIN_METRICS = {
     "cache_hits": "cache_hits_total counter Those that were in device memory.",
     "cache_read": "cache_read_bytes_total counter Bytes read to the device.",
     "cache_written": "cache_written_bytes_total counter Bytes written back from the device.",
-    "cache_stall": "cache_stall_seconds_total counter Seconds in which training waited for rows.",
     **{key: metric for key, metric in TABLE_METRICS.items() if metric.startswith("table_")},
 }
 MAX_PARAMS, MAX_PARAM_LENGTH = 100, 500  # MLflow's limits: parameters per request, characters that all stores accept
@@ -235,8 +234,8 @@ class Prometheus(Callback):
         groups += [(dict(total), {"table": table}) for table, total in self._totals.items() if table]
         groups += [({"stage_wait": share}, {"stage": stage}) for stage, share in log.waits.items()]
         collections = log.servers.items()
-        groups += [({"train_staleness": values["staleness"]}, {"collection": name}) for name, values in collections]
-        self._groups = groups  # a new list, as threads of the server read the old one
+        staleness = [({"train_staleness": entry["staleness"]}, {"collection": name}) for name, entry in collections]
+        self._groups = groups + staleness  # a new list, as threads of the server read the old one
 
     def on_end(self, end: FitEnd | None) -> None:
         self._server.close()
