@@ -14,6 +14,7 @@ from tritonemb.data import files as cuts
 from tritonemb.data import protocol
 from tritonemb.data.encode import encode, make_numberings
 from tritonemb.data.files import Chunk, Format, LogFile, Part, find_files, is_remote
+from tritonemb.data.kafka import SCHEME, KafkaStream
 from tritonemb.data.parquet import ArrowSource
 from tritonemb.data.pipeline import FIELDS, LogReader, LogSource
 from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, ReadReport, Split, Stream
@@ -73,6 +74,7 @@ class ClickLog(protocol.TablesMixin):
                 raise ValueError(f"{self.name}: {text}")
         else:
             paths: Any = source
+            paths = KafkaStream(paths) if str(paths).startswith(SCHEME) else paths
             stream = paths if hasattr(paths, "read") else FolderStream(paths) if options.follow else None
             log_files = find_files(paths) if stream is None else (LogFile(stream.path, "stream", table=stream),)
             self.name = name or _log_name(paths if stream is None else stream.path, log_files)

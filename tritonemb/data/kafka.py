@@ -1,0 +1,90 @@
+"""A topic of Kafka as a stream: its messages are rows as JSON objects, `{"click": 1, "user": "a"}`."""
+
+import json
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from typing import Any
+from urllib.parse import parse_qsl
+
+from tritonemb.data.files import pa
+from tritonemb.data.protocol import Shard
+from tritonemb.data.streams import IDLE_SECONDS, Offsets
+from tritonemb.utils import require
+
+SCHEME = "kafka://"
+BLOCK = 256  # messages of a partition before those of the next one: a record batch, large enough to parse at once
+MAX_QUEUED = 16 * BLOCK  # messages of a partition in memory, while another has none
+SAMPLE_POLLS = 10  # at most, for the first block, whose rows show the columns
+TIMEOUT = 10.0  # seconds for a broker to describe the topic
+
+
+class KafkaStream:
+    """Messages of a topic, `kafka://HOST:PORT,HOST:PORT/TOPIC?option=value`, with options of librdkafka. Blocks of its
+    partitions come in turn, so that their order is always the same: a partition without messages holds the others up.
+    Shard i of n has the partitions p with p % n = i. Raise ConnectionError if no broker answers, or if messages at the
+    offsets are gone; ValueError for an invalid URI, an unknown topic, or another number of partitions."""
+
+    def __init__(self, uri: str) -> None:
+        address, _, query = uri.removeprefix(SCHEME).partition("?")
+        brokers, _, self._topic = address.partition("/")
+        if not brokers or not self._topic or "/" in self._topic:
+            raise ValueError(f"invalid URI {SCHEME}{address}: expected {SCHEME}HOST:PORT/TOPIC")
+        self.path, self._kafka = f"{SCHEME}{address}", require("confluent_kafka", "kafka")
+        # Offsets are those of checkpoints: brokers must not store them, nor skip messages that are gone.
+        fixed = {"group.id": "tritonemb", "enable.auto.commit": False, "auto.offset.reset": "error"}
+        self._config = dict(parse_qsl(query)) | fixed | {"bootstrap.servers": brokers}
+
+    def read(self, offsets: Offsets, shard: Shard, columns: Sequence[str]) -> Iterator[tuple[Offsets, Any]]:
+        """See `RowStream.read`. Offsets are those of partitions, their number, and that of the messages ("turn")."""
+        with closing(self._kafka.Consumer(self._config)) as consumer:
+            # Partitions of the shard, from their offsets on.
+            try:
+                topic = consumer.list_topics(self._topic, TIMEOUT).topics[self._topic]
+            except self._kafka.KafkaException as error:
+                raise ConnectionError(f"{self.path} does not answer: {error}") from error
+            offsets = {"partitions": (count := len(topic.partitions)), "turn": 0} | offsets
+            if topic.error is not None or offsets["partitions"] != count:
+                text = f"it has {count} partitions, and had {offsets['partitions']} at the position; start a new run"
+                raise ValueError(f"{self.path}: {text if topic.error is None else topic.error}")
+            queues = {number: deque[Any]() for number in range(shard[0], count, shard[1])}
+            starts = {number: offsets.get(str(number), self._kafka.OFFSET_BEGINNING) for number in queues}
+            consumer.assign([self._kafka.TopicPartition(self._topic, *start) for start in starts.items()])
+            # Messages of the partition whose turn it is.
+            while queues:
+                turn = offsets["turn"]
+                queue = queues[number := [*queues][turn // BLOCK % len(queues)]]
+                for _ in range(1 if columns else SAMPLE_POLLS):
+                    if len(queue) < (1 if columns else BLOCK):
+                        self._receive(consumer, queues)
+                messages = [queue.popleft() for _ in range(min(len(queue), BLOCK - turn % BLOCK))]
+                yield offsets, self._to_batch(messages, columns) if messages else None
+                if messages:
+                    offsets = offsets | {"turn": turn + len(messages), str(number): messages[-1].offset() + 1}
+
+    def _receive(self, consumer: Any, queues: dict[int, deque[Any]]) -> None:
+        """Queue messages that have arrived, except of partitions with many queued ones."""
+        for change, is_full in ((consumer.pause, True), (consumer.resume, False)):
+            numbers = [number for number, queue in queues.items() if (len(queue) >= MAX_QUEUED) == is_full]
+            change([self._kafka.TopicPartition(self._topic, number) for number in numbers])
+        for message in consumer.consume(BLOCK, IDLE_SECONDS):
+            if message.error() is not None:
+                raise ConnectionError(f"{self.path}: {message.error()}")
+            queues[message.partition()].append(message)
+
+    def _to_batch(self, messages: Sequence[Any], columns: Sequence[str]) -> Any:
+        rows = list(map(_parse, messages))
+        names = columns or dict.fromkeys(name for row in rows for name in row)
+        try:
+            return pa.RecordBatch.from_pydict({name: pa.array([row.get(name) for row in rows]) for name in names})
+        except (pa.ArrowException, OverflowError) as error:
+            where = f"partition {messages[0].partition()}, offsets {messages[0].offset()} to {messages[-1].offset()}"
+            raise ValueError(f"{self.path}, {where}: values of a column have several types ({error})") from error
+
+
+def _parse(message: Any) -> dict[str, Any]:
+    """Parse a row; any other message is a row without values, which is bad."""
+    with suppress(ValueError, RecursionError):
+        if isinstance(row := json.loads(message.value() or b""), dict):
+            return row
+    return {}
