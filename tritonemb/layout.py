@@ -64,7 +64,7 @@ class TableRow(NamedTuple):
 TABLE_SIZE = len(TableRow._fields)
 
 
-class DynamicIndex(NamedTuple):
+class _IndexTensors(NamedTuple):
     """Index of a dynamic table: `P` partitions of `C` rows, each with `M` sets, and `O` sets of overflow slots."""
 
     # int64 `[P · C + F, 2]`, per row: its id; and two int32, the step of its last use and its use count. In one tensor,
@@ -79,6 +79,15 @@ class DynamicIndex(NamedTuple):
     num_allocated: Tensor  # rows ever allocated, freed ones included
     num_overflow: Tensor  # rows in overflow slots
     shard: Tensor  # int64 `[2]`: partitions of the unsharded table, and the index of the first one in this shard
+
+
+class DynamicIndex(_IndexTensors):
+    """Tensors of an index, which are changed in place, and never moved."""
+
+    @functools.cached_property
+    def addresses(self) -> np.ndarray:
+        """Address and number of elements of each tensor, int64 `[10, 2]`."""
+        return np.array([(tensor.data_ptr(), tensor.numel()) for tensor in self], dtype=np.int64)
 
     @property
     def ids(self) -> Tensor:

@@ -153,20 +153,23 @@ class LeaseClient(CollectionClient, RowStore):
         if not transfers:
             return []
         numbers, sizes = [transfer.table for transfer in transfers], [len(transfer.rows) for transfer in transfers]
-        rows, starts = cat([transfer.rows for transfer in transfers]), segment_offsets(torch.tensor(sizes))
-        entry_of = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        rows, counts = cat([transfer.rows for transfer in transfers]), torch.tensor(sizes)
         # Static rows are routed by their ids, those of dynamic tables by the servers' offsets.
-        first_rows, servers = self._first_rows[numbers], torch.zeros_like(rows)
-        for server, at in enumerate(self.route(rows - first_rows[entry_of, 0], sizes, numbers)[0]):
-            servers[slice(None) if at is None else at] = server
+        first_rows, starts = self._first_rows[numbers].T.contiguous(), segment_offsets(counts)[:-1]
+        positions, shard_sizes = self.route(rows - first_rows[0].repeat_interleave(counts), sizes, numbers)
+        positions = [torch.arange(len(rows)) if at is None else at for at in positions]
         if self._row_offsets:
-            by_offset = (rows[:, None] >= first_rows[entry_of]).sum(1) - 1
-            servers = by_offset.where(torch.tensor([n in self._row_offsets for n in numbers])[entry_of], servers)
-        keys, shards = rows - first_rows[entry_of, servers], list[tuple[Tensor, list[int], Tensor]]()
-        for server in range(len(self._connections)):
-            at = nonzero(servers == server)
-            shard_sizes = entry_of[at].bincount(minlength=len(sizes)).tolist()
-            shards.append((keys[at], shard_sizes, at - starts[entry_of[at]]))
+            entry_of, servers = torch.arange(len(sizes)).repeat_interleave(counts), torch.zeros_like(rows)
+            for server, at in enumerate(positions):
+                servers[at] = server
+            is_dynamic = torch.tensor([number in self._row_offsets for number in numbers])[entry_of]
+            servers = torch.where(is_dynamic, (rows >= first_rows[:, entry_of]).sum(0) - 1, servers)
+            positions = [nonzero(servers == server) for server in range(len(positions))]
+            shard_sizes = [entry_of[at].bincount(minlength=len(sizes)).tolist() for at in positions]
+        shards = list[tuple[Tensor, list[int], Tensor]]()
+        for origins, at, shard in zip(first_rows, positions, shard_sizes, strict=True):
+            columns = (column.repeat_interleave(torch.tensor(shard)) for column in (origins, starts))
+            shards.append((rows[at] - next(columns), shard, at - next(columns)))
         return shards
 
     def _write_back(self) -> None:

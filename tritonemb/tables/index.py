@@ -344,10 +344,12 @@ def insert_batch(
         _fall_back(tables, values, rows, key_bounds)
     # Advance the clocks and count.
     if is_step:
-        for number, (table, count) in enumerate(zip(tables, table_counts, strict=True)):
-            lookups = sum(end - begin for key, begin, end in key_bounds if key == number)
+        lookups = [0] * (len(tables) + 1)  # the last one is of other tables, whose number is -1
+        for number, begin, end in key_bounds:
+            lookups[number] += end - begin
+        for table, count, num_lookups in zip(tables, table_counts, lookups, strict=False):
             table.index.clock += 1
-            table.index.counters.update(lookups=lookups, hits=lookups - count[POSITION])
+            table.index.counters.update(lookups=num_lookups, hits=num_lookups - count[POSITION])
             table.index.expire()
     if occurrences is not None:
         rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]

@@ -277,13 +277,15 @@ class PulledLookup(PrefetchedLookup):
     def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> PulledBatch:
         """Request the rows of a batch from the servers. ValueError for ids out of range, before a request is sent."""
         batch, service = checked_batch(features), tables.tables[0].rows.require_service()
-        if tables.bounds_check == "raise" and (problem := find_invalid(tables.configs, batch)):
-            raise problem
+        inputs, training = batch, tables.trains()
         batch, layout = split_lookups(tables, batch)
-        training = tables.trains()
         with torch.no_grad(), torch.inference_mode(False):
             any_dynamic = any(config.is_dynamic for config in tables.configs)
             rows, all_ids = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
+            # Grouping drops ids out of range.
+            any_invalid = tables.bounds_check == "raise" and int(rows.groups.starts[-1]) < rows.values.numel()
+            if any_invalid and (problem := find_invalid(tables.configs, inputs)) is not None:
+                raise problem
             occurrences = rows.groups.starts[: rows.layout.num_rows + 1].diff().cpu()
             counts = occurrences.split([ids.numel() for ids in all_ids])
             pull = cast(RowService, service).pull(all_ids, counts, training)

@@ -380,8 +380,7 @@ def _remove(fields, ids, rows):
 
 def _index_addresses(indexes: Sequence[DynamicIndex]) -> np.ndarray:
     """Return int64 `[T, 10, 2]`: address and size of each tensor."""
-    fields = [(tensor.data_ptr(), tensor.numel()) for index in indexes for tensor in index]
-    return np.array(fields, dtype=np.int64).reshape(len(indexes), -1, 2)
+    return np.array([index.addresses for index in indexes])
 
 
 def dynamic_find_(
