@@ -180,18 +180,19 @@ def on_a_rank(rank: int, addresses: list[str], token: str, folder: Path, checkpo
     with connect(addresses, token=token) as servers:
         data = jobs.planted()
         torch.manual_seed(0)
-        tables = [replace(table, **placed) for table in data.tables(8)]
+        names = options.pop("names", [table.name for table in data.tables(8)])
+        tables = [replace(table, **placed) if table.name in names else table for table in data.tables(8)]
         optimizer = te.optim.RowWiseAdagrad(lr=0.05)
         model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
         trainer = te.Trainer(
             te.HybridParallel(model), data, folder=folder, callbacks=[record], servers=servers, staleness=2,
-            batch_size=25, log_every=4, verbose=False, checkpoints=EVERY, **options,
+            **{"batch_size": 25, "log_every": 4, "verbose": False, "checkpoints": EVERY} | options,
         )  # fmt: skip
         if checkpoint is not None:
             trainer.resume(checkpoint)
         trainer.fit()
         state = trainer.model.state_dict() if rank == 0 else {}
-        return record.losses, {name: value.clone() for name, value in state.items()}
+        return record.losses, {name: v.clone() for name, v in state.items() if not isinstance(v, jobs.TableShards)}
 
 
 @pytest.mark.more
@@ -211,6 +212,21 @@ def test_trainers_on_ranks_resume_together(ranks, tmp_path):
     (again, same_rows), _ = run(3, "second", tmp_path / "first/checkpoints/step-18", epochs=2)
     assert_same_bits(same_rows, rows)
     assert again == [loss for loss in losses if loss[0] > 18]
+
+
+@pytest.mark.more
+def test_ranks_hold_the_prefetch_at_different_times(ranks, tmp_path):
+    """Before a checkpoint no rows are pulled from servers, but the ids of sharded tables are exchanged."""
+    pytest.importorskip("pyarrow.flight")
+    from tritonemb.server.transport import FlightServer
+
+    run, often = partial(on_a_rank, names=("user", "item"), epochs=1), CheckpointOptions(checkpoint_minutes=1e-9)
+    results = []
+    for number, checkpoints in enumerate((EVERY, often)):
+        with te.server.EmbeddingServer("server") as server, FlightServer(server, token="secret") as flight:
+            arguments = [flight.address], "secret", tmp_path / str(number), None
+            results.append(ranks(2).run(partial(run, checkpoints=checkpoints), *arguments))
+    assert results[0][0][0] == results[1][0][0] == results[1][1][0]
 
 
 @pytest.mark.parametrize("staleness", [0, 2])

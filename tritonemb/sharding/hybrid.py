@@ -184,7 +184,7 @@ class HybridParallel(ParallelModel):
         """Exchange the ids of a batch, and prefetch its rows, before `forward`; on all ranks, in the same order.
 
         Another thread may prefetch the next batch while this one is computed. New ids of dynamic tables are assigned
-        rows now, unless gradients are disabled, or, without `assign`, in the forward.
+        rows now, unless gradients are disabled, and rows on servers pulled, or, without `assign`, in the forward.
         """
         if isinstance(features, PrefetchedFeatures):
             return features
@@ -194,7 +194,8 @@ class HybridParallel(ParallelModel):
             batch = self.collections[0].convert_batch(batch)
         prefetched: dict[int, Any] = {id(module): module.prefetch(batch, assign) for module in self.collections}
         server_tables = [collection.table_set for collection in self._server_collections]
-        return PrefetchedFeatures(batch, prefetched | {id(tables): tables.prefetch(batch) for tables in server_tables})
+        pulled = {id(tables): tables.prefetch(batch) if assign else (batch, None) for tables in server_tables}
+        return PrefetchedFeatures(batch, prefetched | pulled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

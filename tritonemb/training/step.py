@@ -27,7 +27,7 @@ from tritonemb.offloading.options import OffloadOptions
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.table_set import PrefetchedFeatures, needs_prefetch, prefetch
+from tritonemb.tables.table_set import needs_prefetch, prefetch
 from tritonemb.training.config import Precision, TrainerOptions
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
@@ -179,11 +179,11 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
 def prefetch_for(model: nn.Module, training: bool) -> Callable[..., Any] | None:
     """Return a function that prefetches a batch's features for a model; None if the model needs no prefetch."""
 
-    def prefetch_features(features: Any, assign: bool = False) -> PrefetchedFeatures:
+    def prefetch_features(features: Any, effects: bool = True, assign: bool = True) -> Any:
         with torch.set_grad_enabled(training):
-            if isinstance(model, HybridParallel):
-                return model.prefetch(features, assign)  # before a checkpoint later steps must not assign rows
-            return prefetch(model, features)
+            if isinstance(model, HybridParallel):  # ranks exchange ids in any case, in the same thread
+                return model.prefetch(features, effects and assign)
+            return prefetch(model, features) if effects else features
 
     return prefetch_features if isinstance(model, HybridParallel) or needs_prefetch(model) else None
 

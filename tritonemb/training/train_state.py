@@ -117,19 +117,18 @@ class TrainState:
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         caches = caches_of(self.model)
         protect = [t.config.eviction.protect for tables in table_sets(self.model) for t in tables.dynamic.values()]
-        on_servers = any(tables.on_servers for tables in table_sets(self.model))
-        protect += [self.staleness * options.accumulate] * on_servers
+        protect += [self.staleness * options.accumulate] * any(tables.on_servers for tables in table_sets(self.model))
         sharded = [module for module in self.model.modules() if isinstance(module, ShardedCollection)]
         dynamic = [tables for module in sharded for tables in module.table_sets if tables.dynamic]
-        skip: Any = lambda features: features  # noqa: E731
-        if prefetch is not None and any(tables.cache is not None for tables in dynamic):
+        if protect or any(tables.cache is not None for tables in dynamic):
             protect += [table.config.eviction.protect for tables in dynamic for table in tables.dynamic.values()]
-            # The thread exchanges the ids of skipped steps, too: ranks hold the prefetch at different times.
-            skip, prefetch = skip if on_servers else prefetch, partial(prefetch, assign=True)
+        elif prefetch is not None:
+            prefetch = partial(prefetch, assign=False)
         if training and prefetch is not None and protect:
             depth = max(1, (min(protect) + 1) // options.accumulate)
             self.last_due_step = self.progress.step
             steps_done, limit = (self.progress.step, options.accumulate), self._next_due_step
+            skip = partial(prefetch, effects=False)
             prefetch = self.ordered_prefetch = OrderedPrefetch(prefetch, skip, *steps_done, depth, limit)
 
         # Steps. `cached` must be equal on all ranks, so it covers tables whose shards other ranks hold.
