@@ -4,7 +4,8 @@ The floor of a step with states on disk is the larger of what computes without a
 rate that a plain reader and writer has on the same disk, with direct I/O and the same block size. Since states cannot
 be moved before the gradients are there, a step takes the sum of both rather, so three batch sizes are measured.
 Everything of a case is timed in turns. PyTorch's `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer` and DeepSpeed
-offload from a GPU alone: they have nothing to compare with on a machine without one.
+offload from a GPU alone: they have nothing to compare with on a machine without one. FSDP2 in memory is compared by
+`python -m benchmarks.studies.fully_shard`.
 """
 
 from __future__ import annotations

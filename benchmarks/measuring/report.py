@@ -162,6 +162,17 @@ def memory_section(results: Row) -> str:
     return conditions + table_of(cases.values(), {"shape": "{shape}"} | mib)
 
 
+def fully_shard_section(results: Row) -> str:
+    """For every model: the best and the median step, beside those of the model in memory, and the peak of memory."""
+    rows = results["rows"]
+    columns = {
+        "model": "{model}", "best step": "{best_ms:.0f} ms", "median": "{median_ms:.0f} ms",
+        "of fully_shard's best": lambda row: f"{row['best_ms'] / rows[0]['best_ms']:.2f}",
+        "peak memory of a rank": lambda row: f"{row['peak_bytes'] / 2**20:,.0f} MiB",
+    }  # fmt: skip
+    return table_of(rows, columns)
+
+
 def gpu_section(results: dict[str, Any]) -> str:
     """The conditions, medians beside peers and a copy, targets, and failures."""
     row = results["rows"][0]
@@ -236,6 +247,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "accuracy-dynamic": ("docs/dynamic-tables.md", "quality", dynamic_section),
     "exchange-accuracy": ("docs/parallel.md", "exchange", exchange_section),
     "memory": ("docs/kernels.md", "memory", memory_section),
+    "fully-shard": ("docs/offload.md", "fully-shard", fully_shard_section),
 }  # by kind of results: page, its section, and what writes that
 
 
