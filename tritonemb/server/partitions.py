@@ -2,8 +2,7 @@
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
@@ -22,7 +21,6 @@ from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.batch import AssignedRows, RowBatch
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.index import find_batch, insert_batch
-from tritonemb.tables.lookup import assign_rows
 from tritonemb.tables.table_set import TableSet
 from tritonemb.tables.tier_lookup import PinnedBatch, prefetch_batch
 from tritonemb.types import CacheConfig
@@ -106,7 +104,7 @@ class Partitions:
         self.by_number = dict(zip(self.numbers, self.dynamic, strict=True))
         for number, table in self.by_number.items():
             table.reset_parameters(spec.tables[number].seed)
-        self.changes = RowChanges(self.by_number)
+        self.changes, self._memories = RowChanges(self.by_number), self._read_memories()
         self.blocks = [slice(*(bisect_left(self.numbers, n) for n in (s.start, s.stop))) for s in spec.blocks]
 
     def owned(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int]) -> Tensor:
@@ -127,9 +125,7 @@ class Partitions:
         if self.tables is None:
             return NO_ROWS
         known_rows = () if self.changes.versions is None else self.find(ids, sizes).split(sizes)
-        with torch.enable_grad():  # marks the batch as one for training
-            assigned = assign_rows(self.tables, self._batch(ids, sizes), occurrences=occurrences)
-        rows = assigned.features.values()
+        rows, *_ = insert_batch(self.dynamic, ids, offsets_of(sizes), range(len(sizes)), occurrences)
         by_number = dict(zip(self.numbers, rows.split(sizes), strict=True))
         masks = (old_rows != new_rows for old_rows, new_rows in zip(known_rows, by_number.values(), strict=False))
         self.changes.mark(by_number, dict(zip(self.numbers, masks, strict=False)))
@@ -157,8 +153,19 @@ class Partitions:
 
         Row -1 reads as the initial value of its id.
         """
-        with self.memory(rows, sizes, numbers, dirty=ids is None) as (memories, slots):
-            move_rows(fields, blocks, memories, slots, sizes, write=ids is None)
+        # Rows of tables on disk are pinned in slots of memory meanwhile.
+        batch, memories, slots = self.pin(rows, sizes, numbers), self._memories, rows
+        if batch is not None and (pins := batch.pins) is not None:
+            pins.is_dirty, slots, memories = ids is None, rows.clone(), self._read_memories()
+            for number, table_slots in zip(numbers, slots.split(sizes), strict=True):
+                pinned_rows, pinned_slots = pins.rows_of(self.numbers.index(number))
+                known = nonzero(table_slots >= 0)
+                table_slots[known] = pinned_slots[torch.searchsorted(pinned_rows, table_slots[known])]
+        try:
+            move_rows(fields, blocks, [memories[number] for number in numbers], slots, sizes, write=ids is None)
+        finally:
+            if batch is not None:
+                batch.release()
         if ids is not None and (missing := nonzero(rows < 0)).numel():
             positions, bounds = positions_in(blocks, sizes), torch.searchsorted(missing, offsets_of(sizes)).tolist()
             for table_fields, block in zip(fields, blocks, strict=True):
@@ -193,28 +200,9 @@ class Partitions:
         batch, clock = self._batch(rows, sizes), torch.tensor(self.dynamic[0].index.clock)
         return prefetch_batch(self.tables, batch, AssignedRows(batch, None, None, True, clock))
 
-    @contextmanager
-    def memory(
-        self, rows: Tensor, sizes: Sequence[int], numbers: Sequence[int], dirty: bool = False
-    ) -> Iterator[tuple[list[dict[str, Tensor]], Tensor]]:
-        """Yield weight and states of tables `numbers` in memory, and the slots of rows there; row -1 has slot -1.
-
-        Rows of tables on disk are pinned meanwhile, and then marked dirty if `dirty`.
-        """
-        batch = self.pin(rows, sizes, numbers)
-        pinned, slots = None if batch is None else batch.pins, rows
-        if pinned is not None:
-            slots = rows.clone()
-            for number, table_slots in zip(numbers, slots.split(sizes), strict=True):
-                pinned_rows, pinned_slots = pinned.rows_of(self.numbers.index(number))
-                known = nonzero(table_slots >= 0)
-                table_slots[known] = pinned_slots[torch.searchsorted(pinned_rows, table_slots[known])]
-        try:
-            yield [self.by_number[number].device_tensors() for number in numbers], slots
-        finally:
-            if pinned is not None:
-                pinned.is_dirty = dirty
-                pinned.release()
+    def _read_memories(self) -> dict[int, dict[str, Tensor]]:
+        """Return weight and states in memory by number of the table; those of a table on disk may be replaced."""
+        return {number: table.device_tensors() for number, table in self.by_number.items()}
 
     def _batch(self, values: Tensor, sizes: Sequence[int]) -> KeyedJaggedTensor:
         assert self.tables is not None
