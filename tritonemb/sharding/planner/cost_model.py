@@ -86,6 +86,12 @@ class Prediction(NamedTuple):
     def step(self) -> float:
         return self.load + self.dense
 
+    @property
+    def imbalance(self) -> float:
+        """Ratio of the slowest rank's load to the mean."""
+        load = self.seconds.sum(1)
+        return float(load.max() / load.mean()) if load.any() else 1.0
+
 
 @dataclass(eq=False, repr=False)
 class CostModel:

@@ -9,16 +9,8 @@ import numpy as np
 
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import COLUMNS_ROUNDED_TOGETHER, SHARDINGS, RowWise, Sharding, ShardingPlan, TableWise
-from tritonemb.sharding.planner.cost_model import (
-    DIRECT,
-    DISK,
-    HIERARCHICAL,
-    HOST,
-    PLACEMENTS,
-    REPLICAS,
-    CostModel,
-    Shards,
-)
+from tritonemb.sharding.planner import cost_model
+from tritonemb.sharding.planner.cost_model import PLACEMENTS, CostModel, Shards
 from tritonemb.sharding.planner.settings import SETTINGS
 from tritonemb.sharding.planner.shard_packing import Problem
 from tritonemb.sharding.planner.statistics import Array, TableStats
@@ -61,8 +53,7 @@ class Constraint:
         for name, known in (("placements", get_args(Placement)), ("types", tuple(SHARDINGS))):
             values = getattr(self, name)
             if values is not None:
-                values = (values,) if isinstance(values, str) else tuple(values)
-                object.__setattr__(self, name, values)
+                vars(self)[name] = values = (values,) if isinstance(values, str) else tuple(values)
                 if not values or not set(values) <= set(known):
                     raise ValueError(f"a constraint's {name} must be some of {known}, got {list(values)}")
 
@@ -106,7 +97,7 @@ class Kind(NamedTuple):
     units: int = 1  # ranges of rows; 0: every rank has the table
     by_columns: bool = False  # a unit is split into blocks of columns, else of rows
     on_node: bool = False  # bins are nodes
-    scheme: int = DIRECT
+    scheme: int = cost_model.DIRECT
 
     def splits(self, model: CostModel, allowed: Mapping[str, Array]) -> tuple[Array, Array, Array]:
         """Return which tables can have this type, the steps in which a unit is split, and its most shards: `[T]`."""
@@ -131,7 +122,7 @@ class Kind(NamedTuple):
             mask = mask & (columns >= model.local)
         elif self.name == "server":
             mask = one > 0
-        if self.scheme == HIERARCHICAL:
+        if self.scheme == cost_model.HIERARCHICAL:
             mask = mask & ~model.unpooled & (rows >= model.local)
         return mask, steps, max_shards
 
@@ -192,17 +183,17 @@ def make_problem(
         allowed["table_wise"][:] = True  # on one rank every type is table-wise
     kinds = [Kind("row_wise", units) for units in ROW_RANGES]
     if model.ranks > 1:
-        kinds += [Kind("column_wise", by_columns=True), Kind("data_parallel", 0, scheme=REPLICAS)]
+        kinds += [Kind("column_wise", by_columns=True), Kind("data_parallel", 0, scheme=cost_model.REPLICAS)]
     if model.nodes > 1 and model.local > 1:
         kinds += [
-            Kind("table_row_wise", on_node=True, scheme=HIERARCHICAL),
-            Kind("grid", by_columns=True, on_node=True, scheme=HIERARCHICAL),
+            Kind("table_row_wise", on_node=True, scheme=cost_model.HIERARCHICAL),
+            Kind("grid", by_columns=True, on_node=True, scheme=cost_model.HIERARCHICAL),
             Kind("table_column_wise", on_node=True),
         ]
     budgets = model.budgets * (1 - np.append(reserve, 0) - ROUNDING)
     options = [_options_of_kind(model, kind, allowed, tiers, budgets) for kind in kinds]
     if topology.servers:
-        kind = Kind("server", 0, scheme=REPLICAS)
+        kind = Kind("server", 0, scheme=cost_model.REPLICAS)
         options.append(_options_of_kind(model, kind, allowed, [("server", 0, 0, 0)], budgets))
     return _assemble(model, options, constraints, (model.rank_hbm.max() - model.rank_hbm) / budgets[0])
 
@@ -224,14 +215,14 @@ def _options_of_kind(
             edges[number] = np.interp(edges[number], weight, rows)
         # Ranges have equal weights, which are the means of their shares of rows and ids.
         id_share = np.diff(2 * np.linspace(0, 1, kind.units + 1) - edges)
-    share_factor = 1 / local if kind.scheme == HIERARCHICAL else 1.0
+    share_factor = 1 / local if kind.scheme == cost_model.HIERARCHICAL else 1.0
     edges, row_share = edges[table], np.diff(edges)[table] * share_factor
     id_share = row_share if id_share is None else id_share[table]
     rows, dims = row_share * model.rows[table][:, None], model.dims[table][:, None]
     # Cached shares, the same for all shards of a table; at least those that the batches in flight need.
     least = model.min_cached_rows(np.broadcast_to(table[:, None], rows.shape), id_share, rows)
     least = (least + CACHE_MARGIN * min(ranks, MAX_MARGIN_SHARDS)) / np.maximum(rows, 1)
-    is_cached, on_disk = (placement == HOST) | (placement == DISK), placement == DISK
+    is_cached, on_disk = (placement == cost_model.HOST) | (placement == cost_model.DISK), placement == cost_model.DISK
     cached = np.where(is_cached, np.minimum(np.maximum(tier[:, 1:2], least), 1).max(1), 0)
     on_host = np.where(on_disk, np.minimum(tier[:, 2], 1 - cached), 0)
     table_column_wise = kind.name == "table_column_wise"
@@ -248,7 +239,7 @@ def _options_of_kind(
         )  # fmt: skip
         seconds, memory = model.costs(Shards(*(np.broadcast_to(values, rows.shape).ravel() for values in shards)))
         uses = memory / np.maximum(budgets, 1.0)
-        uses[:, [HOST, DISK]] *= local if kind.on_node else 1
+        uses[:, [cost_model.HOST, cost_model.DISK]] *= local if kind.on_node else 1
         return np.concatenate([seconds.sum(1)[:, None], uses], 1).reshape(*rows.shape, 5)
 
     shape = len(table), kind.units

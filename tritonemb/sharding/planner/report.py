@@ -116,11 +116,6 @@ class PlanReport:
         return max(0.0, self.load / self.bound - 1) if self.bound else 0.0
 
     @property
-    def imbalance(self) -> float:
-        """Ratio of the slowest rank's load to the mean."""
-        return _imbalance(self.prediction)
-
-    @property
     def samples_per_second(self) -> float:
         return self.model.batch_size * self.model.topology.world_size / self.prediction.step
 
@@ -149,11 +144,11 @@ class PlanReport:
         """Return two lines: the sharding types and tiers, and the predicted time and memory."""
         counts = Counter(f"{table.option.kind.replace('_', '-')} on {table.option.placement}" for table in self.tables)
         options = ", ".join(f"{count} {name}" for name, count in sorted(counts.items(), key=lambda item: -item[1]))
-        hbm, top = float(self.prediction.hbm.max()), self.model.topology
+        prediction, top = self.prediction, self.model.topology
         return (
             f"sharding plan of {len(self.tables)} tables for {top.world_size} ranks: {options}\n"
-            f"predicted: {duration(self.prediction.step)} per step, the slowest rank at {self.imbalance:.2f} of the "
-            f"mean, at most {format_bytes(hbm)} of {format_bytes(top.hbm)} on a rank"
+            f"predicted: {duration(prediction.step)} per step, the slowest rank at {prediction.imbalance:.2f} of the "
+            f"mean, at most {format_bytes(float(prediction.hbm.max()))} of {format_bytes(top.hbm)} on a rank"
         )
 
     def __str__(self) -> str:
@@ -182,7 +177,7 @@ class PlanReport:
             f"Step: {duration(prediction.step)} (other layers {duration(prediction.dense)}, latencies "
             f"{duration(prediction.latency)}), {self.samples_per_second:,.0f} samples per second.",
             f"Slowest rank, by stage: {', '.join(f'{name} {duration(value)}' for name, value in stages if value)}.",
-            f"Load of the slowest rank: {duration(self.load)}, {self.imbalance:.3f} of the mean; lower bound "
+            f"Load of the slowest rank: {duration(self.load)}, {prediction.imbalance:.3f} of the mean; lower bound "
             f"{duration(self.bound)} (gap {100 * self.gap:.1f} %); greedy packing {duration(self.greedy)}.",
             f"Memory: {'; '.join(memory)}.",
             *([epoch] if model.epoch_samples else []),
@@ -219,11 +214,9 @@ class PlanReport:
         """See `ShardingPlan.check`."""
         model = replace(self.model, stats={**self.model.stats, **stats})
         prediction, problems = model.predict(plan), []
-        if _imbalance(prediction) > self.imbalance + DRIFT:
-            problems.append(
-                f"rank {int(prediction.seconds.sum(1).argmax())} takes {_imbalance(prediction):.2f} of the mean, "
-                f"planned {self.imbalance:.2f}"
-            )
+        if prediction.imbalance > (planned := self.prediction.imbalance) + DRIFT:
+            rank = int(prediction.seconds.sum(1).argmax())
+            problems.append(f"rank {rank} takes {prediction.imbalance:.2f} of the mean, planned {planned:.2f}")
         problems += [
             f"{name} memory: {format_bytes((used - size).max())} short, of {format_bytes(size.max())} per {owner}"
             for name, used, size, owner in _tiers(prediction, model) if (used > size).any()
@@ -257,11 +250,6 @@ def _tiers(prediction: Prediction, model: CostModel) -> list[tuple[str, Array, A
         ("host", prediction.host, np.array(model.topology.host), "node"),
         ("disk", prediction.disk, np.array(model.topology.disk), "node"),
     ]
-
-
-def _imbalance(prediction: Prediction) -> float:
-    load = prediction.seconds.sum(1)
-    return float(load.max() / load.mean()) if load.any() else 1.0
 
 
 def _moved(old_shards: Sequence[Shard], new_shards: Sequence[Shard], num_rows: int) -> float:

@@ -228,18 +228,14 @@ def _select_options(problem: Problem, relaxation: Relaxation, likely: Array, bou
     """Select one option per table, by MILPs over ever larger sets of candidates."""
     starts, table = problem.table_options[:-1], problem.option_table
     extra_cost = relaxation.cost - np.minimum.reduceat(relaxation.cost, starts)[table]
-    means, best = problem.mean_uses(relaxation.min_shards), np.zeros(len(table), dtype=bool)
-    if len(starts) >= SETTINGS.small_tables * problem.ranks:  # the best option of each table and tier is a candidate
-        tier = np.where(means[:, 2:] > 0, [1, 2, 3], 0).max(1)
-        order = np.lexsort((relaxation.cost, tier, table))
-        best[order[np.unique(4 * table[order] + tier[order], return_index=True)[1]]] = True
+    load = problem.mean_uses(relaxation.min_shards)[:, 0]
     reserve = min(SETTINGS.spare * problem.ranks / len(starts), SETTINGS.max_spare)
     selected, least = likely, np.inf
     for cheap, spare in ((SETTINGS.cheap, reserve), (20 * SETTINGS.cheap, reserve), (np.inf, reserve), (np.inf, 0.0)):
-        near = best | (extra_cost <= cheap / len(starts) * bound) | (relaxation.share > 1e-6)
+        near = (extra_cost <= cheap / len(starts) * bound) | (relaxation.share > 1e-6)
         options, _ = _solve_milp(problem, relaxation, np.flatnonzero(near & np.isfinite(relaxation.cost)), spare)
-        if options is not None and (load := float(means[options, 0].sum())) < least:
-            selected, least = options, load
+        if options is not None and (total := float(load[options].sum())) < least:
+            selected, least = options, total
         if least <= SETTINGS.enough * bound or (options is not None and cheap == np.inf):
             break
     return selected

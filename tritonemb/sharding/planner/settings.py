@@ -21,7 +21,6 @@ class SearchSettings(NamedTuple):
     overrun_cost: float = 1e3  # cost of exceeding a budget by 100 %, in loads: far above any gain of load
     max_milp_size: int = 10_000_000  # tables times options; a larger MILP is slow, and raises the bound little
     max_milp_nodes: int = 200  # bounds its time; its bound is valid at any node
-    small_tables: int = 20  # tables per rank, from which small tables fill up the budgets: any tier may be best
     # Extra cost of the options that the first MILP may select and the search may try, relative to a table's mean share
     # of the bound. Fewer tables have fewer mixtures: below `few_tables` more options are searched in proportion.
     cheap: float = 0.1

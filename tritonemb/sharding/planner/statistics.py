@@ -47,8 +47,8 @@ class TableStats:
 
     def __post_init__(self) -> None:
         try:
-            object.__setattr__(self, "hotness", tuple((rows, share) for rows, share in self.hotness))
-            object.__setattr__(self, "row_share", tuple(self.row_share))
+            groups = tuple((rows, share) for rows, share in self.hotness)
+            vars(self).update(hotness=groups, row_share=tuple(self.row_share))
         except (TypeError, ValueError):
             raise TypeError(f"hotness must be pairs and row_share numbers, got {self!r}") from None
         numbers = {"pooling_factor": [self.pooling_factor], "repeats": [self.repeats], "row_share": self.row_share}

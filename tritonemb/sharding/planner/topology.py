@@ -92,8 +92,7 @@ class Topology(JsonFile):
     PRESETS: ClassVar[dict[str, dict[str, Any]]]
 
     def __post_init__(self) -> None:
-        if not self.local_world_size:
-            object.__setattr__(self, "local_world_size", self.world_size)
+        vars(self).update(local_world_size=self.local_world_size or self.world_size)
         for name, least in (("world_size", 1), ("local_world_size", 1), ("servers", 0), ("readers", 0)):
             checked_size(f"a topology's {name}", getattr(self, name), least)
         if self.world_size % self.local_world_size:
@@ -102,8 +101,7 @@ class Topology(JsonFile):
                 f"{self.world_size}"
             )
         for name in ("rank_memory", "rank_speed"):
-            shares = tuple(getattr(self, name))
-            object.__setattr__(self, name, shares)
+            vars(self)[name] = shares = tuple(getattr(self, name))
             in_range = all(0 < checked_number(f"a topology's {name}", share) <= 1 for share in shares)
             if not in_range or len(shares) not in (0, self.world_size):
                 raise ValueError(
