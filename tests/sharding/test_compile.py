@@ -187,6 +187,38 @@ def test_a_graph_averages_gradients_and_buffers_as_ddp_does(ranks, backend):
         torch.testing.assert_close(compiled[1][name], tensor, rtol=1e-5, atol=1e-6)
 
 
+def accumulated_shards(rank, world):
+    """Gradients of FSDP2's shards, one of which is frozen, after micro-batches without reductions; and the tables."""
+
+    def make():
+        model = dlrm()
+        next(p for name, p in model.named_parameters() if "embeddings" not in name).requires_grad_(False)
+        return te.HybridParallel(model, plan(world), dense="fsdp")
+
+    results = []
+    for parallel, function in compiled_and_not("aot_eager", make):
+        for number in range(6):
+            if number == 3:
+                parallel.zero_grad()
+            dense, sparse, labels = part(batch(number, world), rank)
+            with parallel.no_sync() if number % 3 == 1 else nullcontext():
+                loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
+        gradients = {name: p.grad.full_tensor() for name, p in parallel.named_parameters() if p.requires_grad}
+        assert [name for name, p in parallel.named_parameters() if p.grad is None] == [
+            next(parallel.named_parameters())[0]
+        ]
+        results.append(gradients | whole_state(parallel))
+    return results
+
+
+@pytest.mark.more
+def test_a_graph_accumulates_gradients_as_fsdp2_does(ranks):
+    for compiled, eager in ranks(2).run(accumulated_shards, 2):
+        assert compiled.keys() == eager.keys()
+        for name, tensor in eager.items():
+            assert torch.equal(compiled[name], tensor), name
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.more)])
 def test_one_rank_has_cached_tables_in_the_graph(backend):
     def make():
