@@ -11,7 +11,7 @@ from torch import nn
 
 import tritonemb as te
 from tests.compiler.graphs import Compiled, Recorded, assert_same, count_ops
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, contents, make_collection, output_of, random_steps
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
 ROWS = 11
@@ -91,12 +91,17 @@ class Lone(nn.Module):
         return torch.cat([self.table(*args).flatten(1)], 1)
 
 
-@pytest.mark.parametrize("form", LONE)
-def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form, monkeypatch):
+@pytest.fixture
+def _no_inductor(monkeypatch):
     def compile_nothing(*_):
         raise AssertionError("Inductor was called")
 
     monkeypatch.setattr(torch._TorchCompileInductorWrapper, "__call__", compile_nothing)
+
+
+@pytest.mark.usefixtures("_no_inductor")
+@pytest.mark.parametrize("form", LONE)
+def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form):
     model, twin = Lone(form), Lone(form)
     compiled = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
     for size in (4, 5, 9):
@@ -119,6 +124,25 @@ def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form, monk
         compiled(torch.full_like(args[0], 7), *args[1:])
     with model.table.accumulate(), pytest.raises(RuntimeError, match="accumulate"):
         compiled(*args)
+
+
+@pytest.mark.usefixtures("_no_inductor")
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_collection_with_nothing_to_compile_is_called_as_it_is(pooled):
+    configs = [te.TableConfig(name, 30, 7, pooling="sum" if pooled else "none") for name in "ab"]
+    collection = make_collection(configs, te.optim.Adam(lr=0.1), pooled)
+    twin = copy.deepcopy(collection)
+    compiled = torch.compile(collection, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
+    for batch, grad in random_steps(collection, 3, weighted=pooled):
+        outputs = [output_of(module, batch) for module in (compiled, twin)]
+        assert torch.equal(*outputs)
+        for output in outputs:
+            output.backward(grad)
+        assert_same_bits(contents(collection), contents(twin))
+    output = output_of(compiled, batch)
+    batch.values().zero_()
+    with pytest.raises(RuntimeError, match="changed in place between their lookup"):
+        output.backward(grad)
 
 
 @pytest.mark.parametrize("optimizer", [te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.1)])

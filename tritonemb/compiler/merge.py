@@ -23,10 +23,11 @@ from tritonemb.compiler.graph import Writer, concat_operands, expression, is_con
 from tritonemb.compiler.lookups import FUSED_BAGS, LookupGroup, LookupIds, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, build_layout
 from tritonemb.ops.bag import count_unpadded
-from tritonemb.ops.embedding_bag import look_up_eagerly
+from tritonemb.ops.embedding_bag import look_up_eagerly, look_up_tables_eagerly
 from tritonemb.ops.row_update import NOT_ACCUMULATING, join_tables
 from tritonemb.types import seed_of
 
+_EAGER = dict.fromkeys(FUSED_BAGS, look_up_eagerly) | {torch.ops.tritonemb.embedding_bag_fused: look_up_tables_eagerly}
 _SHAPE_FUNCTIONS = {getitem, add, mul, torch.arange, torch.cat, "numel", "new_full", "view", "reshape", "flatten"}
 
 
@@ -256,11 +257,11 @@ def call_lookups(gm: GraphModule, inputs: Sequence[Any]) -> bool:
     Such a graph has nothing to compile, and the overhead of a compiled graph exceeds the time of a small lookup.
     """
     calls = [node for node in gm.graph.nodes if node.op in ("call_function", "call_method", "call_module")]
-    lookups = [node for node in calls if node.target in FUSED_BAGS]
+    lookups = [node for node in calls if node.target in _EAGER]
     on_cpu = all(value.device.type == "cpu" for value in inputs if isinstance(value, Tensor))
     if not lookups or not on_cpu or not all(node in lookups or node.target in _SHAPE_FUNCTIONS for node in calls):
         return False
     for node in lookups:
-        node.target = look_up_eagerly
+        node.target = _EAGER[node.target]
     gm.recompile()
     return True

@@ -19,7 +19,7 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.layout import BatchGradient, FusedTables, Layout, cached_fact, devices_of, dtypes_of, unpack_names
 from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
-from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
+from tritonemb.ops.registry import SHARED_ARGUMENTS, define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, row_groups, ungrouped
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_, row_update_, shared_update
 
@@ -256,6 +256,17 @@ define(
     "ScalarType output_dtype, *IdsOrGroups, *Layout) -> Tensor",
     _shape, _look_up_fused, _backward_fused,
 )  # fmt: skip
+
+
+_BATCH_KINDS = (FusedTables, *[None] * 8, SHARED_ARGUMENTS["*IdsOrGroups"][0], Layout)
+
+
+def look_up_tables_eagerly(*args: Any) -> Tensor:
+    """Run `tritonemb::embedding_bag_fused` without the dispatcher, in plain eager mode."""
+    batch = FusedBatch(*unflatten(args, *_BATCH_KINDS))
+    row_update.check_not_accumulating(batch.tables.learning_rate)
+    groups: Any = batch.groups
+    return (batch if groups.starts is not None else batch._replace(groups=None)).look_up()
 
 
 class BagGradient(NamedTuple):
