@@ -79,3 +79,22 @@ def test_tensors_are_read_from_their_bytes(alignment):
         for found, tensor in zip(memory.view_tensors(data, spans), some, strict=True):
             assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
             assert memory.bytes_of(found).tobytes() == memory.bytes_of(tensor).tobytes()
+
+
+def test_parts_that_follow_each_other_are_concatenated_without_a_copy():
+    whole = torch.arange(40.0).view(10, 4)
+    parts = whole.split([3, 0, 5, 2])
+    viewed = memory.concat(parts)
+    assert torch.equal(viewed, whole)
+    assert viewed.data_ptr() == whole.data_ptr()
+    assert memory.concat(parts[2:]).data_ptr() == parts[2].data_ptr()
+    for others in (
+        [parts[2], parts[0]],
+        [parts[0], parts[3]],
+        [parts[0], parts[2].clone()],
+        [whole[:, :2], whole[:, 2:]],
+    ):
+        copied = memory.concat(others)
+        assert torch.equal(copied, torch.cat(others))
+        assert copied.data_ptr() != others[0].data_ptr()
+    assert memory.concat([whole[:0], whole[:0]]).shape == (0, 4)
