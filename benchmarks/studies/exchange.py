@@ -27,15 +27,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 import tritonemb as te
 from benchmarks.measuring import report
 from benchmarks.studies.accuracy import data_sets, paired, seen_share
-from tritonemb.data import Dataset, Split
+from tritonemb.data import Dataset
 from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, RowWise, Sharding, ShardingPlan, TableWise
 from tritonemb.training.config import TrainConfig, preset
-from tritonemb.training.metrics import binary_metrics
 from tritonemb.training.run import build_model
 
 WORLD = 4
@@ -46,6 +44,7 @@ TOLERANCES = {
     ExchangePrecision("fp8_e4m3", "fp8_e5m2"): 0.003,
 }
 KINDS = ("pooled", "pooled gradients")
+Begin = Callable[[int], object] | None
 
 
 def plan_of(tables: Sequence[te.TableConfig], world: int) -> ShardingPlan:
@@ -70,43 +69,34 @@ def auc_of(config: TrainConfig, data: Dataset, exchange: ExchangePrecision, rank
     torch.manual_seed(config.seed)
     model = build_model(config, data.features, data.num_dense)
     parallel = te.HybridParallel(model, plan_of(data.tables(config.embedding_dim), world), exchange=exchange)
-    optimizer = torch.optim.Adam(parallel.parameters(), lr=config.dense_lr)
-
-    def batches(split: Split, epoch: int = 0) -> Any:
-        size, shuffle = config.batch_size // world, split == "train"
-        return data.open(split, size, seed=config.seed, epoch=epoch, shuffle=shuffle, shard=(rank, world))
-
-    steps = 0
-    for epoch in range(config.epochs):
-        for batch in batches("train", epoch):
-            loss = F.binary_cross_entropy_with_logits(parallel(batch.dense, batch.sparse), batch.labels)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            steps += 1
-    sent = parallel.group.traffic.by_kind()
-    with torch.no_grad():
-        mine = [(parallel(batch.dense, batch.sparse), batch.labels) for batch in batches("test")]
-    told = parallel.group.all_gather_object(mine)
-    logits, labels = (torch.cat([batch[part] for rank in told for batch in rank]) for part in (0, 1))
+    trainer = te.Trainer(
+        parallel, data, batch_size=config.batch_size // world, epochs=config.epochs, dense_lr=config.dense_lr,
+        seed=config.seed, verbose=False,
+    )  # fmt: skip
+    steps, sent = trainer.fit().steps, parallel.group.traffic.by_kind()
     return {
-        "auc": binary_metrics(logits, labels).auc,
+        "auc": trainer.evaluate("test").auc,
         "steps": steps,
         "bytes_a_step": {kind: sent[kind].total / steps for kind in KINDS},
         "saturated": sum(parallel.group.all_gather_object(parallel.saturated())),
     }
 
 
-def on_ranks(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(rank, world, *args)` returns on each rank; each is a process of this machine, with one thread."""
+def on_ranks(world: int, work: Callable[..., Any], *args: Any, begin: Begin = None) -> list[Any]:
+    """Return values of `work(rank, world, *args)` by rank; each is a process of this machine, with one thread.
+
+    `begin(rank)` is called before the processes connect.
+    """
     # What the ranks inherit: threads that spin while they wait take the cores from the other ranks.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_rank, (world, folder, work, *args), nprocs=world)
+        torch.multiprocessing.spawn(_rank, (world, folder, begin, work, *args), nprocs=world)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world)]
 
 
-def _rank(rank: int, world: int, folder: str, work: Callable[..., Any], *args: Any) -> None:
+def _rank(rank: int, world: int, folder: str, begin: Begin, work: Callable[..., Any], *args: Any) -> None:
+    if begin is not None:
+        begin(rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=world)
     (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(work(rank, world, *args)))

@@ -1,66 +1,82 @@
-"""Simulated scale: plans of published models, and a simulation of their steps: `python -m benchmarks.studies.scale`.
+"""Scale: one job on 1, 2 and 4 ranks behind links of 1 and 10 Gbit/s, measured, simulated, and extrapolated.
 
-A plan's cost model says how long each stage of a step takes on each rank; the simulation lets stages of several batches
-run as soon as what they need is there. Nothing here was measured on the machines that it is about.
+    python -m benchmarks.studies.scale           # as root: measure the cells that today's results lack; write the page
+    python -m benchmarks.studies.scale --again   # measure all cells
+    python -m benchmarks.studies.scale --page    # write the page's sections from the newest results
+
+Ranks, and a process with embedding servers, are in network namespaces of this machine, which a bridge joins. `tc`'s
+token bucket filter (tbf) limits both directions of a rank's link; the servers' link is as fast as those of all ranks
+together. Delay is not set, but measured. The simulator gets compute rates of one rank without a limit, and bandwidth
+and delay of the links. `benchmarks.studies.published` simulates published systems.
 """
 
 from __future__ import annotations
 
 import copy
+import ctypes
+import dataclasses
+import datetime
 import functools
 import heapq
+import itertools
 import math
+import multiprocessing
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
 
-from benchmarks.measuring import result_files
-from benchmarks.measuring.report import publish
+import tritonemb as te
+from benchmarks.measuring import report, result_files
+from benchmarks.measuring.clock import OtherLoad
+from benchmarks.studies.exchange import on_ranks
+from benchmarks.studies.staleness import Curve, Study, dlrm, fit, hot_ids
+from tritonemb import flight
+from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.offloading import Machine, estimate_offload
-from tritonemb.optimizers import Adagrad, RowWiseAdagrad
-from tritonemb.sharding.plan import DataParallel, ShardingPlan, TablePlacement, uniform_plan
-from tritonemb.sharding.planner import PlanError, Topology, cost_model, plan
+from tritonemb.server.node import EmbeddingServer
+from tritonemb.server.transport import FlightServer
+from tritonemb.sharding.plan import ShardingPlan, TableWise
+from tritonemb.sharding.planner import Topology, calibrate, collect_stats, cost_model, plan
 from tritonemb.sharding.planner.cost_model import CostModel
-from tritonemb.sharding.planner.options import Constraint
-from tritonemb.sharding.planner.statistics import TableStats
-from tritonemb.types import TableConfig
+from tritonemb.training.callbacks import Evaluation, StepEnd
+from tritonemb.training.run import build_optimizer
+from tritonemb.training.step import dense_parameters
 
 Array = np.ndarray[Any, Any]
-BATCH, BATCHES = 512, 10  # samples of a GPU; simulated steps
-GPUS = (8, 32, 128, 512, 1024)
-EXPONENT = 1.05  # of Zipf's law, by which rows are used
-LAUNCH = 10e-6  # seconds of a kernel that does little
-SPREAD = 0.2  # of each rate
-TRAINERS, TRAINER_NETWORK, TRAINER_FLOPS = 50, 2.5e9, 1e12  # of the parameter-server baseline
-SIZES = (6.25, 12.5, 25, 50, 100)  # trillions of parameters on servers
-PERSIA_TABLES, PERSIA_DIM, PERSIA_BATCH, PERSIA_FLOP = 26, 64, 1024, 1e14
+Rows = list[dict[str, Any]]
+PAGE, KIND = "docs/scale.md", "scaling"
+EXACT, HALF, STALE = "all-to-all, fp32", "all-to-all, fp16, gradients bf16", "servers, staleness 4"
+SERVERS = {f"servers, staleness {steps}": steps for steps in (0, 4)}
+METHODS = {
+    EXACT: ExchangePrecision("fp32", "fp32"), HALF: ExchangePrecision("fp16", "bf16"),
+    "all-to-all, bf16": ExchangePrecision("bf16", "bf16"),
+    **dict.fromkeys(SERVERS, ExchangePrecision("fp32", "fp32")),
+}  # fmt: skip
+TARGET, WITHIN = 0.835, 0.15  # AUC; error of the simulator
+BATCHES = 10  # simulated steps
+LOCAL, NODES = 8, (16, 64)  # ranks per node and nodes that are extrapolated to
+WARM = 50  # steps that are not measured: many rows are new
+LEASED = 1024  # rows of a table that ranks keep without staleness: fewer than those of a batch and the prefetched ones
+SEED, CORES, RUNS = 0, os.cpu_count() or 1, 16  # RUNS: at most, on servers, of one number of ranks
+PREFIX, LINK, ADDRESS, PORT, TOKEN = "tritonemb", "eth0", "10.0.1.{}", 9000, "x" * 32
 
 
-class Shape(NamedTuple):
-    """A model: parameters, tables, dims (least, mean, most), ids a bag, and MFLOP of a sample's forward pass."""
-
-    parameters: float
-    tables: int
-    dims: tuple[int, int, int]
-    pooling: int
-    mflop: float
-
-
-# Mudigere et al., ISCA 2022, recalled; "hundreds", "thousands" and "tens" of tables are 300, 1000 and 30 here.
-MODELS = {
-    "A1": Shape(95e9, 300, (4, 68, 192), 27, 89),
-    "A2": Shape(793e9, 1000, (4, 93, 384), 15, 638),
-    "A3": Shape(845e9, 1000, (4, 231, 960), 17, 784),
-    "F1": Shape(12e12, 30, (256, 256, 256), 20, 5),
-}
-COLUMNS, NODES = ("column_wise", "table_column_wise", "grid"), ("table_row_wise", "grid")
-RATES = ("lookup_bandwidth", "update_bandwidth", "host_bandwidth", "intra_bandwidth", "inter_bandwidth",
-         "control_bandwidth", "routing_rate", "flops")  # fmt: skip
-TYPES = ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid", "data_parallel")
+def of(rows: Rows, study: str, **values: Any) -> Rows:
+    """The rows of a study that have these values."""
+    values["study"] = study
+    return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
 class Stage(NamedTuple):
@@ -158,37 +174,15 @@ def period(spans: Sequence[Span]) -> float:
     return (ends[1] - ends[0]) / (batches - batches // 2)
 
 
-@dataclass(frozen=True)
-class How:
-    """What a step does: all of it, or without one technique; `device_ids`: devices exchange IDs, not hosts."""
+class How(NamedTuple):
+    """A step whose IDs and misses are sent so many steps ahead; `device_ids`: by devices, not by hosts."""
 
-    cache: bool = True
-    hierarchy: bool = True
-    fused: bool = True
-    pipeline: bool = True
+    ahead: int = cost_model.PREFETCHED
     device_ids: bool = False
 
 
-def seconds_of(model: CostModel, made: ShardingPlan, how: How) -> Array:
-    """Seconds `[ranks, stages of the cost model]`."""
-    at, rank = model.shards(made)
-    other = at if how.cache else at._replace(cached_rows=np.zeros_like(at.cached_rows))
-    if not how.hierarchy:
-        other = other._replace(scheme=np.where(at.scheme == cost_model.HIERARCHICAL, cost_model.DIRECT, at.scheme))
-    seconds = model.predict(made).seconds.copy()
-    if other is not at:
-        np.add.at(seconds, rank, model.costs(other)[0] - model.costs(at)[0])
-    if not how.fused:  # lookup, backward and optimizer: a kernel each a table; gradients of ids are written and read
-        launches = LAUNCH * np.bincount(rank, minlength=model.ranks)
-        ids = model.ids[at.table] * np.where(at.scheme == cost_model.REPLICAS, 1, model.ranks * at.id_share)
-        seconds[:, cost_model.LOOKUP] += launches
-        moved = np.bincount(rank, ids * at.width * 8, model.ranks)
-        seconds[:, cost_model.UPDATE] += 2 * launches + moved / model.topology.update_bandwidth
-    return seconds
-
-
 def stages_of(model: CostModel, seconds: Array, how: How) -> list[Stage]:
-    """A step: stages with their latencies. With the pipeline, IDs and misses of the next two steps are sent ahead."""
+    """A step: stages with their latencies. IDs and misses of the next steps are sent ahead."""
     top, all_ranks = model.topology, np.ones(model.ranks)
     networks = ("node", "network") if model.nodes > 1 else ("node",)
     latency = top.inter_latency if model.nodes > 1 else top.intra_latency
@@ -203,10 +197,9 @@ def stages_of(model: CostModel, seconds: Array, how: How) -> list[Stage]:
     ring = min(top.intra_bandwidth, top.inter_bandwidth * (top.local_world_size if top.nodes > 1 else math.inf))
     reduced = 8.0 * model.dense_parameters * (1 - 1 / top.world_size) / ring
     replicated = replicated + 2 * latency * bool(replicated.any())
-    ahead = cost_model.PREFETCHED if how.pipeline else 0
     return [
         Stage("ids", networks if how.device_ids else ("control",), ids,
-              (("update", 1 + ahead), ("layers' gradients", 1 + ahead)), True),
+              (("update", 1 + how.ahead), ("layers' gradients", 1 + how.ahead)), True),
         Stage("grouping", ("device",), grouping, (("ids", 0),)),
         Stage("misses", ("link",), misses, (("grouping", 0),)),
         Stage("lookup", ("device",), lookup + top.lookup_latency, (("misses", 0), ("update", 1))),
@@ -222,289 +215,442 @@ def stages_of(model: CostModel, seconds: Array, how: How) -> list[Stage]:
 def timeline(model: CostModel, made: ShardingPlan, how: How) -> list[Span]:
     """Simulated steps of a plan."""
     if how.device_ids:
-        top = model.topology
-        model = with_rates(
-            model, routing_rate=top.id_rate, control_bandwidth=top.inter_bandwidth * top.local_world_size
-        )
-    return simulate(stages_of(model, seconds_of(model, made, how), how), BATCHES)
+        top, bandwidth = model.topology, model.topology.inter_bandwidth * model.topology.local_world_size
+        model = with_rates(model, routing_rate=top.id_rate, control_bandwidth=bandwidth)
+    return simulate(stages_of(model, model.predict(made).seconds, how), BATCHES)
 
 
-def steps(model: CostModel, made: ShardingPlan, how: How = How()) -> dict[str, float]:
-    """Seconds of a step, with IDs by hosts and by devices."""
-    return {
-        name: period(timeline(model, made, replace(how, device_ids=by_device)))
-        for name, by_device in (("step_s", False), ("device_ids_s", True))
-    }
-
-
-def with_rates(model: CostModel, exchange: ExchangePrecision | None = None, **changes: float) -> CostModel:
-    """A cost model with other rates, or another exchange."""
+def with_rates(model: CostModel, **changes: float) -> CostModel:
+    """A cost model with other rates."""
     model = copy.copy(model)
-    model.exchange, model.topology = exchange or model.exchange, model.topology.but(**changes)
+    model.topology = model.topology.but(**changes)
     return model
 
 
-def zipf(rows: int) -> tuple[tuple[float, float], ...]:
-    """Groups of rows that are used by Zipf's law."""
-    edges = np.unique(np.geomspace(1, rows + 1, 24).round())
-    share = np.diff(edges ** (1 - EXPONENT) / (1 - EXPONENT))
-    return tuple(zip(np.diff(edges).tolist(), (share / share.sum()).tolist(), strict=True))
+class Grid(NamedTuple):
+    """Cells to measure: numbers of ranks, rates of links in Gbit/s, and none, methods; batch of all ranks, rows."""
+
+    ranks: Sequence[int] = (1, 2, 4)
+    gbits: Sequence[float] = (1, 10)
+    methods: Sequence[str] = tuple(METHODS)
+    batch_size: int = 2048
+    num_train: int = 512 * 1024
+    num_test: int = 32 * 1024
+
+    def study(self) -> Study:
+        """Synthetic data, and a DLRM with 8 tables of 50,000 rows and 64 columns."""
+        study = hot_ids("adagrad", 0.1, {}, self.num_train, self.num_test, num_features=8, num_ids=50_000)
+        config = dataclasses.replace(study.config, embedding_dim=64, top_mlp=(256, 128), batch_size=self.batch_size)
+        return dataclasses.replace(study, config=config, network=dlrm(config))
+
+    def tasks(self, ranks: int) -> Rows:
+        """Measurements of so many ranks; one rank has its stages timed, too, and needs no network without servers."""
+        rows: Rows = [{"study": "stages", "gbit": 0}] if ranks == 1 else []
+        for gbit in (0, *self.gbits):
+            methods = [each for each in self.methods if ranks > 1 or each in SERVERS or (each == EXACT and not gbit)]
+            rows += [{"study": "link", "gbit": gbit}]
+            rows += [{"study": "cell", "gbit": gbit, "method": method} for method in methods]
+        return [row | {"ranks": ranks} for row in rows]
 
 
-@functools.cache
-def tables_of(name: str) -> tuple[list[TableConfig], dict[str, TableStats]]:
-    """Tables of a shape, always the same: 16 bits, log-normal rows, log-normal dims between its limits."""
-    shape, draw = MODELS[name], np.random.RandomState(0)
-    least, mean, most = shape.dims
-    noise, low, high = draw.normal(0, 0.8, shape.tables), 0.0, 10.0
-    for _ in range(40):
-        dims = np.clip(np.exp(noise + (low + high) / 2) // 4 * 4, least, most).astype(int)
-        low, high = ((low + high) / 2, high) if dims.mean() < mean else (low, (low + high) / 2)
-    rows = np.exp(draw.normal(0, 1.5, shape.tables))
-    rows = np.maximum(10, rows * shape.parameters / (rows @ dims)).astype(int).tolist()
-    tables = [
-        TableConfig(f"t{n}", r, d, dtype=torch.float16)
-        for n, (r, d) in enumerate(zip(rows, dims.tolist(), strict=True))
-    ]
-    return tables, {each.name: TableStats(float(shape.pooling), zipf(r)) for each, r in zip(tables, rows, strict=True)}
+def plan_of(study: Study, ranks: int) -> ShardingPlan:
+    """Whole tables on ranks in turn; each rank is a node."""
+    names = enumerate(feature.name for feature in study.data.features)
+    return ShardingPlan({name: TableWise(number % ranks) for number, name in names}, ranks, local_world_size=1)
 
 
-@functools.cache
-def planned(name: str, gpus: int, types: tuple[str, ...] = (), host: float = 1.5e12) -> ShardingPlan:
-    """Of a model on the ZionEX cluster without its disks."""
-    tables, stats = tables_of(name)
-    made = plan(
-        tables, Topology.preset("zionex-16x8", world_size=gpus, disk=0, host=host), batch_size=BATCH, stats=stats,
-        constraints={"*": Constraint(types=types)} if types else None, dense_parameters=dense_parameters(name),
-    )  # fmt: skip
-    print(f"{name} on {gpus} GPUs{' with ' + ', '.join(types) if types else ''}: {made.report.summary()}", flush=True)
-    return made
+def run(*commands: str, check: bool = True) -> None:
+    """Run commands of iproute2. OSError with what one says, if `check`."""
+    for command in commands:
+        done = subprocess.run(command.split(), capture_output=True, text=True)
+        if done.returncode and check:
+            raise OSError(f"{command}: {done.stderr.strip() or done.returncode}")
 
 
-def dense_parameters(name: str) -> int:
-    """Two operations of the forward pass each."""
-    return int(MODELS[name].mflop * 1e6 / 2)
+class Network(NamedTuple):
+    """Network namespaces of the ranks and, last, of the servers; and that of the bridge."""
+
+    names: list[str]
+    bridge: str
+
+    def limit(self, gbit: float) -> None:
+        """Limit both directions of the links to this rate; 0: to one that no link reaches."""
+        for number, name in enumerate(self.names):
+            rate = (gbit or 100) * (len(self.names) - 1 if number == len(self.names) - 1 else 1)
+            # A burst of a millisecond: more than a segment of 64 KiB, less than the messages that are measured.
+            tbf = f"root tbf rate {rate}gbit burst {rate * 1.25e5:.0f} latency 5ms"
+            run(f"tc -n {name} qdisc replace dev {LINK} {tbf}",
+                f"tc -n {self.bridge} qdisc replace dev port{number} {tbf}")  # fmt: skip
 
 
-def uniform(model: CostModel) -> tuple[ShardingPlan, float]:
-    """What sizes alone give, in host memory with 3 % of the rows cached if devices are too small; largest part of a
-    budget that it takes."""
-    made = uniform_plan(model.tables, model.ranks, model.local)
-    if model.predict(made).hbm.max() > model.topology.hbm:
-        tiers = {}
-        for table in model.tables:
-            if not isinstance(made.tables[table.name], DataParallel):
-                largest = max(shard.num_rows for shard in made.shards(table))
-                tiers[table.name] = TablePlacement("host", math.ceil(0.03 * largest))
-        made = replace(made, placements=tiers)
-    seen = model.predict(made)
-    return made, float(max(seen.hbm.max() / model.topology.hbm, seen.host.max() / max(1, model.topology.host)))
-
-
-def techniques(name: str) -> Iterator[dict[str, Any]]:
-    """Steps of a model on 128 GPUs with everything, and without each technique; what `uniform_plan` makes of it."""
-    made = planned(name, 128)
-    model, options = made.report.model, [each.option for each in made.report.tables]
-    kinds, full = {each.kind for each in options}, {}
-    cases: dict[str, Any] = {
-        "none": (model, made, How()),
-        "16-bit exchange": (with_rates(model, ExchangePrecision("fp32", "fp32")), made, How()),
-        "fused kernels": (model, made, How(fused=False)),
-        "pipeline": (model, made, How(pipeline=False)),
-    }
-    if any(each.placement == "host" for each in options):
-        cases["cache"] = model, made, How(cache=False)
-    if kinds & {*NODES}:
-        cases["hierarchy, same plan"] = model, made, How(hierarchy=False)
-    for technique, without in (("hierarchy", NODES), ("column blocks", COLUMNS)):
-        if kinds & {*without}:
-            try:
-                other = planned(name, 128, tuple(each for each in TYPES if each not in without))
-                cases[technique] = model, other, How()
-            except PlanError as error:
-                yield {"study": "technique", "model": name, "without": technique, "error": str(error)}
-    by_size, full["planner"] = uniform(model)
-    cases["planner"] = model, by_size, How()
-    for technique, (cost, its_plan, how) in cases.items():
-        load = cost.predict(its_plan).load
-        row = {"study": "technique", "model": name, "without": technique, **steps(cost, its_plan, how), "load_s": load}
-        yield row | {"of_budget": full.get(technique)}
-
-
-def whole(name: str, gpus: int) -> dict[str, Any]:
-    """A plan and its step; on 128 GPUs also by how much that depends on each rate."""
-    row = {"study": "plan", "model": name, "gpus": gpus}
+@contextmanager
+def network(ranks: int) -> Iterator[Network]:
+    """Make a network, and remove it at the end, and those of killed processes. OSError where it is not permitted."""
+    for path in Path("/run/netns").glob(f"{PREFIX}-*"):
+        if not Path("/proc", path.name.split("-")[1]).exists():
+            run(f"ip netns del {path.name}", check=False)
+    bridge, *names = (f"{PREFIX}-{os.getpid()}-{number}" for number in range(ranks + 2))
+    made = Network(names, bridge)
     try:
-        made = planned(name, gpus)
-    except PlanError as error:
-        return row | {"error": str(error)}
-    report, model = made.report, made.report.model
-    found = steps(model, made)
-    row |= found | {
-        "predicted_s": report.prediction.step, "load_s": report.load, "bound_s": report.bound,
-        "greedy_s": report.greedy, "summary": report.summary().split("\n")[0].partition(": ")[2],
-        "hbm": float(report.prediction.hbm.max()), "host": float(report.prediction.host.max()),
-        "stages_s": dict(zip(cost_model.STAGES, seconds_of(model, made, How()).max(0).tolist(), strict=True)),
-    }  # fmt: skip
-    if gpus != 128:
+        run(f"ip netns add {bridge}", f"ip -n {bridge} link add bridge type bridge",
+            f"ip -n {bridge} link set bridge up")  # fmt: skip
+        for number, name in enumerate(names):
+            run(
+                f"ip netns add {name}", f"ip -n {name} link set lo up",
+                f"ip -n {bridge} link add port{number} type veth peer name {LINK} netns {name}",
+                f"ip -n {bridge} link set port{number} master bridge up",
+                f"ip -n {name} addr add {ADDRESS.format(number)}/16 dev {LINK}", f"ip -n {name} link set {LINK} up",
+            )  # fmt: skip
+        made.limit(1)
+        yield made
+    finally:
+        run(*(f"ip netns del {name}" for name in (*names, bridge)), check=False)
+
+
+def server_address(ranks: int, run: int) -> str:
+    return f"grpc://{ADDRESS.format(ranks)}:{PORT + 1 + run}"
+
+
+def enter(names: Sequence[str], number: int) -> None:
+    """Move this process into a namespace, before it has threads; let it end with its parent."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with open(f"/run/netns/{names[number]}") as file:
+        if libc.setns(file.fileno(), 0):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {names[number]}")
+    os.environ["GLOO_SOCKET_IFNAME"] = LINK
+
+
+def serve(names: Sequence[str], pipe: Any) -> None:
+    """Serve embedding servers, one per run, and a port that counts bytes, until the process is killed."""
+    ranks = len(names) - 1
+    enter(names, ranks)
+    torch.set_num_threads(1)
+    listener = socket.create_server((ADDRESS.format(ranks), PORT))
+    # The namespace cannot be reached from other machines; TLS would be a cost that the all-to-all does not have.
+    with mock.patch.object(flight, "check_exposure"):
+        endpoints = [FlightServer(EmbeddingServer(), server_address(ranks, n), TOKEN) for n in range(RUNS)]
+    pipe.send(os.getpid())
+    while endpoints:
+        with listener.accept()[0] as connection:
+            total = 0
+            while part := connection.recv(1 << 20):
+                total += len(part)
+            connection.sendall(total.to_bytes(8, "little"))
+
+
+def plain_socket(ranks: int, seconds: float = 0.5) -> dict[str, float]:
+    """Bytes per second of a plain socket to the servers' namespace, and seconds of a message: half of a handshake."""
+    delays, data = list[float](), bytes(1 << 20)
+    for _ in range(20):
+        begin = time.perf_counter()
+        with socket.create_connection((ADDRESS.format(ranks), PORT)) as connection:
+            delays.append((time.perf_counter() - begin) / 2)
+    with socket.create_connection((ADDRESS.format(ranks), PORT)) as connection:
+        begin = time.perf_counter()
+        while time.perf_counter() < begin + seconds:
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        total = int.from_bytes(connection.recv(8), "little")
+        return {"stream": total / (time.perf_counter() - begin), "delay": statistics.median(delays)}
+
+
+class Meter(Curve):
+    """A curve, and what steps use after the first ones: seconds, seconds of the processor of this process and of the
+    servers', bytes sent and received."""
+
+    def __init__(self, server: int) -> None:
+        super().__init__()
+        self._server, self._used = Path(f"/proc/{server}/stat"), list[Array]()
+        self._last: Any = None
+
+    def on_step(self, event: StepEnd) -> None:
+        last, self._last = self._last, self.reading()
+        if last is not None and event.step > WARM:
+            self._used.append(self._last - last)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        super().on_evaluation(evaluation)
+        self._last = None
+
+    def reading(self) -> Any:
+        lines = Path("/proc/thread-self/net/dev").read_text().splitlines()
+        received, *_, sent = next(line for line in lines if LINK in line).split(":")[1].split()[:9]
+        ticks = sum(map(int, self._server.read_text().rpartition(")")[2].split()[11:13]))
+        cpu = time.process_time(), ticks / os.sysconf("SC_CLK_TCK")
+        return np.array([time.perf_counter(), *cpu, int(sent), int(received)])
+
+    def per_step(self) -> dict[str, float]:
+        used = np.mean(self._used, 0).tolist()
+        return dict(zip(("step_s", "cpu_s", "server_cpu_s", "sent", "received"), used, strict=True))
+
+
+class Rank:
+    """Measurements on a rank; each returns a row. All ranks take part."""
+
+    def __init__(self, rank: int, grid: Grid, server: int) -> None:
+        self.rank, self.grid, self.study, self.server, self.group = rank, grid, grid.study(), server, RankGroup.world()
+        self.ranks, self._addresses = self.group.size, (server_address(self.group.size, n) for n in range(RUNS))
+
+    def cell(self, gbit: float, method: str, max_steps: int | None = None) -> dict[str, Any]:
+        """Train; what a step uses on average, and the curve."""
+        staleness, meter, samples = SERVERS.get(method), Meter(self.server), self.grid.batch_size // self.ranks
+        with ExitStack() as stack:
+            options: dict[str, Any] = {"max_steps": max_steps}
+            if staleness is not None:
+                servers = stack.enter_context(te.server.connect([next(self._addresses)], token=TOKEN))
+                options |= {"servers": servers, "staleness": staleness}
+            cache = te.CacheConfig(rows=LEASED) if staleness == 0 else te.CacheConfig()
+            model = self.study.model(SEED, placement="device" if staleness is None else "server", cache=cache)
+            if self.ranks > 1:
+                model = te.HybridParallel(model, plan_of(self.study, self.ranks), exchange=METHODS[method])
+            before = meter.reading()
+            with OtherLoad() as load:
+                fit(self.study, model, SEED, meter, samples, **options)
+            wall, cpu, server_cpu, *_ = (meter.reading() - before).tolist()
+        by_rank = self.group.all_gather_object((meter.per_step(), cpu))
+        used = {name: statistics.fmean(steps[name] for steps, _ in by_rank) for name in by_rank[0][0]}
+        known = sum(seconds for _, seconds in by_rank[1:]) + server_cpu  # of our other processes
+        other = max(0.0, (load.percent or 0.0) - 100 * known / wall / CORES)
+        return used | {"curve": meter.found, "auc": meter.found[-1][2], "other_load_percent": other}
+
+    def stages(self, gbit: float) -> dict[str, Any]:
+        """Median seconds of preparing a batch of the size that two ranks have, of its lookup, and of the update."""
+        model: Any = te.HybridParallel(self.study.model(SEED, placement="device"), plan_of(self.study, 1))
+        samples, stages = self.grid.batch_size // 2, list[Array]()
+        data = iter(self.study.data.open("train", samples, seed=SEED, epoch=0, shuffle=True))
+        for _ in range(WARM):
+            times = [time.perf_counter()]
+            features = model.prefetch(next(data).sparse)
+            times.append(time.perf_counter())
+            outputs = model.collections[0](features)
+            times.append(time.perf_counter())
+            outputs.backward(torch.ones_like(outputs))
+            stages.append(np.diff([*times, time.perf_counter()]))
+        return dict(zip(("prepare_s", "lookup_s", "update_s"), np.median(stages, 0).tolist(), strict=True))
+
+    def link(self, gbit: float) -> dict[str, Any]:
+        """Bandwidth and delay of a plain socket; bandwidth of all-to-alls as large as outputs in 16 and in 32 bits."""
+
+        def exchange(kib: int) -> Any:
+            counts = [kib << 10] * self.ranks
+            payload = torch.zeros(sum(counts), dtype=torch.uint8)
+            return lambda: self.group.all_to_all(payload, counts, counts, "link")(), sum(counts)
+
+        row: dict[str, Any] = plain_socket(self.ranks) if self.rank == 0 else {}
+        points = calibrate.measure(self.group, torch.device("cpu"), exchange) if self.ranks > 1 else []
+        for width in (2, 4) if self.ranks > 1 else ():
+            kib = max(64, self.grid.batch_size * 8 * 64 * width // self.ranks**2 >> 10)  # to each rank
+            row[f"exchange_{width}"] = (self.ranks - 1) * (kib << 10) / points[calibrate.SIZES.index(kib)][0]
         return row
-    row["change"] = {}
-    for rate in RATES:
-        value = getattr(model.topology, rate)
-        ends = [steps(with_rates(model, **{rate: value * x}), made) for x in (1 - SPREAD, 1 + SPREAD)]
-        row["change"][rate] = {mode: [end[mode] / found[mode] - 1 for end in ends] for mode in found}
-    for mode in found:
-        for side, sign in (("low", -1), ("high", 1)):
-            ends = [max(0.0, sign * end) for change in row["change"].values() for end in change[mode]]
-            row[f"{mode}_{side}"] = found[mode] * (1 + sign * math.hypot(*ends))
-    return row | parameter_server(name, {mode: gpus * BATCH / seconds for mode, seconds in found.items()})
 
 
-def parameter_server(name: str, samples_per_s: dict[str, float]) -> dict[str, Any]:
-    """Trainers that get pooled float32 vectors from servers, which are never what is waited for."""
-    tables, _ = tables_of(name)
-    sent = sum(8 * table.embedding_dim + 4 * MODELS[name].pooling for table in tables)
-    rate = min(TRAINER_NETWORK / sent, TRAINER_FLOPS / (6 * dense_parameters(name)))
-    times = {f"{mode}_times": value / rate / TRAINERS for mode, value in samples_per_s.items()}
-    waits = "network" if rate * sent >= 0.999 * TRAINER_NETWORK else "layers"
-    return {"trainer_samples_per_s": rate, "trainer_waits_for": waits} | times
+def work(rank: int, ranks: int, grid: Grid, path: Path, tasks: Rows, made: Network, server: int) -> None:
+    """Measure tasks on a rank; the first one stores each row."""
+    measured, results = Rank(rank, grid, server), result_files.read(path)
+    for method in grid.methods:
+        measured.cell(0, method, WARM + 2)  # loads kernels
+    for task in tasks:
+        if rank == 0:
+            made.limit(task.get("gbit", 0))
+        measured.group.barrier()
+        arguments = {name: value for name, value in task.items() if name not in ("study", "ranks")}
+        row = task | getattr(measured, task["study"])(**arguments)
+        if rank == 0:
+            results["rows"].append(row)
+            result_files.write_json(path, results)
+            print({name: value for name, value in row.items() if name != "curve"}, flush=True)
 
 
-def memory_of_states() -> list[dict[str, Any]]:
-    """Bytes of F1 with each dtype and optimizer."""
-    tables, _ = tables_of("F1")
-    found = []
-    for words, dtype, optimizer in (
-        ("float32, Adagrad", torch.float32, Adagrad()), ("float16, row-wise Adagrad", torch.float16, RowWiseAdagrad()),
-    ):  # fmt: skip
-        model = CostModel([replace(each, dtype=dtype) for each in tables], Topology(8), 1, optimizer)
-        size = float(model.rows @ model.record_bytes(np.arange(len(tables)), model.dims))
-        found.append({"study": "states", "states": words, "bytes": size})
-    return found
+def measure(grid: Grid, path: Path) -> None:
+    """Measure what the file lacks."""
+    if not path.exists():
+        shared = result_files.environment()
+        results = {"date": shared["date"], "environment": shared, "grid": grid._asdict(), "rows": []}
+        result_files.write_json(path, results)
+    for ranks in grid.ranks:
+        rows = result_files.read(path)["rows"]
+        if tasks := [task for task in grid.tasks(ranks) if not of(rows, **task)]:
+            with network(ranks) as made:
+                pipe, child = multiprocessing.Pipe()
+                context = multiprocessing.get_context("spawn")
+                server = context.Process(target=serve, args=(made.names, child), daemon=True)
+                server.start()
+                child.close()  # so that the end of the server ends the wait for it
+                try:
+                    begin = functools.partial(enter, made.names)
+                    on_ranks(ranks, work, grid, path, tasks, made, pipe.recv(), begin=begin)
+                finally:
+                    server.kill()
+                    server.join()
 
 
-def persia_tables(trillions: float, dtype: torch.dtype) -> tuple[list[TableConfig], dict[str, TableStats]]:
-    """Dynamic tables on servers, an id a sample each."""
-    rows = int(trillions * 1e12 / PERSIA_DIM / PERSIA_TABLES)
-    tables = [
-        TableConfig(f"t{n}", None, PERSIA_DIM, capacity=rows, placement="server", dtype=dtype)
-        for n in range(PERSIA_TABLES)
-    ]
-    return tables, {table.name: TableStats(1.0, zipf(rows)) for table in tables}
+class Simulation:
+    """Steps of the simulator with the rates of a results file.
 
+    What a rank computes in a step is calibrated by the step of as many ranks without a limit, less the time of its
+    messages; stages of the tables by one rank. Bandwidth and delay are those of the all-to-all, or of a plain socket.
+    """
 
-def persia(trillions: float, dtype: torch.dtype = torch.bfloat16, measured: float = 2.5e6) -> dict[str, Any]:
-    """Tables on the embedding servers of Persia's cluster; what does not fit as the planner's text."""
-    top = Topology.preset("persia-64")
-    tables, stats = persia_tables(trillions, dtype)
-    row = {"study": "servers", "trillions": trillions, "dtype": str(dtype).removeprefix("torch.")}
-    dense = int(PERSIA_FLOP / 6 / PERSIA_BATCH / top.world_size)
-    try:
-        made = plan(
-            tables, top, batch_size=PERSIA_BATCH, stats=stats, constraints={"*": Constraint(placements="server")},
-            dense_parameters=dense,
+    def __init__(self, results: dict[str, Any]) -> None:
+        self.rows, self.grid = results["rows"], Grid(**results["grid"])
+        self.study = self.grid.study()
+        self.tables = self.study.data.tables(self.study.config.embedding_dim)
+        dense = dense_parameters(self.study.model(SEED, placement="device"))
+        self.options: dict[str, Any] = {
+            "stats": collect_stats(self.study.data, self.tables, num_batches=20),
+            "optimizer": build_optimizer(self.study.config), "dense_parameters": sum(p.numel() for p in dense),
+        }  # fmt: skip
+        # A topology with rates of tables: what the stages do, over their seconds.
+        rates = dict.fromkeys(("lookup_bandwidth", "update_bandwidth", "id_rate"), 1.0)
+        unit = Topology(1, lookup_rate=1e30, lookup_latency=0.0, update_latency=0.0, **rates)
+        done = CostModel(self.tables, unit, self.grid.batch_size // 2, **self.options).predict(plan_of(self.study, 1))
+        ids, by_lookup, by_update = done.seconds[0, [cost_model.GROUPING, cost_model.LOOKUP, cost_model.UPDATE]]
+        (stages,) = of(self.rows, "stages")
+        self.top = unit.but(
+            id_rate=ids / stages["prepare_s"], lookup_bandwidth=by_lookup / stages["lookup_s"],
+            update_bandwidth=by_update / stages["update_s"], routing_rate=1e15,
         )  # fmt: skip
-    except PlanError as error:
-        return row | {"error": str(error)}
-    report, model = made.report, made.report.model
-    pulled, seconds = float(model.distinct_of_rank.sum()), period(timeline(model, made, How()))
-    waited = period(timeline(model, made, How(pipeline=False)))
-    one = with_rates(model, server_rows=measured)
-    slow = {name: period(timeline(one, made, How(pipeline=name == "slow_s"))) for name in ("slow_s", "slow_waited_s")}
-    by_server = 2 * pulled * top.world_size / top.servers / seconds
-    held, rows = report.prediction.server / top.servers, sum(float(table.capacity or 0) for table in tables)
-    return row | {
-        "plan": str(report).split("\n\n")[0], "dense_parameters": dense, "bytes_a_server": held,
-        "rows_a_server": rows / top.servers, "row_bytes": held / rows * top.servers, "rows_a_rank": pulled,
-        "step_s": seconds, "waited_s": waited,
-        "samples_per_s": top.world_size * PERSIA_BATCH / seconds, "rows_a_server_per_s": by_server,
-        "processes_a_server": by_server / measured,
-        "bytes_a_worker_per_s": pulled * (8 + 8 * PERSIA_DIM) / seconds, "measured_rows_per_s": measured, **slow,
-    }  # fmt: skip
+
+    def step(self, base: dict[str, Any], gbit: float, ranks: int = 0, local: int = 1) -> float:
+        """Seconds of a step with the work per rank of `base`, a cell without a limit, behind links of a rate. Tables
+        are planned for other `ranks` than those of the cell, `local` per node."""
+        layers = base["step_s"] - self._period(base, 0, 1e-9, base["ranks"], 1)
+        return self._period(base, gbit, layers, ranks or base["ranks"], local)
+
+    def _period(self, base: dict[str, Any], gbit: float, layers: float, ranks: int, local: int) -> float:
+        method, size, samples = base["method"], base["ranks"], self.grid.batch_size // base["ranks"]
+        steps, (link,) = SERVERS.get(method), of(self.rows, "link", ranks=size, gbit=gbit)
+        width = 4 if METHODS[method] == METHODS[EXACT] else 2
+        bandwidth, delay = link["stream" if size == 1 or steps else f"exchange_{width}"], link["delay"]
+        top = self.top.but(
+            world_size=ranks, local_world_size=local, host_latency=delay, intra_latency=delay, inter_latency=delay,
+            intra_bandwidth=bandwidth, inter_bandwidth=bandwidth, control_bandwidth=bandwidth * local,
+            flops=6.0 * self.options["dense_parameters"] * samples / layers,
+        )  # fmt: skip
+        options = self.options | {"exchange": METHODS[method], "batch_size": samples}
+        planned = plan(self.tables, top, **options) if ranks != size and steps is None else plan_of(self.study, ranks)
+        model, how = CostModel(self.tables, top, **options), How(device_ids=True)
+        seconds = model.predict(planned).seconds.copy()
+        if steps is not None:
+            # Pulls are ahead. With staleness a step sends its gradients itself; without, outputs are exchanged as well.
+            outputs, how = seconds[:, cost_model.OUTPUTS] * (steps == 0), how._replace(ahead=steps or how.ahead)
+            reduced = 8 * self.options["dense_parameters"] * (1 - 1 / size)  # bytes of the gradients of layers
+            seconds[:] = 0
+            seconds[:, cost_model.OUTPUTS] = outputs
+            seconds[:, cost_model.REPLICATED] = max(0, base["sent"] - reduced) / bandwidth * (steps > 0)
+            seconds[:, cost_model.MISSES] = np.maximum(0, (base["received"] - reduced) / bandwidth - outputs)
+        return period(simulate(stages_of(model, seconds, how), 2 * BATCHES))
+
+    def predict(self, cell: dict[str, Any]) -> float:
+        """Seconds of a step of a cell, from that without a limit."""
+        (base,) = of(self.rows, "cell", ranks=cell["ranks"], gbit=0, method=cell["method"])
+        return self.step(base, cell["gbit"])
+
+    def error(self, cell: dict[str, Any]) -> float:
+        """Predicted over measured samples per second, less 1."""
+        return float(cell["step_s"] / self.predict(cell) - 1)
+
+    def off(self) -> Rows:
+        """Cells with at most as many ranks as cores whose prediction is off."""
+        return [c for c in of(self.rows, "cell") if c["ranks"] <= CORES and abs(self.error(c)) > WITHIN]
 
 
-class Offloaded(NamedTuple):
-    """A transformer whose weights, gradients and states are offloaded (Rajbhandari et al., SC 2021); DGX-2 nodes."""
-
-    name: str
-    layers: int
-    hidden: int
-    nodes: int
-    gpus: int
+def seconds_to(curve: Sequence[Sequence[float]], auc: float) -> float:
+    """Seconds of training until a curve reaches an AUC, between its points; infinite if it does not."""
+    for (_, begin, low), (_, end, high) in itertools.pairwise([(0, 0.0, 0.5), *curve]):
+        if low < auc <= high:
+            return begin + (end - begin) * (auc - low) / (high - low)
+    return math.inf
 
 
-OFFLOADED = (Offloaded("1 T, one GPU", 128, 25_600, 1, 1), Offloaded("1 T, one DGX-2", 128, 25_600, 1, 16),
-             Offloaded("32 T, 32 DGX-2", 100, 163_840, 32, 512))  # fmt: skip
-SEQUENCE, SEQUENCES = 1024, 8  # tokens, and sequences a GPU
+def cells(sim: Simulation) -> str:
+    """Links, and a line per cell with what the simulator predicts."""
+    rates = {"stream": "plain socket", "exchange_2": "all-to-all in 16 bits", "exchange_4": "in 32 bits"}
+    columns: Any = {"ranks": "{ranks}", "Gbit/s, set": lambda row: f"{row['gbit'] or '-'}"}
+    columns["delay, us"] = lambda row: f"{row['delay'] * 1e6:.0f}"
+    for key, words in rates.items():
+        columns[f"{words}, Gbit/s"] = lambda row, key=key: f"{row[key] * 8e-9:.2f}" if key in row else "-"
+    lines = []
+    for cell in of(sim.rows, "cell"):
+        batch, seconds = sim.grid.batch_size, seconds_to(cell["curve"], TARGET)
+        busy = (cell["ranks"] * cell["cpu_s"] + cell["server_cpu_s"]) / cell["step_s"] / CORES
+        simulated = [f"{batch / sim.predict(cell):,.0f}", f"{100 * sim.error(cell):+.0f} %"]
+        lines.append([
+            f"{cell['ranks']}", f"{cell['gbit'] or '-'}", cell["method"], f"{batch / cell['step_s']:,.0f}",
+            f"{seconds:.1f}", f"{cell['auc']:.4f}", f"{cell['sent'] / 1e6:.2f}", f"{cell['received'] / 1e6:.2f}",
+            f"{100 * busy:.0f} %", *(simulated if cell["gbit"] else ("calibration", "")),
+            f"{cell['other_load_percent']:.0f} %",
+        ])  # fmt: skip
+    header = ["ranks", "Gbit/s", "method", "samples/s", f"s to AUC {TARGET}", "AUC", "MB sent", "received", "CPU share",
+              "simulated samples/s", "error", "other load"]  # fmt: skip
+    return f"{report.table_of(of(sim.rows, 'link'), columns, 2)}\n\n{report.markdown_table(header, lines, 3)}"
 
 
-def dgx2(gpus: int) -> Machine:
-    """The share of each of `gpus` GPUs in a node: 1.5 TB of memory, 28 TB of NVMe; rates are recalled or assumed."""
-    host, link = {"host": 1.5e12 / gpus, "host_rate": 100e9 / gpus}, min(12e9, 48e9 / gpus)
-    disk = {"disk": 28e12 / gpus, "disk_read": 25e9 / gpus, "disk_write": 25e9 / gpus}
-    return Machine(device=32e9, flops=70e12, link=link, **host, **disk)
+def extrapolated(sim: Simulation) -> str:
+    """Samples per second on many nodes, of as many samples per rank as two ranks have, and relative to these."""
+    if wrong := sim.off():
+        return f"Not extrapolated, as the simulation is off by more than {100 * WITHIN:.0f} % in {len(wrong)} cells."
+    lines = list[list[str]]()
+    for gbit, method in itertools.product(sim.grid.gbits, (EXACT, HALF, STALE)):
+        (base,), figures = of(sim.rows, "cell", ranks=2, gbit=0, method=method), list[str]()
+        for nodes in NODES:
+            step, samples = sim.step(base, gbit, nodes * LOCAL, LOCAL), sim.grid.batch_size // 2
+            figures += [f"{step * 1e3:.0f}", f"{nodes * LOCAL * samples / step:,.0f}"]
+            figures += [f"{100 * sim.step(base, gbit) / step:.0f} %"]
+        lines.append([method, f"{gbit:g}", *figures])
+    header = [f"{nodes} x {LOCAL}: {name}" for nodes in NODES for name in ("ms a step", "samples/s", "of linear")]
+    return report.markdown_table(["method", "Gbit/s", *header], lines, 2)
 
 
-def offload(case: Offloaded) -> list[dict[str, Any]]:
-    """The fastest setting that fits, and the same with gradients in host memory."""
-    parameters, tokens = 12 * case.layers * case.hidden**2, SEQUENCE * SEQUENCES
-    per_node, largest = case.gpus // case.nodes, 16 * case.hidden**2  # the latter: of a layer's weights and gradients
-    activations = 2.0 * tokens * case.hidden * case.layers  # bytes of a GPU
-    machine, rows = dgx2(per_node), []
-    estimates = estimate_offload(
-        parameters, case.gpus, batch_tokens=tokens, activation_bytes=activations, machine=machine
-    )
-    fitting = estimates.best
-    assert fitting is not None
-    tiers = fitting.params, fitting.states, fitting.activations
-    for grads in ("host", fitting.grads):
-        best = next(s for s in estimates.settings if (s.params, s.states, s.activations, s.grads) == (*tiers, grads))
-        rows.append({
-            "study": "offload", "case": case.name, "parameters": parameters, "grads": grads, "params": best.params,
-            "states": best.states, "activations": best.activations, "fits": best.fits, "step_s": best.step,
-            "device": best.device, "host_a_node": best.host * per_node, "disk_a_node": best.disk * per_node,
-            "bytes": 16 * parameters, "gpus_without": math.ceil(16 * parameters / 32e9), "largest_layer": largest,
-            "tiles": math.ceil(largest / (32e9 / 4)), "compute_s": 8 * parameters * tokens / 70e12,
-        })  # fmt: skip
-    return rows
+def compared(sim: Simulation) -> str:
+    """Figures of papers beside ours, measured with two ranks, and simulated."""
+
+    def times(fast: str, slow: str) -> list[str]:
+        measured, simulated = list[str](), list[str]()
+        for gbit in sim.grid.gbits:
+            pair = [of(sim.rows, "cell", ranks=2, gbit=gbit, method=method)[0] for method in (slow, fast)]
+            slower, faster = (seconds_to(cell["curve"], TARGET) for cell in pair)
+            measured.append(f"{slower / faster:.2f} at {gbit:g} Gbit/s")
+            slower, faster = map(sim.predict, pair)
+            simulated.append(f"{slower / faster:.2f} at {gbit:g} Gbit/s")
+        return [", ".join(measured), ", ".join(simulated) + ", per sample"]
+
+    fresh, stale = (of(sim.rows, "cell", ranks=2, gbit=0, method=method)[0]["auc"] for method in (EXACT, STALE))
+    lines = [
+        ["16 bits against fp32: times as fast to the AUC", "no factor (Neo, recalled)", *times(HALF, EXACT)],
+        ["all-to-all in 16 bits against servers with staleness 4: times as fast to the AUC",
+         "up to 40 against the system before (Neo, abstract)", *times(HALF, STALE)],
+        ["AUC with staleness 4 less that without", "less than 0.1 % lost (Persia, recalled)",
+         f"{stale - fresh:+.4f}", "not simulated"],
+        ["more ranks", "128 GPUs (Neo), 64 GPUs (Persia)", f"not shown: more than {CORES} ranks share cores", "below"],
+    ]  # fmt: skip
+    return report.markdown_table(["figure", "paper", "measured", "simulated"], lines, 4)
 
 
-def shown(name: str, pipeline: bool) -> dict[str, Any]:
-    """Three steps of a rank, for a picture."""
-    made = planned(name, 128)
-    spans = timeline(made.report.model, made, How(pipeline=pipeline))
-    some = [span for span in spans if span.rank in (0, -1) and 5 <= span.batch <= 7 and span.end > span.start]
-    start = min(span.start for span in some)
-    return {
-        "study": "timeline", "model": name, "pipeline": pipeline,
-        "spans": [(span.batch - 5, span.stage, span.start - start, span.end - start) for span in some],
-    }  # fmt: skip
-
-
-def study() -> list[dict[str, Any]]:
-    """All rows."""
-    rows: list[dict[str, Any]] = [whole(name, 128) for name in MODELS]
-    for row in [*rows]:
-        rows += techniques(row["model"]) if "error" not in row else []
-    rows += [whole(name, gpus) for name in ("A1", "A2") for gpus in GPUS if gpus != 128]
-    rows += [whole("F1", 64), *memory_of_states(), shown("A2", True), shown("A2", False)]
-    try:
-        planned("F1", 128, (), 1e12)
-    except PlanError as error:
-        rows.append({"study": "refused", "model": "F1", "host": 1e12, "error": str(error)})
-    pulls = result_files.read(result_files.newest("servers"))["rows"]
-    ours = [row for row in pulls if (row["op"], row["implementation"]) == ("server pull", "tritonemb")]
-    measured = ours[0]["rows_per_s"]
-    rows += [persia(size, measured=measured) for size in SIZES]
-    rows.append(persia(100, torch.float32))
-    return rows + [row for case in OFFLOADED for row in offload(case)]
+def filled(page: str, sim: Simulation, environment: dict[str, Any]) -> str:
+    """The page with the figures of a results file."""
+    text = "{cpu}; torch {torch}, tritonemb {tritonemb} at {commit}, {date}; {num_train:,} samples."
+    page = report.replace_section(page, "conditions", text.format(**environment, **sim.grid._asdict()), PAGE)
+    for name, section in {"cells": cells, "extrapolated": extrapolated, "compared": compared}.items():
+        page = report.replace_section(page, name, section(sim), PAGE)
+    return page
 
 
 def main() -> None:
-    from benchmarks.studies import scale_page
-
-    publish("scale", study(), [])
-    scale_page.report()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # unwinds, so that the network is removed
+    path = result_files.RESULTS / f"{KIND}-{datetime.date.today()}.json"
+    if "--again" in sys.argv:
+        path.unlink(missing_ok=True)
+    if "--page" not in sys.argv:
+        measure(Grid(), path)
+    results, page = result_files.read(result_files.newest(KIND)), report.ROOT / PAGE
+    sim = Simulation(results)
+    page.write_text(filled(page.read_text(), sim, results["environment"]))
+    if wrong := sim.off():
+        sys.exit(
+            f"the simulation is off by more than {100 * WITHIN:.0f} % in {len(wrong)} cells of at most {CORES} ranks"
+        )
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import Channel, LocalTransport, Message, Reply, Transport
 from tritonemb.training.callbacks import Callback, Evaluation, Log
 from tritonemb.training.config import TrainConfig, preset
+from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import binary_metrics
 from tritonemb.training.run import build_optimizer
 from tritonemb.types import TableConfig
@@ -138,12 +139,11 @@ class Study:
     dense_optimizer: Any = torch.optim.Adam
     init_bound: float | None = None
 
-    def model(self, seed: int) -> nn.Module:
+    def model(self, seed: int, **options: Any) -> nn.Module:
+        """The network, with tables on servers; `options` are other ones of all `TableConfig`s."""
         torch.manual_seed(seed)
-        tables = [
-            dataclasses.replace(table, placement="server", init_bound=self.init_bound)
-            for table in self.data.tables(self.config.embedding_dim)
-        ]
+        options = {"placement": "server", "init_bound": self.init_bound} | options
+        tables = [dataclasses.replace(table, **options) for table in self.data.tables(self.config.embedding_dim)]
         return self.network(tables, self.data.num_dense, optimizer=build_optimizer(self.config))
 
     @property
@@ -179,23 +179,33 @@ class Curve(Callback):
         self.found.append((evaluation.step, self._seconds, evaluation.metrics.auc))
 
 
+def fit(
+    study: Study, model: nn.Module, seed: int, curve: Curve, batch_size: int | None = None, **options: Any
+) -> FitResult:
+    """Train and test, with `options` of the trainer; the curve gets its last point when all updates are applied."""
+    config, every = study.config, max(1, study.num_steps // POINTS)
+    result = te.Trainer(
+        model, study.data, seed=seed, callbacks=[curve], batch_size=batch_size or config.batch_size,
+        epochs=config.epochs, evaluate_every=every, log_every=every, dense_optimizer=study.dense_optimizer,
+        dense_lr=config.dense_lr, verbose=False, **options,
+    ).fit(test=True)  # fmt: skip
+    assert result.test is not None
+    curve.found = [point for point in curve.found if point[0] < result.steps]
+    curve.found.append((result.steps, result.seconds, result.test.auc))
+    return result
+
+
 def trained(study: Study, staleness: int | AtMost | None, seed: int, delay: float, max_steps: int | None = None) -> Run:
     """Train with a server of its own, whose messages take `delay` seconds each way."""
-    curve, config, every = Curve(), study.config, max(1, study.num_steps // POINTS)
-    server = EmbeddingServer()
+    curve, server = Curve(), EmbeddingServer()
     with Servers([SlowTransport(LocalTransport(server), delay)], [server]) as servers:
-        result = te.Trainer(
-            study.model(seed), study.data, servers=servers, staleness=staleness, seed=seed, callbacks=[curve],
-            batch_size=config.batch_size, epochs=config.epochs, max_steps=max_steps, evaluate_every=every,
-            log_every=every, dense_optimizer=study.dense_optimizer, dense_lr=config.dense_lr, verbose=False,
+        fit(
+            study, study.model(seed), seed, curve, servers=servers, staleness=staleness, max_steps=max_steps,
             prefetch_depth=PREFETCHED if staleness is None else None,
-        ).fit(test=True)  # fmt: skip
+        )  # fmt: skip
         histogram = servers.statistics()[0]["collections"]["embeddings"]["staleness"]
-    assert result.test is not None
-    points = [point for point in curve.found if point[0] < result.steps]
-    points.append((result.steps, result.seconds, result.test.auc))  # all updates have been applied
     total = sum(int(steps) * count for steps, count in histogram.items())
-    return Run(points, total / max(1, sum(histogram.values())))  # 0 pulls where the trainer has the rows
+    return Run(curve.found, total / max(1, sum(histogram.values())))  # 0 pulls where the trainer has the rows
 
 
 def compare(study: Study, seeds: Sequence[int], delay: float) -> list[dict[str, Any]]:

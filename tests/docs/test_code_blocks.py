@@ -36,7 +36,7 @@ NEEDS = {
     "docs/transformers.md": "transformers",
 }
 # Options of other commands than ours.
-FOREIGN = {"--bytes", "--extra-index-url", "--list", "--logdir", "--op", "--ranks"}
+FOREIGN = {"--again", "--bytes", "--extra-index-url", "--list", "--logdir", "--op", "--page", "--ranks"}
 
 
 @pytest.fixture(scope="module")
