@@ -13,8 +13,7 @@ import pytest
 
 import tritonemb as te
 from tests.server.jobs import Trainers, batches, local_servers, make, train
-from tritonemb.server import Follower, Publisher, flush
-from tritonemb.server.connection import Connection
+from tritonemb.server import Follower, Publisher, Servers, flush
 from tritonemb.server.metrics import BOUNDS, MetricsServer, prometheus, scrape, totals
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
@@ -137,9 +136,10 @@ def test_what_waits():
 
 
 def test_the_log_and_the_state(tmp_path):
-    with EmbeddingServer("s", tmp_path, "disk") as server, Connection(LocalTransport(server)) as connection:
+    server = EmbeddingServer("s", tmp_path, "disk")
+    with Servers([LocalTransport(server)], [server]) as servers:
+        (connection,) = servers.connections
         assert parse(scrape(server))["tritonemb_state_version"].samples == {("tritonemb_state_version", frozenset()): 0}
-        servers = type("One", (), {"connections": [connection], "clients": [], "__len__": lambda self: 1})()
         model = make(servers)
         before = connection.query("stats")["stats"]
         train(model, 2)

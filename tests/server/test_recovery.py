@@ -460,7 +460,7 @@ def test_a_server_that_fails_says_so(monkeypatch, capfd):
         model = make(servers, 1)
         train(model, 1)
         server = servers._local_servers[0]
-        monkeypatch.setattr(server, "_execute", raising(ZeroDivisionError("a mistake of ours")))
+        monkeypatch.setattr(server, "execute", raising(ZeroDivisionError("a mistake of ours")))
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"server-0 has failed \(ZeroDivisionError: a mistake of ours\)"):
                 train(model, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,8 @@ from tests.helpers import assert_same_bits
 from tests.sharding.models import whole_state
 from tests.training import jobs
 from tritonemb.server import EmbeddingServer, connect
-from tritonemb.server.transport import FlightServer
+from tritonemb.server.migration import rebalance
+from tritonemb.server.transport import FlightServer, FlightTransport
 from tritonemb.training.config import CheckpointOptions
 
 DYNAMIC: dict[str, Any] = {
@@ -35,7 +38,7 @@ CHANGES = replace(EVERY, checkpoint_incremental=True)
 
 
 def on_a_rank(
-    rank: int, placement: str, where: tuple[list[str], str] | None, folder: Path | None, checkpoint: Path | None,
+    rank: int, placement: str, where: tuple[list[str], int | None] | None, folder: Path | None, checkpoint: Path | None,
     **options: Any,
 ) -> Any:  # fmt: skip
     """What a rank was told, and all tables: small ones that are replicated, one by rows, dynamic ones by table."""
@@ -43,7 +46,7 @@ def on_a_rank(
     with ExitStack() as stack:
         on_servers = {}
         if where is not None:
-            on_servers["servers"] = stack.enter_context(connect(where[0], token=where[1]))
+            on_servers["servers"] = stack.enter_context(connect(where[0], token="secret", tablets=where[1]))
         torch.manual_seed(0)
         placed = {"placement": placement, "cache": te.CacheConfig(rows=40)}
         tables = [replace(table, **placed, **DYNAMIC.get(table.name, {})) for table in data.tables(8)]
@@ -65,17 +68,50 @@ def on_a_rank(
         return record.losses, record.evaluations, whole_state(trainer.model)
 
 
-def run(ranks, number: int, servers: int, folder: Path | None = None, checkpoint: Path | None = None, **options: Any):
+def run(
+    ranks, number: int, servers: int, folder: Path | None = None, checkpoint: Path | None = None,
+    tablets: int | None = None, **options: Any,
+):  # fmt: skip
     placement = "server" if servers else "host"
     with ExitStack() as stack:
         started = [stack.enter_context(EmbeddingServer(f"server-{index}")) for index in range(servers)]
         served = [stack.enter_context(FlightServer(server, token="secret")) for server in started]
-        where = ([server.address for server in served], "secret") if servers else None
+        addresses = [server.address for server in served]
+        if tablets is not None:
+            stack.enter_context(moving(started, addresses))
+        where = (addresses, tablets) if servers else None
         found = ranks(number).run(partial(on_a_rank, **options), placement, where, folder, checkpoint)
     for losses, evaluations, state in found[1:]:
         assert (losses, evaluations) == found[0][:2]
         assert_same_bits(state, found[0][2])
     return found[0]
+
+
+@contextmanager
+def moving(servers: list[EmbeddingServer], addresses: list[str]) -> Iterator[None]:
+    """Move tablets to and fro all the time."""
+    for server, address in zip(servers, addresses, strict=True):
+        server.name = address
+    transports = [FlightTransport(address, "secret") for address in addresses]
+    stopped, num_moves, problems = threading.Event(), 0, list[BaseException]()
+
+    def move() -> None:
+        nonlocal num_moves
+        try:
+            while not stopped.wait(0.05):
+                for leaving in addresses:
+                    num_moves += rebalance(transports, [leaving])
+        except BaseException as error:
+            problems.append(error)
+
+    (thread := threading.Thread(target=move)).start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+    assert problems == []
+    assert num_moves > 2
 
 
 def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -93,9 +129,10 @@ def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 )
 def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, servers, max_steps):
     expected = run(ranks, 2, 0, max_steps=max_steps)
-    found = run(ranks, 2, servers, max_steps=max_steps)
-    assert found[:2] == expected[:2]
-    assert_same_bits(found[2], by_id(expected[2]))
+    for tablets in (None, 3) if servers > 1 else (None,):
+        found = run(ranks, 2, servers, max_steps=max_steps, tablets=tablets)
+        assert found[:2] == expected[:2]
+        assert_same_bits(found[2], by_id(expected[2]))
 
 
 @pytest.mark.parametrize(

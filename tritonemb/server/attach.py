@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from tritonemb.server.launch import ServerProcess
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.row_leases import LeaseClient, ShardedLeases
 from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
+from tritonemb.server.tablets import TabletDirectory
 from tritonemb.server.transport import FlightTransport, LocalTransport, Transport
 from tritonemb.tables.server_table import ParallelModel, ShardedServerTables
 from tritonemb.tables.table_set import TableSet
@@ -59,15 +60,20 @@ class Servers(Closeable):
         local_servers: servers that this process has started, which are closed with the connections.
         patience: seconds without any message from a server after which its requests fail.
         token: authentication token, for other processes that connect to these servers.
+        tablets: see `connect`.
     """
 
     def __init__(
         self, transports: Sequence[Transport], local_servers: Sequence[Closeable] = (), patience: float = 20.0,
-        token: str = "",
+        token: str = "", tablets: int | None = None,
     ) -> None:  # fmt: skip
-        self._local_servers, self.token = list(local_servers), token
+        self._local_servers, self.token, self._options = list(local_servers), token, (tablets, patience)
         self.clients: list[TableClient] = []
         self.connections = [Connection(transport, patience) for transport in transports]
+
+    @cached_property
+    def directory(self) -> TabletDirectory:
+        return TabletDirectory(self.connections, *self._options)
 
     @property
     def addresses(self) -> list[str]:
@@ -127,7 +133,7 @@ def start(
 
 def connect(
     addresses: Sequence[str], *, token: str | None = None, roots: str | Path | None = None, patience: float = 20.0,
-    folder: str | Path | None = None,
+    folder: str | Path | None = None, tablets: int | None = None,
 ) -> Servers:  # fmt: skip
     """Connect to running embedding servers, which were started by `tritonemb embedding-server`.
 
@@ -139,6 +145,7 @@ def connect(
         patience: seconds without any message from a server after which training fails; increase it if servers are
             restarted externally and take long to load their rows.
         folder: folder of `start_on_ray`, where servers that have moved to another machine write their addresses.
+        tablets: number of parts of each new collection that can move to other servers; None: as those on the servers.
 
     Raises:
         ConnectionError: a server does not answer.
@@ -147,7 +154,8 @@ def connect(
     """
     if not addresses:
         raise ValueError("no address of an embedding server is given")
-    return Servers(transports_to(addresses, token or os.environ.get(TOKEN, ""), roots, folder), (), patience)
+    transports = transports_to(addresses, token or os.environ.get(TOKEN, ""), roots, folder)
+    return Servers(transports, (), patience, "", tablets)
 
 
 def transports_to(
@@ -193,7 +201,9 @@ def attach(
         else:
             servers.clients.append(client := _client(tables, servers, staleness, accumulate, group, name, exchange))
             tables.attach(client)
-    group.all_gather_object(None)  # no trainer pulls before all are attached
+    # No trainer pulls before all are attached, to the same owners of tablets.
+    if len({*map(tuple, group.all_gather_object(servers.directory.addresses))}) > 1:
+        raise ValueError("the trainers have other servers, or in another order; pass all trainers the same addresses")
 
 
 def attach_for_reading(model: nn.Module, servers: Servers) -> None:
@@ -208,18 +218,18 @@ def attach_for_reading(model: nn.Module, servers: Servers) -> None:
         raise ValueError("the model has no tables on embedding servers; omit servers=")
     shape = attrgetter("name", "num_embeddings", "embedding_dim")
     for name, tables in collections.items():
-        replies = [connection.query("spec", collection=name) for connection in servers.connections]
+        parts = servers.directory.parts(name)
+        replies = [connection.query_tensors("spec", {"collection": name}, [])[0] for connection in parts]
         numbers, shapes = [reply.get("server") for reply in replies], [*map(shape, tables.configs)]
         spec = CollectionSpec.from_json(replies[0]["spec"]) if "spec" in replies[0] else None
-        num_servers = 0 if spec is None else len(spec.partition_starts[0])
-        if spec is None or numbers != [*range(num_servers)] or [*map(shape, spec.tables)] != shapes:
+        if spec is None or numbers != [*range(len(parts))] or [*map(shape, spec.tables)] != shapes:
             raise ValueError(
                 f"these {len(servers)} embedding servers do not have tables {join_names(s[0] for s in shapes)} of "
                 f"{name!r}, or are in another order; pass the addresses in the original order, or omit servers= to "
                 "read a checkpoint"
             )
         assert isinstance(tables, TableSet)  # the model is not sharded
-        tables.attach(ReadOnlyClient(servers.connections, name, spec))
+        tables.attach(ReadOnlyClient(parts, name, spec))
 
 
 def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServerTables]:
@@ -251,9 +261,9 @@ def _client(
     options = {"trainers": group.size, "staleness": steps, "exact": exact, "batches": accumulate}
     spec = _spec(tables, seeds, servers, group, exchange, **options)
     if spec.leases_rows:  # into the cache on the device
-        return LeaseClient(servers.connections, name, spec)
+        return LeaseClient(servers.directory.parts(name), name, spec)
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
-    return CollectionClient(servers.connections, name, spec, group.rank, caches)
+    return CollectionClient(servers.directory.parts(name), name, spec, group.rank, caches)
 
 
 def _attach_shards(
@@ -263,22 +273,22 @@ def _attach_shards(
     ranges = tables.server_rows()
     options = {"trainers": 1, "staleness": 0, "exact": True, "batches": accumulate}
     spec = _spec(tables, tables.server_seeds, servers, group, EXACT, **options)
-    shards = [(f"{name}@{group.rank}.{n}", _shard_spec(spec, rows, len(servers))) for n, rows in enumerate(ranges)]
-    local_clients = [LeaseClient(servers.connections, *shard) for shard in shards]
+    shards = [(f"{name}@{group.rank}.{n}", _shard_spec(spec, rows)) for n, rows in enumerate(ranges)]
+    local_clients = [LeaseClient(servers.directory.parts(shard[0]), *shard) for shard in shards]
     all_shards = [shard for rank_shards in group.all_gather_object(shards) for shard in rank_shards]
-    client = ShardedLeases(servers.connections, all_shards, local_clients, group)
+    client = ShardedLeases(servers.directory.parts(*dict(all_shards)), all_shards, local_clients, group)
     tables.attach(client, local_clients)
     return client
 
 
-def _shard_spec(spec: CollectionSpec, rows: Mapping[int, tuple[int, int]], servers: int) -> CollectionSpec:
+def _shard_spec(spec: CollectionSpec, rows: Mapping[int, tuple[int, int]]) -> CollectionSpec:
     """Restrict a spec to a shard: first row and number of rows by table."""
     shards: list[tuple[int, int] | None] = [(0, 0)] * len(spec.tables)
-    partition_starts = list(spec.partition_starts)
+    partition_starts, num_parts = list(spec.partition_starts), len(spec.partition_starts[0])
     for table, (first_row, num_rows) in rows.items():
         shards[table] = first_row, num_rows
         if spec.tables[table].num_embeddings is None:
-            partition_starts[table] = tuple(first_row + n for n in split_partitions(num_rows, servers, table))
+            partition_starts[table] = tuple(first_row + n for n in split_partitions(num_rows, num_parts, table))
     return replace(spec, partition_starts=tuple(partition_starts), shards=tuple(shards))
 
 
@@ -293,7 +303,8 @@ def _spec(
         seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
     pairs = zip(tables.configs, group.all_gather_object(seeds)[0], strict=True)
     specs = tuple(TableSpec.from_config(config, seed, tables.optimizer) for config, seed in pairs)
-    starts = tuple(split_partitions(spec.num_partitions, len(servers), index) for index, spec in enumerate(specs))
+    num_parts = servers.directory.num_parts
+    starts = tuple(split_partitions(spec.num_partitions, num_parts, index) for index, spec in enumerate(specs))
     options |= {"row_codec": exchange.forward, "gradient_codec": exchange.backward}
     options |= {"partition_starts": starts, "shards": (None,) * len(specs)}
     return CollectionSpec(specs, describe_optimizer(tables.optimizer), **options)
@@ -322,6 +333,7 @@ class ServersOptions(Options):
         servers: number of servers to start on this machine for this run; ray:4 to start 4 on a Ray cluster; or
             addresses of running servers, HOST:PORT, grpc://HOST:PORT or grpc+tls://HOST:PORT, separated by commas.
         server_tables: names of the tables on servers; all if not given.
+        tablets: parts of each table, at least one per server, which can move to servers that join; none by default.
         staleness: steps whose updates a batch may miss.
         staleness_mode: whether a batch misses exactly these steps (reproducible), at most these, or any number
             (unbounded).
@@ -337,6 +349,7 @@ class ServersOptions(Options):
 
     servers: str | None = None
     server_tables: tuple[str, ...] = ()
+    tablets: int | None = number(None, least=1)
     staleness: int = number(0, least=0)
     staleness_mode: Literal["exact", "at-most", "unbounded"] = "exact"
     server_log: Literal["memory", "disk", "fsync"] | None = None
@@ -354,6 +367,8 @@ class ServersOptions(Options):
             raise ValueError(f"servers={self.servers}: expected the number of servers to start, for example ray:4")
         if self.servers is not None and self.num_started is None and self.server_log is not None:
             raise ValueError("server_log is for servers that the run starts; for addresses, set it on those servers")
+        if self.num_started is not None and self.tablets is not None:
+            raise ValueError("tablets are for running servers; set servers to their addresses, or omit tablets")
         if not self.on_ray and (self.server_certificate or self.server_key) is not None:
             raise ValueError("server_certificate and server_key are for servers on Ray: set servers, too, as ray:4")
 

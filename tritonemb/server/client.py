@@ -40,15 +40,17 @@ class TableClient(TableService):
 
     def __init__(self, connections: Sequence[Connection], shards: Sequence[tuple[str, CollectionSpec]]) -> None:
         self._connections, self.spec = list(connections), shards[0][1]
-        self._targets = [(server, *shard) for shard in shards for server in range(len(self._connections))]
+        # A part is a server, with one connection for all shards, or a tablet, with a connection per shard.
+        self._targets = [(part, *shard) for shard in shards for part in range(len(self.spec.partition_starts[0]))]
 
     @property
     def steps(self) -> int:
         raise NotImplementedError
 
     def _submit(self, target: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
-        server, name, _ = self._targets[target]
-        return self._connections[server].submit(op, {"collection": name, "rank": self.rank, **values}, tensors)
+        _, name, _ = self._targets[target]
+        connection = self._connections[target % len(self._connections)]
+        return connection.submit(op, {"collection": name, "rank": self.rank, **values}, tensors)
 
     def _submit_all(
         self, op: str, values: Values, tensors: Sequence[Tensor] = (), table: int | None = None

@@ -32,12 +32,13 @@ class Connection(Closeable):
 
     Args:
         patience: seconds without any message from the server after which all requests fail: ConnectionError.
+        wait: connect later, as the server may be restarting.
 
     Attributes:
         is_starting: whether the server is being restarted, which suspends `patience`.
     """
 
-    def __init__(self, transport: Transport, patience: float = 20.0) -> None:
+    def __init__(self, transport: Transport, patience: float = 20.0, wait: bool = False) -> None:
         self.transport, self._patience = transport, patience
         self._client, self._lock = uuid.uuid4().hex, threading.RLock()
 
@@ -56,7 +57,8 @@ class Connection(Closeable):
         self._closed, self._saving, self._opening = threading.Event(), threading.Lock(), threading.Lock()
         self._channel: Channel | None = None
         self._channel_id: object = None
-        self._open()
+        if not wait:
+            self._open()
         threading.Thread(target=self._watch, daemon=True, name="tritonemb-connection").start()
 
     def submit(self, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:

@@ -16,7 +16,7 @@ from tritonemb.server.inbox import Clients
 from tritonemb.server.snapshot import SavedShard, read_records, take_snapshot, write_record, write_snapshot
 from tritonemb.server.spec import with_current_names
 from tritonemb.server.tables import ServedTables
-from tritonemb.server.transport import Message
+from tritonemb.server.transport import Message, Values
 from tritonemb.storage.io import create_file
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.utils import Closeable, atomic_write, on_error, read_sealed, seal, sync
@@ -84,6 +84,7 @@ class DurableState(Closeable):
         self._folder, self._mode, self._has_log = folder, mode, mode in ("disk", "fsync")
         self.version, self.log_bytes, self._max_log_bytes = 0, 0, MAX_LOG_BYTES  # version of the snapshot
         self._files: list[str] = []  # of the tables' snapshots
+        self.routes: dict[str, Values] = {}  # of tablets that have moved
         self.log: MessageLog | None = None  # requests since the snapshot, unless clients resend them
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = create_file(folder / ".lock")
@@ -103,6 +104,7 @@ class DurableState(Closeable):
             return {}
         manifest = json.loads(read_sealed(self._folder / MANIFEST))
         self.version, self._files = manifest["version"], manifest["files"]
+        self.routes.update(manifest.get("routes", {}))
         for values, tensors in read_records(self._folder / manifest["clients"]):
             values = with_current_names(values)
             inbox = clients.inbox(values["client"])
@@ -157,7 +159,8 @@ class DurableState(Closeable):
             raise
 
     def _save(self, clients: Clients, collections: Mapping[str, ServedTables]) -> None:
-        folder, version, files = self._folder, self.version + 1, self._files
+        folder, version = self._folder, self.version + 1
+        files = [file for file in self._files if file.rpartition("-")[0] in collections]  # others have moved
         # Inboxes of clients.
         clients_name = f"clients-{version}"
         with (folder / clients_name).open("wb") as file:
@@ -177,7 +180,7 @@ class DurableState(Closeable):
         # An empty log, and the manifest, which replaces the last snapshot atomically.
         log = self._create_log(version)
         with on_error(log.close if log is not None else lambda: None):
-            manifest = {"version": version, "clients": clients_name, "files": files}
+            manifest = {"version": version, "clients": clients_name, "files": files, "routes": self.routes}
             atomic_write(folder / MANIFEST, seal(json.dumps(manifest)))
         if self.log is not None:
             self.log.close()

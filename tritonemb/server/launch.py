@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from tritonemb.flight import TOKEN
+from tritonemb.flight import ROOTS, TOKEN, complete_address
 from tritonemb.server.durable import LogMode
 from tritonemb.server.metrics import MetricsServer, scrape
+from tritonemb.server.migration import rebalance
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.spec import OverMemory
-from tritonemb.server.transport import FlightServer
+from tritonemb.server.transport import FlightServer, FlightTransport
 from tritonemb.utils import Closeable, Options, number
 
 STARTED_BY = "TRITONEMB_STARTED_BY"  # set for a child process, which ends when its standard input is closed
@@ -34,10 +35,13 @@ class ServerOptions(Options):
     Example: tritonemb embedding-server --address grpc+tls://0.0.0.0:9000 --certificate tls.crt --key tls.key
 
     Clients must present the token of TRITONEMB_TOKEN; if it is not set, a random token is printed. A snapshot in the
-    folder is restored.
+    folder is restored. With `leave` no server is started.
 
     Args:
         address: grpc://HOST:PORT on this machine only, or grpc+tls://HOST:PORT; port 0 selects a free port.
+        advertise: address by which trainers and other servers reach this server, if it differs from address.
+        join: addresses of running servers, whose tablets are distributed evenly over them and this server.
+        leave: address of a running server whose tablets move to those of join.
         certificate: PEM file of the certificate, for TLS.
         key: PEM file of the private key, for TLS.
         folder: folder of snapshots and log, from which the server can be restarted; none by default.
@@ -50,6 +54,9 @@ class ServerOptions(Options):
     """
 
     address: str = "grpc://127.0.0.1:0"
+    advertise: str | None = None
+    join: tuple[str, ...] = ()
+    leave: str | None = None
     certificate: Path | None = None
     key: Path | None = None
     folder: Path | None = None
@@ -66,6 +73,10 @@ def serve(options: ServerOptions) -> None:
     Raises:
         ValueError, OSError: the address cannot be served, or the folder cannot be used.
     """
+    if options.leave is not None:
+        transports = _transports([*options.join, options.leave])
+        print(f"{rebalance(transports, [transports[-1].address])} tablets have moved")
+        return
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     stopped = threading.Event()
@@ -78,13 +89,24 @@ def serve(options: ServerOptions) -> None:
         server = stack.enter_context(EmbeddingServer(options.address, options.folder, options.log, *limits))
         endpoint = options.address, None, options.certificate, options.key
         flight_server = stack.enter_context(FlightServer(server, *endpoint))
-        server.name = flight_server.address
+        server.name = options.advertise or flight_server.address
         if options.metrics_port is not None:
             stack.enter_context(MetricsServer(options.metrics_port, partial(scrape, server, {"server": server.name})))
         print(f"serving at {flight_server.address}", flush=True)
         if not os.environ.get(TOKEN):
             print(f"{TOKEN}={flight_server.token}", flush=True)
+        while options.join and not stopped.is_set():
+            try:
+                print(f"{rebalance(_transports([*options.join, server.name]))} tablets have moved", flush=True)
+                break
+            except (OSError, ValueError, RuntimeError) as error:  # such as a server that is restarted
+                print(f"tablets could not be moved, trying again in 10 seconds: {error}", flush=True)
+                stopped.wait(10.0)  # restarting a server may take as long
         stopped.wait()
+
+
+def _transports(addresses: Sequence[str]) -> list[FlightTransport]:
+    return [FlightTransport(complete_address(a), os.environ.get(TOKEN, ""), os.environ.get(ROOTS)) for a in addresses]
 
 
 def _end_with_parent() -> None:

@@ -89,13 +89,14 @@ def scrape(service: Service, labels: Mapping[str, str] | None = None) -> str:
 
 
 def totals(statistics: Sequence[Values]) -> dict[str, Values]:
-    """Aggregate the statistics of all servers, by collection; `staleness` counts a pull once per server.
+    """Aggregate the statistics of all servers, by collection; `staleness` counts a pull once per server or tablet.
 
     `pulls` and `steps` are the minimum over servers, all other values are sums.
     """
     result: dict[str, Values] = {}
-    for name in dict.fromkeys(name for server in statistics for name in server["collections"]):
-        servers = [server["collections"][name] for server in statistics if name in server["collections"]]
+    parts = [(key.partition("#")[0], part) for server in statistics for key, part in server["collections"].items()]
+    for name in dict.fromkeys(name for name, _ in parts):
+        servers = [part for collection, part in parts if collection == name]
         result[name] = _sums(servers) | {key: min(server[key] for server in servers) for key in ("pulls", "steps")}
         result[name]["staleness"] = dict(sorted(result[name]["staleness"].items(), key=lambda item: int(item[0])))
     return result

@@ -6,6 +6,7 @@ until it is in the snapshot.
 """
 
 import queue
+import tempfile
 import threading
 import time
 import traceback
@@ -24,6 +25,7 @@ from torch import Tensor
 from tritonemb.flight import encode_error
 from tritonemb.server.durable import CHAIN, DurableState, LogMode, discard_reply
 from tritonemb.server.inbox import Clients, Inbox
+from tritonemb.server.migration import COPY, MIGRATION_QUERIES, Departure, find_tablet, release_late
 from tritonemb.server.partitions import Entries
 from tritonemb.server.snapshot import read_snapshot, restore, saved_shards, take_snapshot, write_snapshot
 from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
@@ -68,7 +70,10 @@ class EmbeddingServer(Closeable):
         self.name, self.log = name, log
         self.clients = Clients()
         self.collections: dict[str, ServedTables] = {}
-        self._quota = MemoryQuota(memory, over_memory, None if folder is None else Path(folder) / "rows")
+        self.quota = MemoryQuota(memory, over_memory, None if folder is None else Path(folder) / "rows")
+        self.staging = Path(tempfile.gettempdir() if folder is None else folder)  # of copies of tablets
+        self.departures: dict[str, Departure] = {}  # tablets that are being moved, by name
+        self.routes: dict[str, Values] = {}  # of tablets that have moved from or to here, by name
         self._start_time = time.monotonic()
         self._failure: RuntimeError | None = None
         self.durable: DurableState | None = None
@@ -111,9 +116,9 @@ class EmbeddingServer(Closeable):
             try:
                 self._process([item for item in items if item is not None])
             except BaseException as error:
-                self._fail(error)
+                self.fail(error)
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Fail all pending and later requests after an unexpected error: the state may be partially updated."""
         traceback.print_exception(error)
         problem = f"{type(error).__name__}: {error}"
@@ -124,11 +129,12 @@ class EmbeddingServer(Closeable):
 
     def _process(self, items: Iterable[tuple[Message, Reply]]) -> None:
         """Answer queries; accept requests in the order of their numbers, log them, then execute them."""
+        release_late(self)
         accepted = list[tuple[Inbox, Message]]()
         for message, reply in items:
             values = message[0]
             if "number" not in values:
-                answer(message, reply, lambda query, tensors: _handler(QUERIES, query["op"])(self, query, tensors))
+                answer(message, reply, self._answer_query)
                 continue
             inbox = self.clients.inbox(values["client"])
             if values["op"] in TRAINER_OPERATIONS and reply is not discard_reply:
@@ -150,12 +156,22 @@ class EmbeddingServer(Closeable):
         for inbox, _ in accepted if self.log != "memory" else ():
             inbox.mark_durable()
         for inbox, message in accepted:
-            self._execute(inbox, message)
+            self.execute(inbox, message)
         if self.durable is not None:
             self.durable.save_if_due(self.clients, self.collections)
 
-    def _execute(self, inbox: Inbox, message: Message) -> None:
+    def _answer_query(self, query: Values, tensors: list[Tensor]) -> Message:
+        if self._failure is not None and query["op"] in MIGRATION_QUERIES:
+            raise self._failure
+        route = None if query["op"] in MIGRATION_QUERIES else find_tablet(self, query)
+        return _handler(QUERIES, query["op"])(self, query, tensors) if route is None else ({"moved": route}, [])
+
+    def execute(self, inbox: Inbox, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
+        # A tablet that is being copied to another server executes nothing.
+        if (departure := self.departures.get(values.get("collection", ""))) is not None:
+            departure.requests.append((inbox, message))
+            return
 
         def respond(result: Message | Exception) -> None:
             if isinstance(result, Exception):
@@ -165,7 +181,9 @@ class EmbeddingServer(Closeable):
                 reply(reply_message)
 
         try:
-            if (op := values["op"]) == "save":
+            if (route := find_tablet(self, values)) is not None:
+                respond(({"moved": route}, []))
+            elif (op := values["op"]) == "save":
                 self.save()
                 respond(({}, []))
             elif op == "create":
@@ -186,7 +204,7 @@ class EmbeddingServer(Closeable):
         if self.durable is not None and Path(name).name != name:
             raise ValueError(f"cannot create a collection {name!r}: its name is part of a file's name")
         is_new = name not in self.collections
-        served = self._add_tables(name, spec, server) if is_new else self.collections[name]
+        served = self.add_tables(name, spec, server) if is_new else self.collections[name]
         if served.spec != spec:
             raise ValueError(
                 f"embedding server {self.name} has a collection {name!r} with other tables, trainers or staleness; "
@@ -202,10 +220,13 @@ class EmbeddingServer(Closeable):
         if is_new:
             self.save()
 
-    def _add_tables(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
-        cache = self._quota.reserve(self.name, name, spec, server)
+    def add_tables(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
+        cache = self.quota.reserve(self.name, name, spec, server)
         served = self.collections[name] = ServedTables(spec, server, cache)
         return served
+
+    def remove_tables(self, name: str) -> None:
+        del self.collections[name], self.quota.reserved_bytes[name]
 
     def save(self) -> None:
         """Save a snapshot, and truncate the log. StorageError if it cannot be written; the last one stays."""
@@ -214,13 +235,14 @@ class EmbeddingServer(Closeable):
 
     def _restore(self, durable: DurableState) -> None:
         """Restore the snapshot; execute the requests that were in progress, and those of the log; then save."""
+        durable.routes = self.routes
         for name, shard in durable.load_manifest(self.clients).items():
-            served = self._add_tables(name, shard.spec, shard.header["server"])
+            served = self.add_tables(name, shard.spec, shard.header["server"])
             restore(served, [shard], keep_row_numbers=True)
             served.partitions.changes.begin_chain(CHAIN, shard.header["snapshot"])
         for inbox in self.clients.inboxes.values():
             for message, _ in list(inbox.in_progress.values()):
-                self._execute(inbox, message)
+                self.execute(inbox, message)
         self._process((message, discard_reply) for message in durable.read_log())
         self.durable = durable  # nothing is saved before
         if durable.open_log():
@@ -233,7 +255,7 @@ class EmbeddingServer(Closeable):
             "queue": self._queue.qsize(),
             "version": 0 if self.durable is None else self.durable.version,
             "log_bytes": 0 if self.durable is None else self.durable.log_bytes,
-            "collections": {name: served.statistics() for name, served in self.collections.items()},
+            "collections": {name: served.statistics() for name, served in self.collections.items() if COPY not in name},
         }
 
 
@@ -417,4 +439,5 @@ QUERIES: dict[str, Callable[[EmbeddingServer, Values, Sequence[Tensor]], Message
     "spec": _spec,
     "look_up": _look_up_now,
     "stats": lambda server, query, _: ({"stats": server.statistics()}, []),
+    **MIGRATION_QUERIES,
 }

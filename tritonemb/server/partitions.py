@@ -47,7 +47,7 @@ class RowChanges:
         # By number of the table, int64 by row: a number that is unique to the row's present content. None until a
         # trainer with a cache pulls.
         self.versions: dict[int, Tensor] | None = None
-        self._version = 0
+        self.version = 0  # last one, also of another server that had the tables before
 
     def mark(self, rows: Mapping[int, Tensor], new_masks: Mapping[int, Tensor] | None = None) -> None:
         """Note that rows, -1: no row, were written, or, with `new_masks`, read or inserted; by number of the table."""
@@ -55,16 +55,16 @@ class RowChanges:
             for chain in self.chains.values():
                 chain.changed[number][table_rows[table_rows >= 0]] = True
             if self.versions is not None:
-                self._version += 2
+                self.version += 2
                 new_rows = table_rows if new_masks is None else table_rows[new_masks[number]]
                 new_rows = new_rows[new_rows >= 0]
                 # An id may change between a row and its fallback row: both must not have one version.
-                self.versions[number][new_rows] = self._version + (new_rows >= self._tables[number].index.capacity)
+                self.versions[number][new_rows] = self.version + (new_rows >= self._tables[number].index.capacity)
 
     def track_versions(self) -> None:
         if self.versions is None:
-            self._version = time.time_ns()  # above all versions of an earlier process
-            self.versions = {n: torch.full_like(table.index.ids, self._version) for n, table in self._tables.items()}
+            self.version = max(time.time_ns(), self.version + 2)  # above all versions of an earlier process
+            self.versions = {n: torch.full_like(table.index.ids, self.version) for n, table in self._tables.items()}
 
     def versions_of(self, number: int, rows: Tensor) -> Tensor:
         """Return the versions of a table's rows; `NO_ROW` for row -1."""

@@ -121,6 +121,7 @@ def take_snapshot(served: ServedTables, chain_name: str, changes_only: bool = Fa
         "counters": list(counters),
         "time": time.time(),
         "is_leased": served.lease.is_active,
+        "row_version": changes.version,
     }
     yield header, list(counters.values())
     for number, table in served.partitions.by_number.items():
@@ -287,6 +288,7 @@ def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers
         table.index.apply_row_numbers()
     # Position in the order of events, and counters.
     served.reset(shards[0].header["pulls"], shards[0].header["steps"])
+    partitions.changes.version = max(shard.header.get("row_version", 0) for shard in shards)
     served.lease.is_active = keep_row_numbers and any(shard.header["is_leased"] for shard in shards)
     counters: Values = next((shard.header["counters"] for shard in shards if shard.header["counters"]), {})
     if table_set is not None:

@@ -163,6 +163,7 @@ def _servers(config: TrainConfig, folder: Path, group: RankGroup) -> Iterator[Se
             "servers with tritonemb embedding-server, and set servers to their addresses"
         )
     addresses, token = (options.servers.split(","), "") if count is None else on_rank_zero(group, start_servers)
+    arguments |= {} if options.tablets is None else {"tablets": options.tablets}
     if count is not None and not options.on_ray and log_folder is not None:
         arguments["patience"] += START_TIMEOUT  # other ranks do not know that rank 0 is restarting a server
     with started_servers[0] if started_servers else connect(addresses, token=token, **arguments) as servers:
