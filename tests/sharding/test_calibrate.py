@@ -43,6 +43,11 @@ def test_costs_are_not_negative_and_errors_are_relative():
     assert fit([[1.0, size] for size in (9.0, 1.0, 5.0)]) == (pytest.approx([1, 0]), pytest.approx(0, abs=1e-9))
 
 
+def test_a_message_is_measured_until_it_has_arrived():
+    run, num_bytes = module._messages(RankGroup())(3)
+    assert run().numel() == num_bytes == 3 * 1024  # an all-to-all itself returns a function that waits for this
+
+
 def test_a_topology_is_measured(tmp_path):
     topology = small(disk_folder=tmp_path)
     assumed = Topology.detect(1)

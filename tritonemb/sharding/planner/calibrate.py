@@ -244,7 +244,7 @@ def _messages(group: RankGroup) -> Operation:
     def message(size: int) -> tuple[Any, ...]:
         counts = [1024 * size] * group.size
         payload = torch.zeros(sum(counts), dtype=torch.uint8)
-        return partial(group.all_to_all, payload, counts, counts, "calibration"), sum(counts)
+        return lambda: group.all_to_all(payload, counts, counts, "calibration")(), sum(counts)
 
     return message
 
