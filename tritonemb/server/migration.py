@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
@@ -30,9 +30,7 @@ from tritonemb.server.snapshot import SavedShard, restore, take_snapshot, write_
 from tritonemb.server.transport import Message, Transport, Values
 from tritonemb.utils import on_error
 
-if TYPE_CHECKING:
-    from tritonemb.server.node import EmbeddingServer
-
+EmbeddingServer = Any  # of `node.py`, which imports this module
 MAX_SUSPENSION = 10.0  # seconds that requests wait for a coordinator; trainers wait as long for one that was killed
 TIMEOUT = 60.0  # seconds of a query; a server may be executing a long request, or be restarted
 COPY = "~"  # separates a tablet from the ticket, in the name of a copy
@@ -50,7 +48,7 @@ class Departure:
     requests: list[tuple[Inbox, Message]] = field(default_factory=list)  # that wait
 
 
-def find_tablet(server: "EmbeddingServer", values: Values) -> Values | None:
+def find_tablet(server: EmbeddingServer, values: Values) -> Values | None:
     """Return the route of a message's tablet if the message has another ticket; activate the copy with its ticket."""
     if "ticket" not in values:
         return None
@@ -70,19 +68,19 @@ def _copy_name(values: Values) -> str:
     return f"{values['collection']}{COPY}{values['ticket']}"
 
 
-def release_late(server: "EmbeddingServer") -> None:
+def release_late(server: EmbeddingServer) -> None:
     # Undo the moves of coordinators that have been silent.
     for key, departure in list(server.departures.items()):
         if time.monotonic() > departure.deadline:
             _release(server, {"collection": key, "ticket": departure.ticket}, [])
 
 
-def _tablets(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) -> Message:
+def _tablets(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     names = [name for name in server.collections if COPY not in name]
     return {"address": server.name, "owned": names, "moved": server.routes}, []
 
 
-def _fetch(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) -> Message:
+def _fetch(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     # Suspend the requests to the tablet, and return a record of its snapshot.
     key, number = query["collection"], query["record"]
     if server.log == "memory":  # after a restart, clients may have answered requests that the tablet lacks
@@ -96,14 +94,14 @@ def _fetch(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) 
     return {"values": departure.record[0]}, departure.record[1]
 
 
-def _departure(server: "EmbeddingServer", query: Values, is_complete: bool = False) -> Departure:
+def _departure(server: EmbeddingServer, query: Values, is_complete: bool = False) -> Departure:
     key, departure = query["collection"], server.departures.get(query["collection"])
     if departure is None or departure.ticket != query["ticket"] or (is_complete and "end" not in departure.record[0]):
         raise ValueError(f"{server.name} does not have tablet {key!r}, or moves it already, or has undone this move")
     return departure
 
 
-def _stage(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) -> Message:
+def _stage(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     # Write a record to its offset in a file; load and save the copy after the last one.
     name, offset = _copy_name(query), query["offset"]
     if Path(name).name != name:
@@ -125,7 +123,7 @@ def _stage(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) 
     return {"offset": offset}, []
 
 
-def _commit(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) -> Message:
+def _commit(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     key, route = query["collection"], {name: query[name] for name in ("address", "ticket")}
     if server.routes.get(key) == route:  # a repeated message
         return {}, []
@@ -144,7 +142,7 @@ def _commit(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor])
     return {}, []
 
 
-def _release(server: "EmbeddingServer", query: Values, tensors: Sequence[Tensor]) -> Message:
+def _release(server: EmbeddingServer, query: Values, tensors: Sequence[Tensor]) -> Message:
     # Undo a move that was not committed, on the source or the target; return whether the source has committed it.
     key, ticket, name = query["collection"], query["ticket"], _copy_name(query)
     if key in server.departures and server.departures[key].ticket == ticket:
