@@ -151,10 +151,11 @@ class TensorList(list[Tensor]):
             facts = self._memory[self._name] = addresses, {}
         return facts
 
-    def without_stale_facts(self) -> list[Tensor]:
-        """Return this list, or a plain one if a tensor has moved since the addresses were read."""
-        is_read = "addresses_and_facts" in vars(self)
-        return self if not is_read or self.addresses_and_facts[0] == [*map(Tensor.data_ptr, self)] else list(self)
+
+def without_stale_facts(*lists: TensorList) -> list[list[Tensor]]:
+    """Return these lists, plain ones where a tensor has moved since the addresses were read."""
+    stale = ["addresses_and_facts" in vars(t) and t.addresses_and_facts[0] != [*map(Tensor.data_ptr, t)] for t in lists]
+    return [list(t) if is_stale else t for t, is_stale in zip(lists, stale, strict=True)]
 
 
 _Facts = tuple[list[int], dict[Any, Any]]

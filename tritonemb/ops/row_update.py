@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonemb.layout import BatchGradient, FusedTables, Layout, TensorList, cached_fact, dtypes_of
+from tritonemb.layout import BatchGradient, FusedTables, Layout, TensorList, cached_fact, dtypes_of, without_stale_facts
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, TRITON, choose_cached, define, kernel, plain_eager
@@ -71,7 +71,7 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     (grad, offsets, _, groups, layout), device = batch, batch.offsets.device
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
-        weights, states = weights.without_stale_facts(), states.without_stale_facts()
+        weights, states = without_stale_facts(weights, states)
     dtypes = cached_fact(weights, dtypes_of)
     name, update = choose_cached("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     by_cpu = name == CPU and optimizer not in customs  # that kernel groups ids and reads counters per table

@@ -10,15 +10,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
-from tritonemb.kernels.cpu.row_groups import (
-    GOOD_OFFSETS,
-    addresses_of,
-    arrays_of,
-    as_float32,
-    as_int64,
-    dtypes_of,
-    first_bad_bag,
-)
+from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, arrays_of, as_float32, as_int64, first_bad_bag, memory_of
 from tritonemb.kernels.cpu.simd import PREFETCH_DISTANCE, dot, element_size, float32_row, prefetch, sum_bags
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, cached_fact
 from tritonemb.memory import empty_result
@@ -118,7 +110,7 @@ def embedding_bag(
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """See `kernels/embedding_bag.py`. Sums in float32, `[B, width]` or `[N, width]`."""
-    ids, bag_offsets = as_int64(values), as_int64(offsets)
+    ids, bag_offsets = as_int64(values, offsets)
     if (bag := first_bad_bag(bag_offsets, ids.size)) != GOOD_OFFSETS:
         raise errors.offsets_error(bag, offsets, ids.size, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
@@ -128,8 +120,8 @@ def embedding_bag(
         out.zero_()
     first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     look_up = _pool_samples if layout.pooled else _gather_values
-    tables = cached_fact(weights, addresses_of), cached_fact(weights, dtypes_of)
-    sizes, batch = (num_rows, batch_size), (ids, bag_offsets, as_float32(sample_weights))
+    sizes, tables = (num_rows, batch_size), cached_fact(weights, memory_of)
+    batch = ids, bag_offsets, as_float32(sample_weights)
     target = out.data_ptr(), layout.width, _zero_row(layout.width).data_ptr(), out.nbytes >= STREAMED_BYTES
     look_up(torch.get_num_threads(), first_bad.size, first_bad, sizes, tables, arrays_of(layout), batch, target)
     if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
@@ -173,7 +165,7 @@ def sample_weight_gradient(
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     num_tasks = _num_tasks(batch_size, values, layout)
-    args = (addresses_of(weights), dtypes_of(weights)), arrays_of(layout), (as_int64(values), as_int64(offsets))
+    args = memory_of(weights), arrays_of(layout), tuple(as_int64(values, offsets))
     target = layout.pooled, gradient.ctypes.data, layout.width, out.numpy()
     _sample_weight_gradients(torch.get_num_threads(), num_tasks, num_tasks, batch_size, *args, target)
     return out

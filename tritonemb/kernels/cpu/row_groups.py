@@ -39,9 +39,9 @@ def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
-def dtypes_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Return int64 `[T]`: the code of each tensor's dtype."""
-    return np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
+def memory_of(tensors: Sequence[Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return two int64 `[T]`: the address of each contiguous tensor, and the code of its dtype."""
+    return addresses_of(tensors), np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
 
 
 @functools.lru_cache(maxsize=256)
@@ -50,10 +50,10 @@ def arrays_of(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy()
 
 
-def as_int64(tensor: Tensor) -> np.ndarray:
-    """Return a contiguous int64 array, a view if possible."""
-    plain = tensor.dtype == torch.int64 and tensor.is_contiguous()
-    return (tensor if plain else tensor.to(torch.int64).contiguous()).numpy()
+def as_int64(*tensors: Tensor) -> list[np.ndarray]:
+    """Return contiguous int64 arrays, views if possible."""
+    plain = [tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors]
+    return [(t if p else t.to(torch.int64).contiguous()).numpy() for t, p in zip(tensors, plain, strict=True)]
 
 
 def as_float32(tensor: Tensor | None) -> np.ndarray:
@@ -396,8 +396,8 @@ def _group(num_threads, tables, values, sorted_units, groups):
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     capacity = values.numel() * layout.multiplicity
-    ids = as_int64(values)
-    _, units, pairs = sort_pairs(ids, as_int64(offsets), layout, by_bag=False)
+    ids, bag_offsets = as_int64(values, offsets)
+    _, units, pairs = sort_pairs(ids, bag_offsets, layout, by_bag=False)
     groups = np.empty(capacity, np.int64), np.empty(capacity + 1, np.int32), np.empty(capacity, np.int32)
     num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, (units, pairs), groups)
     rows, starts, order = map(torch.from_numpy, groups)

@@ -402,7 +402,7 @@ def _run(
     """Run `_update` and return its result; `pointers` are the rows from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
     grad, offsets, sample_weights, groups, layout = batch
-    limit, per_lookup, bag_offsets = optimizer[2][MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
+    limit, per_lookup, (bag_offsets,) = optimizer[2][MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
     # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
     grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]
     grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors] if limit < np.inf else grad_tensors
@@ -413,7 +413,7 @@ def _run(
     sorted_ids, group_arrays = (_NO_IDS, bag_offsets, _NO_UNITS, _NO_PAIRS), (_NO_IDS, *_NO_GROUPS)
     if isinstance(groups, Tensor):
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # smaller pairs
-        ids = as_int64(groups)
+        (ids,) = as_int64(groups)
         sorted_ids = ids, *sort_pairs(ids, bag_offsets, layout, by_bag)
     else:
         group_arrays = *map(Tensor.numpy, groups[:3]), int(groups[3])
