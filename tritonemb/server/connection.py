@@ -118,7 +118,7 @@ class Connection(Closeable):
                     self._send(({**values, "op": op, "query": number, "client": self._client}, list(tensors)))
                 with suppress(TimeoutError):
                     return future.result(min(remaining, RESEND_AFTER))
-            raise self._timeout_error()
+            raise timeout_error(self.transport.address, self._patience)
         finally:
             self._pending_queries.pop(number, None)
 
@@ -136,12 +136,6 @@ class Connection(Closeable):
             self._fail(ConnectionError(f"the connection to embedding server {self.transport.address} was closed"))
         if channel is not None:
             channel.close()
-
-    def _timeout_error(self) -> ConnectionError:
-        return ConnectionError(
-            f"embedding server {self.transport.address} has not answered for {self._patience:.0f} seconds; restart it, "
-            "and resume from a checkpoint"
-        )
 
     def _send(self, message: Message) -> None:
         if self._channel is not None:
@@ -192,7 +186,7 @@ class Connection(Closeable):
             if self.is_starting():
                 self._last_received = now
             if not is_idle and now - self._last_received > self._patience:
-                self._fail(self._timeout_error())
+                self._fail(timeout_error(self.transport.address, self._patience))
                 return
             is_recent = now - max(self._last_sent, self._last_received) < RESEND_AFTER
             if not is_idle and is_recent and self._channel is not None:
@@ -227,6 +221,13 @@ class Connection(Closeable):
             except Exception as error:  # such as a token or a certificate that has changed
                 with self._lock:
                     self._fail(error)
+
+
+def timeout_error(address: str, seconds: float) -> ConnectionError:
+    return ConnectionError(
+        f"embedding server {address} has not answered for {seconds:.0f} seconds; restart it, and resume from a "
+        "checkpoint"
+    )
 
 
 def _num_bytes(message: Message) -> int:

@@ -167,11 +167,10 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         if self.device.type != "cpu":
             batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
         prefetched = list[tuple[Received, list[Groups | None]]]()
-        for (_, sets), received_ids in zip(self._lookups, received, strict=True):
-            ids, _, routes = received_ids
+        for (_, sets), (ids, sizes, routes) in zip(self._lookups, received, strict=True):
             counts = None if routes is None else routes.occurrences
-            groups = [None if tables.dynamic and not assign else tables.group(ids, counts) for tables in sets]
-            prefetched.append((received_ids, groups))
+            groups = [tables.group(ids, counts) if assign or not tables.dynamic else None for tables in sets]
+            prefetched.append(((ids, sizes, routes), groups))
         return batch, [tables.group(batch) for tables in self._replicated_tables], prefetched
 
     def _id_exchange(self, routes: Sequence[IdRoute], **options: Any) -> IdExchange:

@@ -45,9 +45,8 @@ class Sharding:
     @property
     def targets(self) -> Sequence[int] | None:
         """Ranks or nodes of the sharding; None for all."""
-        fields = vars(self)
-        single = [fields[name] for name in ("rank", "node") if name in fields]
-        return single or fields.get("ranks", fields.get("nodes"))
+        single = [vars(self)[name] for name in ("rank", "node") if name in vars(self)]
+        return single or vars(self).get("ranks", vars(self).get("nodes"))
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         """Return the shards of a table, by column block, then by row; they cover the table exactly once.

@@ -256,8 +256,7 @@ class LookupTables(OptimizedTables):
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """Return the layout of these keys over the tables, cached per order of keys."""
-        key = (tuple(keys), device)
-        if (layout := self._layouts.get(key)) is None:
+        if (layout := self._layouts.get(key := (tuple(keys), device))) is None:
             configs = configs_for_keys(self.row_configs, key[0])
             if torch.compiler.is_compiling():
                 return make_layout(configs, key[0], self.pooled, device)
@@ -331,9 +330,8 @@ class LookupTables(OptimizedTables):
 
     def fused_tables(self) -> ops.FusedTables:
         """Return the tables' current tensors, for `ops`."""
-        spec, counters = self.optimizer, self.counters
+        spec, counters, tables = self.optimizer, self.counters, self.tables
         assert spec is not None
-        tables = self.tables
         buffers = [*map(attrgetter("_buffers"), tables)]
         states: list[Any] = [state for state_spec in spec.states for state in map(itemgetter(state_spec.name), buffers)]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]

@@ -90,9 +90,8 @@ class Loop:
         self._signal: int | None = None
 
         # Latest checkpoint and log.
-        self._saved_at, self._saved_step = 0, self.progress.step
+        self._saved_at, self._saved_step, self._logged_step = 0, self.progress.step, self.progress.step
         self._checkpoint_error: CheckpointError | None = None  # of the latest checkpoint
-        self._logged_step = self.progress.step
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, evaluate the test rows with `test`, and call the callbacks."""
@@ -109,9 +108,7 @@ class Loop:
             if metrics is not None and self.callbacks and (warning := warn_of_repeated_rows(self.state)):
                 self.callbacks.on_message(warning)
             if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
-                tiers = report(self.state.model).moved.items()
-                transfers = [f"{tier} {format_bytes(r)} read, {format_bytes(w)} written" for tier, (r, w) in tiers]
-                self.callbacks.on_message(f"offload: {'; '.join(transfers)}")
+                self.callbacks.on_message(describe_transfers(self.state.model))
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
         except Exception as error:
@@ -145,11 +142,10 @@ class Loop:
 
     def _train_epoch(self) -> None:
         state, progress, request, start = self.state, self.progress, self.request, self._start_time
-        is_stream = state.is_stream
 
         def stop_signal() -> int:
             # After the last step end the pipeline of a stream, too, whose next rows may never come.
-            return request.signum or int(is_stream and (state.finished or bool(progress.ended)))
+            return request.signum or int(state.is_stream and (state.finished or bool(progress.ended)))
 
         signals = {"signal": stop_signal, "clock": lambda: int(1000 * (time.monotonic() - start))}
         state.model.train()
@@ -158,7 +154,9 @@ class Loop:
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
-                if not (is_stream and state.finished):  # before the events, which depend on whether the epoch has ended
+                if not (
+                    state.is_stream and state.finished
+                ):  # before the events: these depend on whether the epoch has ended
                     step, last = self._next_step(steps)
                 if last or self.state.finished or self._stop_signal is not None:
                     skipped, text = self.ranks.skipped_rows(step[1].report)
@@ -187,7 +185,7 @@ class Loop:
 
     def _next_step(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
         """Wait for the next step; return it, and whether there is none in this epoch, which is ended then."""
-        begin = time.perf_counter()
+        progress, begin = self.progress, time.perf_counter()
         step = batches, info = next(steps)
         end, prefetcher = time.perf_counter(), self.state.prefetcher
         stall = self.clock.wait(begin, end, info.times)
@@ -198,9 +196,7 @@ class Loop:
                 prefetcher.widen()
         self._now, self._signal = info.clock, info.signal or None
         # End the epoch.
-        last = not batches and not info.signal
-        if last:
-            progress = self.progress
+        if last := not batches and not info.signal:
             check_errors(self.state.device)
             if progress.epoch_samples:
                 loss = self.state.step.take_loss(1) / progress.epoch_samples
@@ -229,7 +225,6 @@ class Loop:
         loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
         self.state.check_finite(loss)
-        sent = self.ranks.take_bytes_sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self.callbacks:
             device, on_gpu, servers = self.state.device, self.state.device.type == "cuda", self.state.servers
@@ -237,7 +232,7 @@ class Loop:
             self.callbacks.on_log(Log(
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), **self.clock.lap(),
                 memory_bytes=memory, seconds=self.clock.seconds,
-                sent={kind: num_bytes // steps for kind, num_bytes in sent.items()},
+                sent={kind: num_bytes // steps for kind, num_bytes in self.ranks.take_bytes_sent().items()},
                 cache={} if self.caches is None else self.caches.lap(steps), dynamic=self.dynamic.lap(steps),
                 servers={} if servers is None else totals(servers.statistics()),
             ))  # fmt: skip
@@ -269,6 +264,14 @@ class Loop:
         if saved is not None:
             self.callbacks.on_checkpoint(saved)
         return True
+
+
+def describe_transfers(model: nn.Module) -> str:
+    """Describe the bytes that an offloaded model has read and written per tier."""
+    moved = report(model).moved.items()
+    return (
+        f"offload: {'; '.join(f'{tier} {format_bytes(r)} read, {format_bytes(w)} written' for tier, (r, w) in moved)}"
+    )
 
 
 def start_of(state: TrainState, folder: RunFolder | None) -> FitStart:
