@@ -92,8 +92,8 @@ def selected(tree: Path, select: str) -> dict[str, str]:
 
 def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case, float]]:
     """Of each tree, milliseconds of each case, a fifth of whose rounds were quicker."""
-    before, now = (selected(tree, select) for tree in trees)
-    both = [name for name in now if name in before]
+    old, now = (selected(tree, select) for tree in trees)
+    both = [name for name in now if name in old]
     if not both:
         sys.exit(f"no benchmark of both trees matches {select!r}")
     (read, their_write), (their_read, write) = os.pipe(), os.pipe()
@@ -101,7 +101,7 @@ def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case,
         running, reports = [], [Path(folder) / name for name in ("before.json", "now.json")]
         for number, pipes in enumerate(((read, write), (their_read, their_write))):
             options = ["-x", "-p", "before_after", f"--rounds={rounds}", f"--benchmark-json={reports[number]}"]
-            options += [(before, now)[number][name] for name in both]
+            options += [(old, now)[number][name] for name in both]
             turns = {PIPES: f"{number} {pipes[0]} {pipes[1]}"}
             running.append(start(trees[number], options, turns, pass_fds=pipes))
         for pipe in (read, their_write, their_read, write):
@@ -109,8 +109,11 @@ def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case,
         printed = [process.communicate()[0] for process in running]
         if not all(report.exists() for report in reports):
             sys.exit("\n".join(printed))
-        found = [json.loads(report.read_text())["benchmarks"] for report in reports]
-    rows = [[row for benchmark in of_tree for row in benchmark["extra_info"].get("rows", [])] for of_tree in found]
+        reports_of_trees = [json.loads(report.read_text())["benchmarks"] for report in reports]
+    rows = [
+        [row for benchmark in of_tree for row in benchmark["extra_info"].get("rows", [])]
+        for of_tree in reports_of_trees
+    ]
     return [{(row["op"], row["shape"], row["implementation"]): row["p20_ms"] for row in of_tree} for of_tree in rows]
 
 
@@ -120,16 +123,16 @@ def main() -> None:
     parser.add_argument("-k", dest="select", default="", help="run only what matches")
     parser.add_argument("--rounds", type=int, default=40, help="timed rounds of a benchmark")
     arguments = parser.parse_args()
-    before, now = timed((arguments.before.resolve(), HERE.parent), arguments.select, arguments.rounds)
+    old, now = timed((arguments.before.resolve(), HERE.parent), arguments.select, arguments.rounds)
     slower = 0
-    for case in sorted(before.keys() & now.keys()):
-        ratio = now[case] / before[case]
+    for case in sorted(old.keys() & now.keys()):
+        ratio = now[case] / old[case]
         slower += ratio > SLOWER
         verdict = " slower" if ratio > SLOWER else ""
-        print(f"{ratio:5.2f}{verdict:7}  {', '.join(case)}: {before[case]:.3f} {now[case]:.3f} ms")
-    for case in sorted(before.keys() ^ now.keys()):
-        print(f"only {'before' if case in before else 'now'}: {', '.join(case)}")
-    print(f"{slower} of {len(before.keys() & now.keys())} slower than {SLOWER} times before")
+        print(f"{ratio:5.2f}{verdict:7}  {', '.join(case)}: {old[case]:.3f} {now[case]:.3f} ms")
+    for case in sorted(old.keys() ^ now.keys()):
+        print(f"only {'before' if case in old else 'now'}: {', '.join(case)}")
+    print(f"{slower} of {len(old.keys() & now.keys())} slower than {SLOWER} times before")
     sys.exit(slower > 0)
 
 

@@ -62,15 +62,15 @@ def make(name: str, direction: str, num_rows: int, dim: int, clock: Clock) -> li
     # Below 2^-9: subnormal float8.
     rtol, atol = (1e-6, step) if name == "int8" else (torch.finfo(CODECS[name].dtype).eps, 2**-9)
     right = close(matrix, rtol=rtol, atol=atol)
-    found = []
-    for each, (pack, unpack) in codecs.items():
+    results = []
+    for item, (pack, unpack) in codecs.items():
         if direction == "pack":
             run, check = partial(pack, matrix), lambda message, unpack=unpack: right(unpack(message))
         else:
             packed = cache(partial(pack, matrix))  # the first time off the clock, in the check
             run, check = lambda unpack=unpack, packed=packed: unpack(packed()), right
-        found.append(Contender(each, lambda number: None, lambda _, run=run: run(), num_bytes, check))
-    return [*found, copy_contender(num_bytes, device)]
+        results.append(Contender(item, lambda number: None, lambda _, run=run: run(), num_bytes, check))
+    return [*results, copy_contender(num_bytes, device)]
 
 
 def our_codec(name: str, dim: int, device: torch.device) -> Codec:

@@ -91,18 +91,18 @@ def pull(capacity: int, batch: int, clock: Clock) -> list[Contender]:
 
 def find(capacity: int, batch: int, clock: Clock) -> list[Contender]:
     full, half = (filled(capacity, capacity * eighths // 8) for eighths in (8, 4))
-    ids, others = draw(full, batch, 1), draw(half, batch, 1)
+    ids, half_ids = draw(full, batch, 1), draw(half, batch, 1)
     known, rows = dynamic_rows(full)
 
     def by_search() -> Tensor:
         return rows[torch.searchsorted(known, ids)]
 
-    def check(found: Tensor) -> None:
-        assert int(found.min()) >= 0
+    def check(result: Tensor) -> None:
+        assert int(result.min()) >= 0
 
     runs = {
         OURS: lambda: find_in(full, ids),
-        HALF_FULL: lambda: find_in(half, others),
+        HALF_FULL: lambda: find_in(half, half_ids),
         "torch, sorted ids": by_search,
     }
     assert torch.equal(by_search(), find_in(full, ids))
@@ -156,11 +156,11 @@ def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]
 
     num_bytes = batch * (8 + 4 * 4 * DIM)
     models = {OURS: stream.dynamic, "static table": stream.static}
-    found = [
-        Contender(name, partial(prepare, which), partial(run, model), num_bytes, lambda _: None)
-        for which, (name, model) in enumerate(models.items())
+    results = [
+        Contender(name, partial(prepare, index), partial(run, model), num_bytes, lambda _: None)
+        for index, (name, model) in enumerate(models.items())
     ]
-    return [*found, copy_contender(num_bytes, clock.device)]
+    return [*results, copy_contender(num_bytes, clock.device)]
 
 
 def resident(tensor: Tensor) -> int:
@@ -178,8 +178,10 @@ def bench_memory_of_rows(race: Any) -> None:
     Measured first in this process: memory that others have freed counts as resident.
     """
     capacity, last, row_bytes = 1 << 20, 0, 4 * DIM + 4
-    made = te.nn.EmbeddingBagCollection([te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad())
-    table: Any = made["t"]
+    collection = te.nn.EmbeddingBagCollection(
+        [te.TableConfig("t", None, DIM, capacity=capacity)], te.optim.RowWiseAdagrad()
+    )
+    table: Any = collection["t"]
     for share in (0.1, 0.25, 0.5, 0.9, 1.3):
         table.index.clock += 10  # so that earlier ones may be evicted
         for part in torch.arange(last, int(share * capacity)).split(1 << 14):
@@ -202,17 +204,17 @@ def bench_growth(race: Any) -> None:
     The median of three runs: p99.9 is that of five batches, and what else the machine does decides some of them.
     """
     number, batch, shape = 5_000, 2_000, f"5,000 batches of 2,000 ids, D{DIM}"
-    grad, names, found = torch.randn(batch, DIM), (OURS, "static table"), []
+    grad, names, result = torch.randn(batch, DIM), (OURS, "static table"), []
     for _ in range(3):
         stream, seconds = Stream(1_200_000, batch, 0.1, 100_000), ([], [])  # type: Stream, tuple[list[float], list[float]]
-        for each in range(number):
-            for of_model, model, features in zip(seconds, (stream.dynamic, stream.static), stream(each), strict=True):
+        for item in range(number):
+            for of_model, model, features in zip(seconds, (stream.dynamic, stream.static), stream(item), strict=True):
                 begin = time.perf_counter()
                 model(features).backward(grad)
                 of_model.append(1000 * (time.perf_counter() - begin))
-        ours, static = (quantiles(each, n=1000)[998] / median(each) for each in seconds)
-        found.append((ours / static, [Timing(name, tuple(each)) for name, each in zip(names, seconds, strict=True)]))
-    ratio, timings = sorted(found, key=lambda each: each[0])[1]
+        fused, static = (quantiles(call, n=1000)[998] / median(call) for call in seconds)
+        result.append((fused / static, [Timing(name, tuple(call)) for name, call in zip(names, seconds, strict=True)]))
+    ratio, timings = sorted(result, key=lambda call: call[0])[1]
     race.keep("dynamic table growth", shape, timings)
     race.target("dynamic table growth", shape, "p99.9 over median, of a static table's", ratio, most=1.5)
 
@@ -242,8 +244,8 @@ class ManagedCollisions:
         self._collisions = modules.ManagedCollisionCollection({"t": module}, [table])
         options = {"lr": OPTIMIZER.lr, "eps": OPTIMIZER.eps}
         self._tables = fused.FusedEmbeddingBagCollection([table], optimizers.RowWiseAdagrad, options, device=CPU)
-        for each in self._tables.state_dict().values():
-            each.zero_()
+        for call in self._tables.state_dict().values():
+            call.zero_()
         for part in ids.chunk(interval):
             self._collisions(self.batch(part))
 
@@ -265,7 +267,7 @@ def managed_collisions(capacity: int, batch: int, interval: int) -> list[Contend
     def prepare(make: Callable[[Tensor], Any], number: int) -> list[Any]:
         if number not in current:
             current.clear()
-            current[number] = [stream(number * STEPS + each)[0].values() for each in range(STEPS)]
+            current[number] = [stream(number * STEPS + call)[0].values() for call in range(STEPS)]
         return [make(ids) for ids in current[number]]
 
     def run(model: Any, batches: list[Any]) -> None:
@@ -273,15 +275,15 @@ def managed_collisions(capacity: int, batch: int, interval: int) -> list[Contend
             model(features).backward(grad)
 
     num_bytes = STEPS * batch * (8 + 4 * 4 * DIM)
-    found = [Contender(OURS, partial(prepare, keyed), partial(run, stream.dynamic), num_bytes)]
+    results = [Contender(OURS, partial(prepare, keyed), partial(run, stream.dynamic), num_bytes)]
     run(stream.dynamic, [keyed(met[:batch])])
     for policy in ("LRU", "LFU"):
         peer = ManagedCollisions(capacity, met, policy, interval)
         run(peer, [peer.batch(met[:batch])])
-        theirs, ours = peer(peer.batch(met[:batch])), stream.dynamic(keyed(met[:batch]))
-        torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
-        found.append(Contender(f"torchrec, {policy}", partial(prepare, peer.batch), partial(run, peer), num_bytes))
-    return found
+        reference, fused = peer(peer.batch(met[:batch])), stream.dynamic(keyed(met[:batch]))
+        torch.testing.assert_close(reference, fused, rtol=1e-4, atol=1e-6)
+        results.append(Contender(f"torchrec, {policy}", partial(prepare, peer.batch), partial(run, peer), num_bytes))
+    return results
 
 
 @pytest.mark.parametrize("interval", [1, STEPS])
@@ -291,6 +293,6 @@ def bench_managed_collisions(interval: int, race: Any) -> None:
     pytest.importorskip("torchrec", reason="TorchRec, which `make bench` installs, is the peer")
     op, capacity = "dynamic table steps", 1 << 20
     shape = f"{STEPS} steps of {BATCH:,} ids, capacity {capacity:,}, D{DIM}, 1% new, theirs evicts every {interval}"
-    found = managed_collisions(capacity, BATCH, interval)
-    goals = [Goal(peer, 0, least=5.0) for peer in range(1, len(found))]
-    race(op, shape, found, *goals, most_rounds=max(5, race.rounds // 4))
+    result = managed_collisions(capacity, BATCH, interval)
+    goals = [Goal(peer, 0, least=5.0) for peer in range(1, len(result))]
+    race(op, shape, result, *goals, most_rounds=max(5, race.rounds // 4))

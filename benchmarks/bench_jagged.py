@@ -80,8 +80,8 @@ def bucketize(batch_size: int, bag_size: int, clock: Clock) -> list[Contender]:
 
     def by_fbgemm() -> tuple[Tensor, Tensor, Tensor]:
         op = fbgemm_op("block_bucketize_sparse_features")
-        counts, found, _, _, place = op(lengths, values, False, True, block_sizes, NUM_RANKS, None)
-        return found, counts, place
+        counts, result, _, _, place = op(lengths, values, False, True, block_sizes, NUM_RANKS, None)
+        return result, counts, place
 
     runs = {OURS: lambda: ops.block_bucketize(values, offsets, block_sizes, NUM_RANKS)[:3], "torch": by_torch}
     if has_fbgemm():

@@ -92,14 +92,14 @@ def peak(run: Callable[[], object], device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        initial = torch.cuda.memory_allocated()
         run()
         torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return torch.cuda.max_memory_allocated() - initial
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-    before = _status("VmRSS")
+    initial = _status("VmRSS")
     run()
-    return _status("VmHWM") - before
+    return _status("VmHWM") - initial
 
 
 def _status(field: str) -> int:
@@ -126,17 +126,17 @@ def measured(implementation: str, shape: str, device: torch.device) -> dict[str,
     workload = SHAPES[shape]
     run = IMPLEMENTATIONS[implementation](workload, device)
     (batch,) = draw_batches(workload, 1, device)
-    given = batch, draw_gradient(workload, device)
+    inputs = batch, draw_gradient(workload, device)
     assert batch.keyed.keys()  # made before the step, as these
     assert len(batch.bags) == workload.num_tables
     for _ in range(2):
-        run(*given)
-    step = partial(run, *given)
+        run(*inputs)
+    step = partial(run, *inputs)
     return {
         "shape": shape,
         "implementation": implementation,
         "ids": workload.num_ids,
-        "result_bytes": given[1].nbytes,
+        "result_bytes": inputs[1].nbytes,
         "peak_bytes": int(median(peak(step, device) for _ in range(STEPS))),
         "torch_bytes": profiled_peak(step) if device.type == "cpu" else None,
     }
@@ -145,8 +145,8 @@ def measured(implementation: str, shape: str, device: torch.device) -> dict[str,
 def in_own_process(*arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.bench_memory", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ALL_MAPPED, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux alone says what a process had at most")
@@ -162,10 +162,10 @@ def at_most(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """That one of ours needs at most so much of each peer: modules of torch's, a collection of FBGEMM's, too."""
     peers = LIMITS if "modules" not in row["implementation"] else {"torch": LIMITS["torch"]}
     shares = {
-        each["implementation"]: row["peak_bytes"] / each["peak_bytes"] / limit
-        for each in rows
+        item["implementation"]: row["peak_bytes"] / item["peak_bytes"] / limit
+        for item in rows
         for name, limit in peers.items()
-        if each["implementation"].startswith(name)
+        if item["implementation"].startswith(name)
     }
     peer = max(shares, key=lambda name: shares[name])
     measured = f"{row['implementation']} / {LIMITS[peer.split(',')[0]]:g} of {peer}"

@@ -54,7 +54,7 @@ def bench_modules(shape: Workload, part: str, race: Any) -> None:
         optimizer = optimize(tables)
 
         def forward(ids: list[Tensor]) -> Tensor:
-            return torch.cat([table(each).flatten(1) for table, each in zip(tables, ids, strict=True)], 1)
+            return torch.cat([table(item).flatten(1) for table, item in zip(tables, ids, strict=True)], 1)
 
         def step(ids: list[Tensor]) -> None:
             optimizer.zero_grad()

@@ -100,12 +100,12 @@ class Trained:
         self.moved = [0, 0]
 
     def step(self, x: torch.Tensor) -> None:
-        before = self._moved()
+        initial = self._moved()
         self.computed.append(seconds(lambda: self.model(x).pow(2).mean().backward()))
         self.stepped.append(seconds(self.optimizer.step))
         self.whole.append(self.computed[-1] + self.stepped[-1])
         self.optimizer.zero_grad()
-        self.moved = [now - then for now, then in zip(self._moved(), before, strict=True)]
+        self.moved = [now - then for now, then in zip(self._moved(), initial, strict=True)]
 
     def _moved(self) -> tuple[int, int]:
         return te.offloading.report(self.model).moved.get("disk", (0, 0)) if self.offloaded else (0, 0)
@@ -128,16 +128,16 @@ def bench_step(kind: str, race: Any) -> None:
     x = torch.randn(SAMPLES[kind], DIM)
     try:
         for _ in range(race.rounds + 2):
-            for each in kinds:
-                each.step(x)
+            for entry in kinds:
+                entry.step(x)
     finally:
-        for each in kinds:
-            each.close()
+        for entry in kinds:
+            entry.close()
         shutil.rmtree(FOLDER, ignore_errors=True)
     shape = f"{LAYERS} layers of {DIM}, {SAMPLES[kind]} samples ({kind}), Adam, fp32"
     steps, whole = (
-        [Timing(each.name, tuple(1000 * each for each in times[2:])) for each, times in of_kind]
-        for of_kind in ([(each, each.stepped) for each in kinds], [(each, each.whole) for each in kinds])
+        [Timing(item.name, tuple(1000 * time for time in times[2:])) for item, times in of_kind]
+        for of_kind in ([(kind, kind.stepped) for kind in kinds], [(kind, kind.whole) for kind in kinds])
     )
     race.keep("offload optimizer step", shape, steps, Goal(1, 0, most=1.0))
     race.keep("offload step", shape, whole, Goal(1, 0, most=1.1))
@@ -145,9 +145,9 @@ def bench_step(kind: str, race: Any) -> None:
         write, read = (
             SPAN_BYTES / median(seconds(lambda m=m: move(m)) for _ in range(9)) for m in (os.pwritev, os.preadv)
         )
-    for each, timing in zip(kinds, whole, strict=True):
-        if not any(each.moved):
+    for entry, timing in zip(kinds, whole, strict=True):
+        if not any(entry.moved):
             continue
-        floor = 1000 * max(median(kinds[0].whole[2:]), each.moved[0] / read + each.moved[1] / write)
-        case = f"{shape}, {each.name}: {each.moved[0] >> 20} MiB read, {each.moved[1] >> 20} MiB written a step"
-        race.target("offload step", case, f"{each.name} / floor", timing.percentile(50) / floor, most=1.15)
+        floor = 1000 * max(median(kinds[0].whole[2:]), entry.moved[0] / read + entry.moved[1] / write)
+        case = f"{shape}, {entry.name}: {entry.moved[0] >> 20} MiB read, {entry.moved[1] >> 20} MiB written a step"
+        race.target("offload step", case, f"{entry.name} / floor", timing.percentile(50) / floor, most=1.15)

@@ -44,8 +44,8 @@ def network(held_back: list[float]) -> Iterator[None]:
         arrive = start(group, message, send, receive, kind)
         if not kind.startswith("pooled"):
             return arrive
-        others = sum(send) - send[group.rank], sum(receive) - receive[group.rank]
-        seconds = LATENCY + max(others) * message.element_size() / BANDWIDTH
+        num_elements = sum(send) - send[group.rank], sum(receive) - receive[group.rank]
+        seconds = LATENCY + max(num_elements) * message.element_size() / BANDWIDTH
         due = time.perf_counter() + seconds
         held_back.append(seconds)
 
@@ -104,18 +104,18 @@ class Steps:
 
 def time_steps(rank: int, world: int, rounds: int) -> tuple[list[list[float]], float]:
     """Seconds of each step of each kind, and of the network in a step."""
-    step, found, held_back = Steps(world, BATCH_SIZE, (WIDTH, WIDTH)), [list[float]() for _ in NAMES], list[float]()
+    step, result, held_back = Steps(world, BATCH_SIZE, (WIDTH, WIDTH)), [list[float]() for _ in NAMES], list[float]()
     step(compiled=True)
     for _ in range(rounds):
         held_back.clear()
         with network(held_back):
-            found[0].append(step())
+            result[0].append(step())
             with mock.patch.object(OutputExchange, "exchange", waited_for):
-                found[1].append(step())
-            found[3].append(step(compiled=True))
-        found[2].append(step())
-        found[4].append(step(compiled=True))
-    return found, sum(held_back) / 3
+                result[1].append(step())
+            result[3].append(step(compiled=True))
+        result[2].append(step())
+        result[4].append(step(compiled=True))
+    return result, sum(held_back) / 3
 
 
 def time_pairs(rank: int, world: int, rounds: int, batch_size: int, mlp: tuple[int, ...]) -> list[list[float]]:
@@ -126,8 +126,8 @@ def time_pairs(rank: int, world: int, rounds: int, batch_size: int, mlp: tuple[i
 
 def slowest(names: Sequence[str], by_rank: Any) -> list[Timing]:
     """All ranks wait for the slowest; the first steps are for warming up."""
-    steps = [[1000 * max(each) for each in zip(*of_ranks, strict=True)][2:] for of_ranks in zip(*by_rank, strict=True)]
-    return [Timing(name, tuple(each)) for name, each in zip(names, steps, strict=True)]
+    steps = [[1000 * max(item) for item in zip(*of_ranks, strict=True)][2:] for of_ranks in zip(*by_rank, strict=True)]
+    return [Timing(name, tuple(step)) for name, step in zip(names, steps, strict=True)]
 
 
 def run_ranks(world: int, *call: Any) -> list[Any]:

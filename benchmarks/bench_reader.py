@@ -99,4 +99,4 @@ def bench_reader(log_file: File, race: Any, threads: int) -> None:
     contenders = [Contender(name, lambda _: None, lambda _, read=read: read(), size) for name, read in readers.items()]
     timings = race("read Criteo's TSV", log_file, contenders, most_rounds=5, warmup_rounds=1)
     fastest = min(range(2, len(timings)), key=lambda number: timings[number].percentile(50))
-    race.targets += [Goal(ours, fastest, most=1.25).row("read Criteo's TSV", log_file, timings) for ours in range(2)]
+    race.targets += [Goal(fused, fastest, most=1.25).row("read Criteo's TSV", log_file, timings) for fused in range(2)]

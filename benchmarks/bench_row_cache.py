@@ -92,11 +92,11 @@ def make_on_directory(
 
 
 def look_up(directory: Directory, device: torch.device) -> list[Contender]:
-    held = directory.rows_of_slots()
+    occupied = directory.rows_of_slots()
     sizes = [tags.numel() for tags in directory.tags]
     slots = torch.cat([torch.arange(size, device=device) for size in sizes])
     slot_of_row = torch.full((directory.num_rows + 1,), -1, device=device)
-    slot_of_row[held[held >= 0]] = slots[held >= 0]
+    slot_of_row[occupied[occupied >= 0]] = slots[occupied >= 0]
 
     def by_torch() -> Tensor:
         return slot_of_row[directory.rows]
@@ -108,18 +108,18 @@ def look_up(directory: Directory, device: torch.device) -> list[Contender]:
 def allocate(directory: Directory, device: torch.device) -> list[Contender]:
     slots = directory.look_up()
     state = [*directory.tags, *directory.used, *directory.pins, slots]
-    before = [part.clone() for part in state]
+    initial = [part.clone() for part in state]
     misses = slots == -1
 
     def reset(_: int) -> None:
-        torch._foreach_copy_(state, before)
+        torch._foreach_copy_(state, initial)
 
     def check(_: Any) -> None:
         """Each row that has a slot now is in it; all have one, unless batches were to fill a set."""
-        given = slots >= 0
-        places = (slots + directory.slot_origins())[given]
-        assert torch.equal(directory.rows_of_slots()[places], directory.rows[given])
-        assert float(given.float().mean()) > 0.99, "rows are left without a slot"
+        valid = slots >= 0
+        places = (slots + directory.slot_origins())[valid]
+        assert torch.equal(directory.rows_of_slots()[places], directory.rows[valid])
+        assert float(valid.float().mean()) > 0.99, "rows are left without a slot"
 
     directory.allocate(slots)
     sets = ((slots + directory.slot_origins())[misses] // ops.WAYS).unique().numel()
@@ -134,9 +134,9 @@ def translate(directory: Directory, device: torch.device) -> list[Contender]:
     sizes = starts.diff().long()
 
     def by_torch() -> Tensor:
-        found = torch.empty_like(slots)
-        found[order.long()] = slots.repeat_interleave(sizes, output_size=order.numel())
-        return found
+        result = torch.empty_like(slots)
+        result[order.long()] = slots.repeat_interleave(sizes, output_size=order.numel())
+        return result
 
     num_bytes = (8 + 4 + 8) * order.numel() + (8 + 4) * directory.num_groups
     runs = {OURS: lambda: ops.row_cache_translate(slots, starts, order, num_groups), "torch": by_torch}

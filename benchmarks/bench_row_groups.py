@@ -33,14 +33,14 @@ def make_sort(workload: Workload, clock: Clock) -> list[Contender]:
     right = torch.sort(wide[0], stable=True)
 
     def contender(name: str, keys: list[Tensor]) -> Contender:
-        def run(own: Tensor) -> object:
-            return torch.sort(own, stable=True)
+        def run(local: Tensor) -> object:
+            return torch.sort(local, stable=True)
 
         check = equal(right.values, right.indices)
         return Contender(name, lambda number: keys[number % len(keys)], run, num_bytes, check)
 
-    found = [contender("torch", narrow), contender("torch, int64", wide)]
-    return [*found, copy_contender(num_bytes, clock.device)]
+    results = [contender("torch", narrow), contender("torch, int64", wide)]
+    return [*results, copy_contender(num_bytes, clock.device)]
 
 
 def make_group(workload: Workload, clock: Clock) -> list[Contender]:
@@ -52,11 +52,11 @@ def make_group(workload: Workload, clock: Clock) -> list[Contender]:
         valid = int(num_groups)
         equal(*right)((rows[:valid], starts[:valid], order))
 
-    found = [
+    results = [
         Contender(OURS, bench.batch, bench.ours.group, num_bytes, check),
         Contender("torch.sort", bench.batch, group_with_torch, num_bytes, equal(*right)),
     ]
-    return [*found, copy_contender(num_bytes, clock.device)]
+    return [*results, copy_contender(num_bytes, clock.device)]
 
 
 def group_with_torch(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:

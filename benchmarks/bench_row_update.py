@@ -74,8 +74,8 @@ def make(workload: Workload, clock: Clock) -> list[Contender]:
         bench.ours.group(prepared[0])
         ahead.run(prepared)
 
-    ours = replace(ahead, run=group_and_update)
-    return [ours, replace(ahead, name=AHEAD, num_bytes=num_bytes), *peers, copy_contender(with_groups, clock.device)]
+    fused = replace(ahead, run=group_and_update)
+    return [fused, replace(ahead, name=AHEAD, num_bytes=num_bytes), *peers, copy_contender(with_groups, clock.device)]
 
 
 def adagrad(
@@ -104,8 +104,8 @@ def make_custom(workload: Workload, clock: Clock) -> list[Contender]:
 
     steps = {OURS: torch.compile(adagrad, dynamic=True), f"{OURS}, eager": adagrad}
     specs = {name: te.optim.Custom(LR, step=step, states={"sum": "element"}) for name, step in steps.items()}
-    found = [contender(name, spec) for name, spec in {**specs, "built-in": BUILT_IN}.items()]
-    return [*found, copy_contender(num_bytes, clock.device)]
+    results = [contender(name, spec) for name, spec in {**specs, "built-in": BUILT_IN}.items()]
+    return [*results, copy_contender(num_bytes, clock.device)]
 
 
 def bench_update(case: Case, measure_case: Callable[[Case], None]) -> None:

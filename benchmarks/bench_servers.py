@@ -51,20 +51,20 @@ def serve_bytes(num_bytes: int, pipe: Any) -> None:
 def bench_pull(race: Any) -> None:
     """From a process, against find and gather here, and a plain stream (DoGet) of as many bytes, each alone."""
     num_bytes, op, shape = PULLED * PULL_DIM * 4, "server pull", f"{PULLED:,} ids, capacity {CAPACITY:,}, D{PULL_DIM}"
-    here, there = (
+    local, remote = (
         te.nn.EmbeddingBagCollection(
             [te.TableConfig("t", None, PULL_DIM, capacity=CAPACITY, placement=place)], OPTIMIZER
         )
         for place in ("device", "server")
     )
-    table: Any = here["t"]
+    table: Any = local["t"]
     ids, coming = torch.randint(-(2**63), 2**63 - 1, (CAPACITY * 7 // 8,)).unique(), list[Any]()
     pipe, other = multiprocessing.Pipe()
     multiprocessing.get_context("spawn").Process(target=serve_bytes, args=(num_bytes, other), daemon=True).start()
     client = flight.Client(*pipe.recv())
     with te.server.start(1, processes=True) as servers:
-        te.server.attach(there, servers, 1)
-        service: Any = there.table_set.service
+        te.server.attach(remote, servers, 1)
+        service: Any = remote.table_set.service
         for part in ids.split(1 << 16):
             table.insert(part, *pull(service, [part]))
 
@@ -94,8 +94,8 @@ def bench_pull(race: Any) -> None:
         timings = race(op, shape, contenders)
     pipe.send(None)
     add_rates(race, "rows", PULLED)
-    ours, _, alone, sent = (timing.percentile(50) for timing in timings)
-    race.target(op, shape, f"{OURS} / (find and gather + stream)", ours / (alone + sent), most=1.25)
+    fused, _, single, sent = (timing.percentile(50) for timing in timings)
+    race.target(op, shape, f"{OURS} / (find and gather + stream)", fused / (single + sent), most=1.25)
 
 
 def bench_tier(race: Any) -> None:
@@ -110,8 +110,11 @@ def bench_tier(race: Any) -> None:
     try:
         process = ServerProcess(token, threads=1)
         with Servers([FlightTransport(process.address, token)], [process], 60.0, token) as servers:
-            how = {"cache": cache, "prefetch": 2, "layers": (512, 256)}
-            places = {OURS: Training(sizes, servers, **how), "host memory": Training(sizes, place="host", **how)}
+            options = {"cache": cache, "prefetch": 2, "layers": (512, 256)}
+            places = {
+                OURS: Training(sizes, servers, **options),
+                "host memory": Training(sizes, place="host", **options),
+            }
             contenders = [training.contender(name) for name, training in places.items()]
             shape = f"{STEPS} steps, 8 tables of 60,000 rows, D{DIM}, batch 2048, cache of 4,000 rows"
             race(op, shape, contenders, Goal(0, 1, most=1 / 0.9), most_rounds=MOST_ROUNDS)
@@ -126,7 +129,9 @@ def bench_step(race: Any) -> None:
     shape = f"{STEPS} steps, 26 tables of 100,000 rows, D{DIM}, batch 2048, staleness {STALENESS}"
     with te.server.start(1) as threads, te.server.start(1, processes=True) as processes:
         places = {f"{OURS}, thread": threads, f"{OURS}, process": processes, "device": None}
-        contenders = [Training(sizes, each, STALENESS if each else 0).contender(name) for name, each in places.items()]
+        contenders = [
+            Training(sizes, place, STALENESS if place else 0).contender(name) for name, place in places.items()
+        ]
         race(op, shape, contenders, most_rounds=MOST_ROUNDS)
     add_rates(race, "steps", STEPS)
 
@@ -143,8 +148,8 @@ class Training:
     ) -> None:  # fmt: skip
         torch.manual_seed(0)
         names, place = [f"t{n}" for n in range(len(sizes))], place if servers is None else "server"
-        made = zip(names, sizes, strict=True)
-        tables = [te.TableConfig(*of, DIM, placement=place, cache=cache or te.CacheConfig()) for of in made]
+        named_sizes = zip(names, sizes, strict=True)
+        tables = [te.TableConfig(*of, DIM, placement=place, cache=cache or te.CacheConfig()) for of in named_sizes]
         self.embeddings = te.nn.EmbeddingBagCollection(tables, OPTIMIZER)
         self.dense = te.nn.MLP(DIM * len(sizes), [*layers, 1], last_activation=False)
         self.optimizer, self.labels = torch.optim.SGD(self.dense.parameters(), lr=0.01), torch.ones(BATCH_SIZE, 1)
@@ -194,7 +199,7 @@ class Training:
         self.optimizer.step()
 
     def contender(self, name: str) -> Contender:
-        return Contender(name, lambda n: [self.draw(n * STEPS + each) for each in range(STEPS)], self.run)
+        return Contender(name, lambda n: [self.draw(n * STEPS + item) for item in range(STEPS)], self.run)
 
 
 @functools.cache

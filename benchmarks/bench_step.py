@@ -136,9 +136,9 @@ def steps_of(name: str, ours: OurTables, batches: list[Batch]) -> Contender:
 
 def bench_ten_times_the_ids(race: Any) -> None:
     """Ten times the batch on the same tables; a tenth is left for what caches and page tables do."""
-    ours, rounds = OurTables(FEW_IDS), max(5, race.rounds // 4)
+    fused, rounds = OurTables(FEW_IDS), max(5, race.rounds // 4)
     contenders = [
-        steps_of(f"{times}x ids", ours, draw_batches(replace(FEW_IDS, batch_size=384 * times), rounds + WARMUP_ROUNDS))
+        steps_of(f"{times}x ids", fused, draw_batches(replace(FEW_IDS, batch_size=384 * times), rounds + WARMUP_ROUNDS))
         for times in (10, 1)
     ]
     goal = Goal(0, 1, most=11.0)

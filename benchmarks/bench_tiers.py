@@ -156,11 +156,11 @@ class Table:
 @pytest.fixture(params=SHAPES, ids=str)
 def table(request: pytest.FixtureRequest) -> Iterator[Table]:
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        made = Table(Path(folder), request.param)
-        if not made.rows.direct:
+        created = Table(Path(folder), request.param)
+        if not created.rows.direct:
             pytest.skip("this file system has no direct I/O; name another folder with TRITONEMB_STORAGE_FOLDER")
-        yield made
-        made.close()
+        yield created
+        created.close()
 
 
 def file_system(path: Path) -> str:
@@ -185,12 +185,12 @@ def check_plain(table: Table) -> None:
 @pytest.mark.parametrize("op", ["read rows on disk", "write rows on disk"])
 def bench_storage(table: Table, op: str, race: Any) -> None:
     check_plain(table)
-    ours, plain = (table.read, table.read_plainly) if op.startswith("read") else (table.write, table.write_plainly)
+    fused, plain = (table.read, table.read_plainly) if op.startswith("read") else (table.write, table.write_plainly)
     count, write = table.shape.batch, op.startswith("write")
     passes = 2 if write and table.layout.rows_per_block > 1 else 1
     moved = count * table.layout.block_bytes * passes
     contenders = [
-        Contender("tritonemb", lambda number: table.draw(2 * number + 1), ours, moved),
+        Contender("tritonemb", lambda number: table.draw(2 * number + 1), fused, moved),
         Contender("plain", lambda number: table.draw_offsets(2 * number + 2), plain, moved),
     ]
     goals = [] if write else [Goal(0, 1, most=1 / 0.8)]

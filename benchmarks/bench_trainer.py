@@ -78,7 +78,7 @@ def bench_overhead(name: str, race: Any) -> None:
             loss.backward()
             optimizer.step()
 
-    parts = [part for each in ready.batches for part in (each.dense, each.labels, each.sparse.values())]
+    parts = [part for batch in ready.batches for part in (batch.dense, batch.labels, batch.sparse.values())]
     num_bytes = sum(part.nbytes for part in parts)
     contenders = [
         Contender("trainer", lambda number: number, lambda _: trainer.fit(), num_bytes),

@@ -71,7 +71,9 @@ class Race:
         self, op: str, shape: object, timings: Sequence[Timing], *goals: Goal, num_bytes: Any = 0, **columns: Any
     ) -> None:
         """The same of what was timed before; with a copy's bandwidth, measured right beside it."""
-        moved = num_bytes if isinstance(num_bytes, dict) else dict.fromkeys((each.name for each in timings), num_bytes)
+        moved = (
+            num_bytes if isinstance(num_bytes, dict) else dict.fromkeys((sizes.name for sizes in timings), num_bytes)
+        )
         columns |= {"threads": torch.get_num_threads(), "copy_gb_per_s": copy_bandwidth(self.clock)}
         self.rows += [row | columns for row in timing_rows(op, shape, timings, moved)]
         self.targets += [goal.row(op, shape, timings) for goal in goals]

@@ -202,7 +202,7 @@ def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
 
     Each file is a process of its own, so that none finds the memory that another one has kept.
     """
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for file in sorted((result_files.ROOT / "benchmarks").glob("bench_*.py")):
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "benchmark.json"
@@ -211,10 +211,10 @@ def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
             code = subprocess.run(command, cwd=result_files.ROOT, env=os.environ | KEEP_MEMORY).returncode
             if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 sys.exit(code)
-            found += result_files.read(raw)["benchmarks"] if code == 0 else []
-    if not found:
+            results += result_files.read(raw)["benchmarks"] if code == 0 else []
+    if not results:
         sys.exit(f"no benchmark matches {select!r}")
-    return found
+    return results
 
 
 def condense(benchmarks: list[dict[str, Any]], shared: dict[str, Any], rows: str = "rows") -> dict[str, Any]:
@@ -262,10 +262,10 @@ def summary(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         medians = {name: row["p50_ms"] for name, row in case.items()}
         if OURS not in medians:
             continue
-        ours = medians.pop(OURS)
-        ratios = [f"{medians[name] / ours:.0%} of a {name}" for name in CEILINGS if name in medians]
-        ratios += [f"{ms / ours:.2f} x {name}" for name, ms in medians.items() if name not in CEILINGS]
-        yield f"{ours:8.3f} ms  {op:32} {', '.join(reversed(ratios))}  {shape}"
+        fused = medians.pop(OURS)
+        ratios = [f"{medians[name] / fused:.0%} of a {name}" for name in CEILINGS if name in medians]
+        ratios += [f"{ms / fused:.2f} x {name}" for name, ms in medians.items() if name not in CEILINGS]
+        yield f"{fused:8.3f} ms  {op:32} {', '.join(reversed(ratios))}  {shape}"
 
 
 def measure_on_gpu(options: argparse.Namespace, begin: float) -> dict[str, Any]:

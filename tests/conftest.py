@@ -84,9 +84,9 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """`ranks(n)`: n processes in one gloo job, started when first asked for."""
-    made: dict[int, Ranks] = {}
-    yield lambda size: made.setdefault(size, Ranks(size))
-    for job in made.values():
+    created: dict[int, Ranks] = {}
+    yield lambda size: created.setdefault(size, Ranks(size))
+    for job in created.values():
         job.close()
 
 
@@ -101,9 +101,9 @@ def _freeze_imports() -> None:
 def _seeded() -> Iterator[None]:
     """Every test starts from one seed and leaves the number of threads as it found it."""
     torch.manual_seed(0)
-    before = torch.get_num_threads()
+    initial = torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(initial)
 
 
 @pytest.fixture(autouse=True)

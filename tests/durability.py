@@ -86,5 +86,5 @@ class Durability:
 
 
 def _state(file: Path | int) -> tuple[int, int]:
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
+    result = os.stat(file)
+    return result.st_size, result.st_mtime_ns

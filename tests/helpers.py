@@ -56,10 +56,10 @@ def resident_growth(do: Callable[[], object], attempts: int = 3) -> int:
     """
     process, growths = psutil.Process(), []
     for _ in range(attempts):
-        before = process.memory_info().rss
-        kept = do()
-        growths.append(process.memory_info().rss - before)
-        del kept
+        initial = process.memory_info().rss
+        retained = do()
+        growths.append(process.memory_info().rss - initial)
+        del retained
     return min(growths)
 
 
@@ -103,7 +103,7 @@ def assert_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, f"{title} {name}"
-        bits = [given.contiguous().view(torch.uint8) for given in (actual[name], tensor)] if tensor.dim() else []
+        bits = [inputs.contiguous().view(torch.uint8) for inputs in (actual[name], tensor)] if tensor.dim() else []
         same = torch.equal(*bits) if bits else True
         assert same, f"{title} {name}: {(actual[name] != tensor).sum()} of {tensor.numel()} elements differ"
         assert tensor.dim() or torch.equal(actual[name], tensor), f"{title} {name}"

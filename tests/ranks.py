@@ -71,10 +71,10 @@ class Ranks:
     def _start(self) -> None:
         port = free_port()
         for rank in range(self.size):
-            here, there = mp.Pipe()
-            process = start_process(_serve, rank, self.size, port, there, method=self._method)
-            there.close()
-            self._workers.append((process, here))
+            local, remote = mp.Pipe()
+            process = start_process(_serve, rank, self.size, port, remote, method=self._method)
+            remote.close()
+            self._workers.append((process, local))
 
 
 def start_process(function: Callable[..., object], *args: Any, method: str = "forkserver") -> mp.Process:

@@ -79,10 +79,10 @@ def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
 def limit_examples(item: pytest.Item) -> None:
     """No more examples than Hypothesis' profile has, or, where several ranks make them, `RANKS_EXAMPLES`."""
     function = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
-    asked = getattr(function, "_hypothesis_internal_use_settings", None)
+    requests = getattr(function, "_hypothesis_internal_use_settings", None)
     most = min(settings().max_examples, RANKS_EXAMPLES if group_of(item) == RANKS else settings().max_examples)
-    if asked is not None and asked.max_examples > most:
-        function._hypothesis_internal_use_settings = settings(asked, max_examples=most)
+    if requests is not None and requests.max_examples > most:
+        function._hypothesis_internal_use_settings = settings(requests, max_examples=most)
 
 
 def function_of(nodeid: str) -> str:

@@ -38,15 +38,15 @@ def tables(
     for index in range(num_tables):
         if pooled:
             dim = draw(st.sampled_from(dims))
-            mine = draw(st.lists(st.sampled_from(features), min_size=1, max_size=3, unique=True))
+            local = draw(st.lists(st.sampled_from(features), min_size=1, max_size=3, unique=True))
         else:
-            mine = [features.pop(draw(st.integers(0, len(features) - 1)))]
+            local = [features.pop(draw(st.integers(0, len(features) - 1)))]
         configs.append(
             te.TableConfig(
                 f"table{index}",
                 draw(st.sampled_from(NUM_ROWS)),
                 dim,
-                features=mine,
+                features=local,
                 pooling=draw(st.sampled_from(poolings)) if pooled else "none",
                 dtype=draw(st.sampled_from(dtypes)),
             )

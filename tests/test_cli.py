@@ -80,8 +80,8 @@ def test_a_run_from_the_command_line_prints_its_quality(trained):
     assert re.fullmatch(r"log loss +0\.\d{4}", log_loss)
     assert re.fullmatch(r"normalized entropy +0\.\d{4}", entropy)
     assert re.fullmatch(r"samples/s +[\d,]+  \(training took \d+\.\d s\)", speed)
-    kept = {path.name for path in folder.iterdir()} - {".lock"}
-    assert kept == {"cache", "checkpoints", "config.toml", "log.jsonl", "report.html"}
+    retained = {path.name for path in folder.iterdir()} - {".lock"}
+    assert retained == {"cache", "checkpoints", "config.toml", "log.jsonl", "report.html"}
 
 
 def losses(folder: Path) -> list[float]:
@@ -148,16 +148,16 @@ def test_predict_scores_every_row_in_order(trained, log, tmp_path, capsys):
     texts = (tmp_path / "scores.csv").read_text().splitlines()
     assert [float(text) for text in texts[1:]] == pytest.approx(scores, abs=1e-6)
     assert {path.name for path in tmp_path.iterdir()} == {"scores.csv", "scores.parquet", "train.txt"}
-    kept = tmp_path / "kept.parquet"
-    assert run("predict", "--checkpoint", out, "--data", log, "--out", kept, "--keep", "cat_2", "label") == 0
-    table, fields = parquet.read_table(kept), [line.split("\t") for line in log.read_text().splitlines()]
+    retained = tmp_path / "kept.parquet"
+    assert run("predict", "--checkpoint", out, "--data", log, "--out", retained, "--keep", "cat_2", "label") == 0
+    table, fields = parquet.read_table(retained), [line.split("\t") for line in log.read_text().splitlines()]
     assert table.column_names == ["cat_2", "label", "score"]
     assert table["label"].to_pylist() == labels
     assert table["cat_2"].to_pylist() == [int(field[15], 16) for field in fields]
     assert table["score"].to_pylist() == pytest.approx(scores, abs=1e-6)
     unlabelled = tmp_path / "test.txt"
     unlabelled.write_text("".join(line.partition("\t")[2] + "\n" for line in log.read_text().splitlines()))
-    assert run("predict", "--checkpoint", out, "--data", unlabelled, "--out", kept, "--keep", "label") == 2
+    assert run("predict", "--checkpoint", out, "--data", unlabelled, "--out", retained, "--keep", "label") == 2
     assert "test.txt: column 'label' is missing; columns: int_1," in capsys.readouterr().err
 
 
@@ -187,16 +187,16 @@ def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
     names = ["when", "request", "price", "item", "user"]
     assert run(*predict, "--out", tmp_path / "scores.parquet", "--keep", *names) == 0
     assert run(*predict, "--out", tmp_path / "scores.csv", "--keep", *names) == 0
-    kept = parquet.read_table(tmp_path / "scores.parquet")
+    retained = parquet.read_table(tmp_path / "scores.parquet")
     expected = columns | ({"when": list(map(str, columns["when"]))} if kind == "csv" else {})
-    assert kept.select(names).to_pydict() == {name: expected[name] for name in names}
+    assert retained.select(names).to_pydict() == {name: expected[name] for name in names}
     with (tmp_path / "scores.csv").open(newline="") as file:
         lines = list(csv.DictReader(file))
     assert [line["request"] for line in lines] == columns["request"]
     assert [line["when"] for line in lines] == list(map(str, range(rows)))
-    assert [float(line["score"]) for line in lines] == pytest.approx(kept["score"].to_pylist(), abs=1e-6)
+    assert [float(line["score"]) for line in lines] == pytest.approx(retained["score"].to_pylist(), abs=1e-6)
     assert run(*predict, "--out", tmp_path / "alone.parquet") == 0
-    assert parquet.read_table(tmp_path / "alone.parquet")["score"].equals(kept["score"])
+    assert parquet.read_table(tmp_path / "alone.parquet")["score"].equals(retained["score"])
     capsys.readouterr()
     for names, message in (
         (["users"], "columns: request, click, price, item, user, when; did you mean 'user'?"),
@@ -252,15 +252,15 @@ def test_the_best_checkpoint_is_reported_beside_the_last_model(log, tmp_path, ca
     (best,) = re.findall(r"^test  step (\d+)  AUC 0\.\d{4}  log loss (\d+\.\d{4})  normalized .*\(best\)$", out, re.M)
     last = re.search(r"^log loss +(\d+\.\d{4})$", out, re.M)[1]
     assert best[1] != last
-    (kept,) = (tmp_path / "run" / "checkpoints").glob("best-*")
-    assert kept.name == f"best-{best[0]}"
+    (retained,) = (tmp_path / "run" / "checkpoints").glob("best-*")
+    assert retained.name == f"best-{best[0]}"
     config = from_plain(load_toml(tmp_path / "run" / "config.toml"), TrainConfig(), "")
     data = open_dataset(str(log), log=config.read)
     model = build_model(config, data.features, data.num_dense)
-    load_tensors(kept, model_tensors(model), ignore=("optimizer.", "rng.", "trainer."))
+    load_tensors(retained, model_tensors(model), ignore=("optimizer.", "rng.", "trainer."))
     with data.open("test", 128) as stream:
-        found = binary_metrics(*predict_logits(model, stream, torch.device("cpu")))
-    assert f"{found.log_loss:.4f}" == best[1]
+        result = binary_metrics(*predict_logits(model, stream, torch.device("cpu")))
+    assert f"{result.log_loss:.4f}" == best[1]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(log, tmp_path, capsys, monkeypatch):
@@ -350,9 +350,9 @@ def test_another_vocabulary_is_noticed(log, tmp_path, capsys):
 
 def test_a_refused_run_leaves_the_configuration_of_the_other_alone(trained, log, capsys):
     folder, _ = trained
-    before = (folder / "config.toml").read_text()
+    initial = (folder / "config.toml").read_text()
     assert run("train", "--data", log, "--out", folder, "--max-steps", 50, "--dense-lr", 0.5, *SMALL) == 2
-    assert (folder / "config.toml").read_text() == before
+    assert (folder / "config.toml").read_text() == initial
 
 
 def test_predict_needs_no_labels(trained, log, tmp_path, capsys):
@@ -369,7 +369,7 @@ def test_predict_needs_no_labels(trained, log, tmp_path, capsys):
         assert run("predict", "--checkpoint", folder, "--data", tmp_path / name, "--out", out) == 0
         scores.append(parquet.read_table(out)["score"].combine_chunks())
     assert len(scores[0]) == 1_200
-    assert all(pa.Array.equals(found, scores[0]) for found in scores[1:])
+    assert all(pa.Array.equals(score, scores[0]) for score in scores[1:])
     (tmp_path / "bad.txt").write_text("\n".join([*unlabelled[:5], "x" + unlabelled[5]]) + "\n")
     capsys.readouterr()
     assert run("predict", "--checkpoint", folder, "--data", tmp_path / "bad.txt") == 2

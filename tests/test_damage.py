@@ -121,8 +121,8 @@ def vocabulary(folder: Path) -> File:
     build_vocabulary(text, path)
 
     def read() -> Any:
-        found = load_vocabulary(path)
-        return {name: (each.num_embeddings, each.ids(each._values).tolist()) for name, each in found.items()}
+        result = load_vocabulary(path)
+        return {name: (item.num_embeddings, item.ids(item._values).tolist()) for name, item in result.items()}
 
     return path, read
 
@@ -146,10 +146,10 @@ def check_flips(make: Callable[[Path], File], folder: Path, flips: int) -> None:
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         try:
-            found, problem = read(), ""
+            actual, problem = read(), ""
         except (OSError, ValueError) as error:
-            found, problem = expected, str(error)
-        assert found == expected, f"bit {bit}"
+            actual, problem = expected, str(error)
+        assert actual == expected, f"bit {bit}"
         assert not problem or path.name in problem, f"bit {bit}: {problem}"
 
 
@@ -158,8 +158,8 @@ def test_files_of_others_are_read_though_they_have_no_checksums_or_copy_those_of
     path, read = make(tmp_path)
     expected, table, stored = read(), parquet.read_table(path), parquet.read_metadata(path).metadata
     for copied in ((METADATA,), (METADATA, CHECKSUMS)):
-        kept = table.replace_schema_metadata({name: stored[name] for name in copied if name in stored})
-        parquet.write_table(kept, path, row_group_size=50)
+        retained = table.replace_schema_metadata({name: stored[name] for name in copied if name in stored})
+        parquet.write_table(retained, path, row_group_size=50)
         assert read() == expected
 
 

@@ -76,8 +76,8 @@ CUSTOM = {
 
 def get(folder: str, kind: str, name: str) -> Any:
     """The object, without the name of its file."""
-    (found,) = (each for key, each in DOCUMENTS.items() if re.fullmatch(rf"{folder}/[\w.-]+: {kind} {name}", key))
-    return found
+    (result,) = (item for key, item in DOCUMENTS.items() if re.fullmatch(rf"{folder}/[\w.-]+: {kind} {name}", key))
+    return result
 
 
 ROWS = get("kubernetes", "StatefulSet", "rows")["spec"]
@@ -101,8 +101,8 @@ CONTAINERS = [
 
 
 def container(template: dict[str, Any], name: str) -> Any:
-    (found,) = (each for each in template["spec"]["containers"] if each["name"] == name)
-    return found
+    (result,) = (item for item in template["spec"]["containers"] if item["name"] == name)
+    return result
 
 
 def words_of(container: dict[str, Any]) -> list[str]:
@@ -112,8 +112,8 @@ def words_of(container: dict[str, Any]) -> list[str]:
 
 
 def option(words: list[str], name: str) -> str:
-    (found,) = (word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
-    return found
+    (result,) = (word.removeprefix(f"{name}=") for word in words if word.startswith(f"{name}="))
+    return result
 
 
 SERVER = words_of(container(ROWS["template"], "rows"))
@@ -235,9 +235,9 @@ def test_both_ways_have_the_same_servers_and_volumes():
     server = container(ROWS["template"], "rows")
     (claim,) = ROWS["volumeClaimTemplates"]
     for name, template in RAY_ROWS.items():
-        ours = container(template, "rows")
-        assert (words_of(ours), ours["resources"], ours["env"]) == (SERVER, server["resources"], server["env"])
-        (folder,) = (each for each in template["spec"]["volumes"] if each["name"] == claim["metadata"]["name"])
+        fused = container(template, "rows")
+        assert (words_of(fused), fused["resources"], fused["env"]) == (SERVER, server["resources"], server["env"])
+        (folder,) = (item for item in template["spec"]["volumes"] if item["name"] == claim["metadata"]["name"])
         disk = get("kuberay", "PersistentVolumeClaim", folder["persistentVolumeClaim"]["claimName"])
         assert disk["metadata"]["name"] == f"{claim['metadata']['name']}-{name}"
         assert disk["spec"] == claim["spec"]
@@ -262,21 +262,21 @@ def test_servers_and_trainers_are_in_one_zone_and_servers_apart():
     zones = []
     for template in TEMPLATES.values():
         required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        ((term,),) = (each["matchExpressions"] for each in required["nodeSelectorTerms"])
+        ((term,),) = (item["matchExpressions"] for item in required["nodeSelectorTerms"])
         assert (term["key"], term["operator"]) == ("topology.kubernetes.io/zone", "In")
         zones.append(term["values"])
     assert zones == [zones[0]] * len(zones)
     assert len(zones[0]) == 1
     for template in (ROWS["template"], READERS["template"], *RAY_ROWS.values()):
-        (apart,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        assert apart["topologyKey"] == "kubernetes.io/hostname"
-        assert apart["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
+        (separate,) = template["spec"]["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert separate["topologyKey"] == "kubernetes.io/hostname"
+        assert separate["labelSelector"]["matchLabels"] == template["metadata"]["labels"]
 
 
 def test_secrets_and_files_are_there():
-    signed = {each["spec"]["secretName"] for each in DOCUMENTS.values() if each["kind"] == "Certificate"}
-    for template, each in CONTAINERS:
-        variables = each.get("env", [])
+    signed = {item["spec"]["secretName"] for item in DOCUMENTS.values() if item["kind"] == "Certificate"}
+    for template, entry in CONTAINERS:
+        variables = entry.get("env", [])
         for secret in (variable.get("valueFrom", {}).get("secretKeyRef") for variable in variables):
             if secret:
                 assert f"kubectl create secret generic {secret['name']} --from-literal={secret['key']}=" in PAGE
@@ -284,13 +284,13 @@ def test_secrets_and_files_are_there():
             volume["name"]: volume["secret"] for volume in template["spec"].get("volumes", []) if "secret" in volume
         }
         files = set()
-        for mount in each.get("volumeMounts", []):
+        for mount in entry.get("volumeMounts", []):
             if secret := secrets.get(mount["name"]):
                 assert secret["secretName"] in signed
                 assert f"kubectl create secret generic {secret['secretName']} --from-file" in PAGE
                 files |= {f"{mount['mountPath']}/{item['path']}" for item in secret["items"]}
-        named = words_of(each) + [variable["value"] for variable in variables if "value" in variable]
-        assert set(re.findall(r"/tls/[\w.]+", " ".join(named))) == files, each["name"]  # no more than it needs
+        named = words_of(entry) + [variable["value"] for variable in variables if "value" in variable]
+        assert set(re.findall(r"/tls/[\w.]+", " ".join(named))) == files, entry["name"]  # no more than it needs
     assert {option(SERVER, "--certificate"), option(SERVER, "--key")} == {"/tls/tls.crt", "/tls/tls.key"}
 
 
@@ -301,11 +301,11 @@ def test_pods_are_restricted_as_the_pod_security_standards_say():
         assert pod["runAsNonRoot"] is True
         assert pod["seccompProfile"] == {"type": "RuntimeDefault"}
         assert template["spec"]["automountServiceAccountToken"] is False
-    for _, each in CONTAINERS:
-        assert each["image"] in ("registry.example.com/tritonemb:1", "registry.example.com/tritonemb-ray:1")
-        assert each["securityContext"]["allowPrivilegeEscalation"] is False
-        assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-        assert each["resources"]["requests"].keys() >= {"cpu", "memory"}
+    for _, item in CONTAINERS:
+        assert item["image"] in ("registry.example.com/tritonemb:1", "registry.example.com/tritonemb-ray:1")
+        assert item["securityContext"]["allowPrivilegeEscalation"] is False
+        assert item["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+        assert item["resources"]["requests"].keys() >= {"cpu", "memory"}
 
 
 def test_trainers_start_as_one_job():
@@ -328,10 +328,10 @@ def parsed(words: list[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The options of a `tritonemb` command by its own parser; what it would do is not done."""
     name, *arguments = words
     module, _, function = {"train": ("tritonemb.training.job", None, "train"), **cli._SIMPLE}[name]
-    found = []
-    monkeypatch.setattr(f"{module}.{function}", lambda options, *_: found.append(options))
+    results = []
+    monkeypatch.setattr(f"{module}.{function}", lambda options, *_: results.append(options))
     assert cli.main([name, *arguments]) == 0
-    return found[0]
+    return results[0]
 
 
 def test_trainers_have_options_that_there_are(monkeypatch):
@@ -379,11 +379,11 @@ def test_ray_starts_torchrun_with_options_that_there_are(ray, monkeypatch):
     monkeypatch.setattr(sys, "argv", [script, *arguments])
     runpy.run_path(str(DEPLOY / "kuberay" / "launch.py"), run_name="__main__")
     options = [get_args_parser().parse_args(command[1:]) for command in ray]
-    assert [int(each.nnodes) for each in options] == [GROUPS["trainers"]["replicas"]] * len(options)
-    assert [each.node_rank for each in options] == list(range(GROUPS["trainers"]["replicas"]))
+    assert [int(option.nnodes) for option in options] == [GROUPS["trainers"]["replicas"]] * len(options)
+    assert [option.node_rank for option in options] == list(range(GROUPS["trainers"]["replicas"]))
     limits = container(TEMPLATES["Ray's trainers"], "ray-worker")["resources"]["limits"]
-    assert {int(each.nproc_per_node) for each in options} == {limits["nvidia.com/gpu"]}
-    assert {each.rdzv_endpoint for each in options} == {"10.0.0.1:29500"}
+    assert {int(option.nproc_per_node) for option in options} == {limits["nvidia.com/gpu"]}
+    assert {option.rdzv_endpoint for option in options} == {"10.0.0.1:29500"}
     in_job = get_args_parser().parse_args(TRAINER[1:]).training_script_args
     assert options[0].training_script_args == in_job
     parsed(options[0].training_script_args, monkeypatch)
@@ -415,7 +415,7 @@ def test_the_image_has_the_versions_of_ci_and_of_the_manifests():
     assert arguments["TORCH"] in (ROOT / "constraints.txt").read_text().splitlines()
     assert arguments["RAY"] == f"ray[default]=={RAY['rayClusterSpec']['rayVersion']}"
     (python,) = re.findall(r"^FROM python:([\d.]+)-slim AS plain$", CONTAINERFILE, re.MULTILINE)
-    assert any(each.endswith(f":: {python}") for each in project["classifiers"])
+    assert any(item.endswith(f":: {python}") for item in project["classifiers"])
     for sources in re.findall(r"^COPY (.*) \S+$", CONTAINERFILE, re.MULTILINE):
         assert all((ROOT / source).exists() for source in sources.split()), sources
     assert CONTAINERFILE.rstrip().endswith("\nFROM plain")

@@ -22,9 +22,9 @@ ROWS = torch.arange(5.0 * DIM).view(5, DIM) / 7
 
 def table(dtype: torch.dtype = torch.float32, capacity: int = 30) -> te.nn.DynamicTable:
     config = te.TableConfig("user", None, DIM, capacity=capacity, dtype=dtype)
-    found = te.nn.EmbeddingBagCollection([config], te.optim.RowWiseAdagrad(lr=0.1))["user"]
-    assert isinstance(found, te.nn.DynamicTable)
-    return found
+    result = te.nn.EmbeddingBagCollection([config], te.optim.RowWiseAdagrad(lr=0.1))["user"]
+    assert isinstance(result, te.nn.DynamicTable)
+    return result
 
 
 def has(found: te.nn.DynamicTable, rows: dict[int, Tensor]) -> None:
@@ -37,20 +37,20 @@ def has(found: te.nn.DynamicTable, rows: dict[int, Tensor]) -> None:
     "ids", [IDS, torch.tensor(IDS), torch.tensor(IDS)[:, None], np.array(IDS), {id: row for row, id in enumerate(IDS)}]
 )
 def test_rows_of_a_vocabulary(ids, dtype):
-    found = table(dtype)
-    from_vocabulary(found, nn.Parameter(ROWS.double()), ids)
-    has(found, dict(zip(IDS, ROWS, strict=True)))
+    result = table(dtype)
+    from_vocabulary(result, nn.Parameter(ROWS.double()), ids)
+    has(result, dict(zip(IDS, ROWS, strict=True)))
 
 
 def test_some_rows_with_their_states():
-    found = table()
-    found.insert([5, 7], torch.ones(2, DIM), sum=torch.ones(2))
-    from_vocabulary(found, ROWS, {7: 4, 2**40: 0, -1: 4}, sum=torch.arange(5.0))
-    has(found, {5: torch.ones(DIM), 7: ROWS[4], 2**40: ROWS[0], -1: ROWS[4]})
-    assert found.export()["sum"].tolist() == [4, 1, 4, 0]
-    from_vocabulary(found, ROWS[:0], [])
-    from_vocabulary(found, ROWS, {})
-    assert found.num_rows == 4
+    result = table()
+    result.insert([5, 7], torch.ones(2, DIM), sum=torch.ones(2))
+    from_vocabulary(result, ROWS, {7: 4, 2**40: 0, -1: 4}, sum=torch.arange(5.0))
+    has(result, {5: torch.ones(DIM), 7: ROWS[4], 2**40: ROWS[0], -1: ROWS[4]})
+    assert result.export()["sum"].tolist() == [4, 1, 4, 0]
+    from_vocabulary(result, ROWS[:0], [])
+    from_vocabulary(result, ROWS, {})
+    assert result.num_rows == 4
 
 
 def test_a_module_goes_on_from_a_static_one():
@@ -94,16 +94,16 @@ def mch(name: str = "user", prefix: str = "") -> dict[str, Tensor]:
     ],
 )
 def test_rows_of_torchrecs_hashing_module(state, given):
-    found = table()
-    from_torchrec(found, state, **given, sum=torch.arange(6.0))
-    has(found, {7: ROWS[1], -(2**63): ROWS[2], LARGEST: ROWS[4], 0: ROWS[0] + 5})
-    assert found.export()["sum"].tolist() == [2, 5, 1, 4]
+    result = table()
+    from_torchrec(result, state, **given, sum=torch.arange(6.0))
+    has(result, {7: ROWS[1], -(2**63): ROWS[2], LARGEST: ROWS[4], 0: ROWS[0] + 5})
+    assert result.export()["sum"].tolist() == [2, 5, 1, 4]
 
 
 def test_rows_of_torchrecs_sorting_module():
-    found = table()
-    from_torchrec(found, mch(prefix="mc.") | mpzch("item"), "mc")
-    has(found, {-(2**63): ROWS[2], -1: ROWS[0], 7: ROWS[3]})
+    result = table()
+    from_torchrec(result, mch(prefix="mc.") | mpzch("item"), "mc")
+    has(result, {-(2**63): ROWS[2], -1: ROWS[0], 7: ROWS[3]})
 
 
 def dump(folder: Path, name: str = "user", world: int = 2) -> list[Path]:
@@ -122,16 +122,16 @@ def dump(folder: Path, name: str = "user", world: int = 2) -> list[Path]:
 def test_rows_of_dynamicemb(tmp_path, world):
     paths = dump(tmp_path, "user_emb", world)
     for source in (tmp_path, str(tmp_path), paths[::-1]):
-        found = table()
-        from_dynamicemb(found, source)
-        has(found, dict(zip(IDS, ROWS, strict=True)))
+        result = table()
+        from_dynamicemb(result, source)
+        has(result, dict(zip(IDS, ROWS, strict=True)))
     dump(tmp_path, "other")
-    found = table(torch.bfloat16)
+    result = table(torch.bfloat16)
     message = r"no file user_emb_keys\.rank_\*, only those of tables \['other', 'user_emb'\]"
     with pytest.raises(ValueError, match=message):
-        from_dynamicemb(found, tmp_path)
-    from_dynamicemb(found, tmp_path, "user_emb")
-    has(found, dict(zip(IDS, ROWS, strict=True)))
+        from_dynamicemb(result, tmp_path)
+    from_dynamicemb(result, tmp_path, "user_emb")
+    has(result, dict(zip(IDS, ROWS, strict=True)))
 
 
 class Part(Tensor):
@@ -139,17 +139,17 @@ class Part(Tensor):
 
 
 def spoilt(spoil: Callable[[list[Path]], Any]) -> Callable[[te.nn.DynamicTable, Path], None]:
-    def call(found: te.nn.DynamicTable, folder: Path) -> None:
+    def call(result: te.nn.DynamicTable, folder: Path) -> None:
         spoil(dump(folder))
-        from_dynamicemb(found, folder)
+        from_dynamicemb(result, folder)
 
     return call
 
 
 def edited(state: dict[str, Tensor], end: str, edit: Callable[[Tensor], Any]) -> dict[str, Tensor]:
     """With another value of the key that ends so, or without it."""
-    found = {key: edit(value) if key.endswith(end) else value for key, value in state.items()}
-    return {key: value for key, value in found.items() if value is not None}
+    result = {key: edit(value) if key.endswith(end) else value for key, value in state.items()}
+    return {key: value for key, value in result.items() if value is not None}
 
 
 @pytest.mark.parametrize(
@@ -189,9 +189,9 @@ def edited(state: dict[str, Tensor], end: str, edit: Callable[[Tensor], Any]) ->
     ],
 )  # fmt: skip
 def test_what_does_not_fit_changes_nothing(error, message, call, tmp_path):
-    found = table()
-    found.insert([5], torch.ones(1, DIM))
-    before = found.state_dict()
+    result = table()
+    result.insert([5], torch.ones(1, DIM))
+    initial = result.state_dict()
     with pytest.raises(error, match=message):
-        call(found, tmp_path)
-    assert_same_bits(found.state_dict(), before)
+        call(result, tmp_path)
+    assert_same_bits(result.state_dict(), initial)

@@ -79,10 +79,10 @@ def test_concat_joins_keys(data, batch_size, num_parts, weighted):
     parts = [data.draw(lists([f"{part}{k}" for k in range(part + 1)], batch_size)) for part in range(num_parts)]
     joined = {key: bags for part in parts for key, bags in part.items()}
     weights = weights_for(joined) if weighted else None
-    made = [
+    created = [
         KeyedJaggedTensor.from_lists(part, {key: weights[key] for key in part} if weighted else None) for part in parts
     ]
-    check(KeyedJaggedTensor.concat(made), joined, weights)
+    check(KeyedJaggedTensor.concat(created), joined, weights)
 
 
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.booleans(), id_dtypes)
@@ -93,11 +93,11 @@ def test_stack_joins_samples(data, num_parts, num_keys, weighted, dtype):
         {key: [[value + 1000 * i for value in bag] for bag in bags] for key, bags in weights_for(part).items()}
         for i, part in enumerate(parts)
     ]
-    made = [
+    created = [
         KeyedJaggedTensor.from_lists(part, weights if weighted else None, dtype=dtype)
         for part, weights in zip(parts, part_weights, strict=True)
     ]
-    stacked = KeyedJaggedTensor.stack(made)
+    stacked = KeyedJaggedTensor.stack(created)
     assert stacked.values().dtype == dtype
     expected = {key: [bag for part in parts for bag in part[key]] for key in keys}
     weights = {key: [bag for part in part_weights for bag in part[key]] for key in keys}
@@ -115,8 +115,8 @@ def test_split_permute_and_single_keys(data, expected, weighted):
     parts = batch.split(sizes)
     assert len(parts) == len(sizes)
     for part, begin, size in zip(parts, bounds, sizes, strict=False):
-        mine = keys[begin : begin + size]
-        check(part, {k: expected[k] for k in mine}, weights and {k: weights[k] for k in mine})
+        local = keys[begin : begin + size]
+        check(part, {k: expected[k] for k in local}, weights and {k: weights[k] for k in local})
     if all(sizes):
         check(KeyedJaggedTensor.concat(parts), expected, weights)
     order = data.draw(st.lists(st.sampled_from(range(len(keys))), min_size=1, unique=True))

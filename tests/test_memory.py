@@ -42,8 +42,8 @@ def test_a_large_result_stands_where_one_stood_that_is_used_no_longer():
         del view
         assert module(ids[: len(ids) - 9]).data_ptr() == place, "about as large"
         assert module(ids[:66_000].repeat(2)).data_ptr() != place, "larger"
-        held = sum(block.nbytes for block in [*memory._idle.values(), *memory._used.values()])
-        assert held < 5 * size, "no more than was in use at once"
+        occupied = sum(block.nbytes for block in [*memory._idle.values(), *memory._used.values()])
+        assert occupied < 5 * size, "no more than was in use at once"
 
 
 def test_a_large_result_is_an_ordinary_tensor():
@@ -59,8 +59,8 @@ def flags_of(address: int) -> list[str]:
     """What has been asked of the memory there, see proc(5), VmFlags."""
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
+        if result := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(result[1], 16) <= address < int(result[2], 16)
         elif inside and line.startswith("VmFlags:"):
             return line.split()[1:]
     raise AssertionError("nothing is mapped there")
@@ -71,14 +71,14 @@ def test_tensors_are_read_from_their_bytes(alignment):
     """Also those that are empty, and those whose bytes begin where their dtype cannot be read."""
     shapes = [(3,), (), (0, 2), (2, 5)]
     tensors = [torch.randint(0, 2, shape).to(dtype) for dtype in memory.DTYPES.values() for shape in shapes]
-    for some in (tensors, tensors[2:3], []):
-        spans = memory.tensor_spans(memory.describe_tensors(some), alignment)
+    for subset in (tensors, tensors[2:3], []):
+        spans = memory.tensor_spans(memory.describe_tensors(subset), alignment)
         data = torch.zeros(spans[-1][0].stop if spans else 0, dtype=torch.uint8)
-        for (span, _, _), tensor in zip(spans, some, strict=True):
+        for (span, _, _), tensor in zip(spans, subset, strict=True):
             data[span] = torch.from_numpy(memory.bytes_of(tensor))
-        for found, tensor in zip(memory.view_tensors(data, spans), some, strict=True):
-            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-            assert memory.bytes_of(found).tobytes() == memory.bytes_of(tensor).tobytes()
+        for result, tensor in zip(memory.view_tensors(data, spans), subset, strict=True):
+            assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+            assert memory.bytes_of(result).tobytes() == memory.bytes_of(tensor).tobytes()
 
 
 def test_parts_that_follow_each_other_are_concatenated_without_a_copy():
@@ -88,13 +88,13 @@ def test_parts_that_follow_each_other_are_concatenated_without_a_copy():
     assert torch.equal(viewed, whole)
     assert viewed.data_ptr() == whole.data_ptr()
     assert memory.concat(parts[2:]).data_ptr() == parts[2].data_ptr()
-    for others in (
+    for peers in (
         [parts[2], parts[0]],
         [parts[0], parts[3]],
         [parts[0], parts[2].clone()],
         [whole[:, :2], whole[:, 2:]],
     ):
-        copied = memory.concat(others)
-        assert torch.equal(copied, torch.cat(others))
-        assert copied.data_ptr() != others[0].data_ptr()
+        copied = memory.concat(peers)
+        assert torch.equal(copied, torch.cat(peers))
+        assert copied.data_ptr() != peers[0].data_ptr()
     assert memory.concat([whole[:0], whole[:0]]).shape == (0, 4)

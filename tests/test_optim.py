@@ -45,8 +45,8 @@ def test_each_is_a_frozen_value(kind):
 
 
 def test_states():
-    found = {name: [tuple(state) for state in kind.states] for name, kind in OPTIMIZERS.items()}
-    assert found == {
+    result = {name: [tuple(state) for state in kind.states] for name, kind in OPTIMIZERS.items()}
+    assert result == {
         "sgd": [],
         "row_wise_adagrad": [("sum", False)],
         "adagrad": [("sum", True)],
@@ -74,9 +74,9 @@ def test_hyperparameters_are_flat_and_in_order(kind):
         "stochastic_rounding": False,
         "on_nonfinite": "skip",
     }
-    given = kind(weight_decay_mode="decoupled", **options).hyperparameters
+    inputs = kind(weight_decay_mode="decoupled", **options).hyperparameters
     in_ratio = {"lamb": "decoupled", "partial_row_wise_lamb": "decoupled", "lars_sgd": "l2"}.get(kind.name)
-    assert given[:6] == (0.1, 3.0 if in_ratio == "decoupled" else 2.0, 2.0, 3.0, 0.0, 2.0)
+    assert inputs[:6] == (0.1, 3.0 if in_ratio == "decoupled" else 2.0, 2.0, 3.0, 0.0, 2.0)
     assert kind(weight_decay_mode="none", on_nonfinite="raise").hyperparameters[:6] == (0, 0, math.inf, math.inf, 1, 1)
     assert kind(weight_decay_mode="l2").hyperparameters.weight_decay_mode == (3.0 if in_ratio == "l2" else 1.0)
 

@@ -52,8 +52,8 @@ def work(rank: int, ranks: int, names: Sequence[str], steps: int, threads: int, 
         try:
             result = in_group(known[name], rank, place, len(names))
             if rank == 0:
-                found = result() if callable(result) else result
-                write(place / "result.json", {"digests": found})
+                actual = result() if callable(result) else result
+                write(place / "result.json", {"digests": actual})
         except Exception:
             write(place / f"error-{rank}.json", {"error": f"rank {rank} of {ranks}: {traceback.format_exc()}"})
             if ranks > 1:
@@ -83,9 +83,9 @@ def folder_name(name: str) -> str:
 
 def write(path: Path, value: Any) -> None:
     """A reader finds all of it, or nothing."""
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps(value))
-    aside.rename(path)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.rename(path)
 
 
 def run_unit(ranks: int, names: list[str], steps: int, threads: int, root: Path) -> None:
@@ -100,9 +100,9 @@ def run_unit(ranks: int, names: list[str], steps: int, threads: int, root: Path)
             fallback = str(error)
         else:
             fallback = "its process has ended without a result"
-        before = left
+        initial = left
         left = [name for name in left if not any((root / folder_name(name)).glob("*.json"))]
-        if left == before:
+        if left == initial:
             write(root / folder_name(left[0]) / "error.json", {"error": fallback})
             left = left[1:]
 
@@ -112,10 +112,10 @@ def run_all(options: argparse.Namespace, steps: int) -> dict[str, dict[str, Any]
     chosen = [case for case in cases(steps) if options.only in case.name]
     if not chosen:
         raise SystemExit(f"no case has {options.only!r} in its name")
-    alone = [case.name for case in chosen if case.ranks == 1]
+    single = [case.name for case in chosen if case.ranks == 1]
     shares = max(1, options.jobs - 1)
     units = [(2, [case.name for case in chosen if case.ranks == 2])]
-    units += [(1, alone[share::shares]) for share in range(shares)]
+    units += [(1, single[share::shares]) for share in range(shares)]
     with tempfile.TemporaryDirectory(prefix="checkpoint-bits-") as root:
         with ThreadPoolExecutor(options.jobs) as pool:
             jobs = [
@@ -176,27 +176,27 @@ def load(path: Path) -> dict[str, Any]:
 
 def record(options: argparse.Namespace) -> int:
     answers = run_all(options, options.steps)
-    failed = {name: found["error"] for name, found in answers.items() if "error" in found}
+    failed = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
     for name, error in failed.items():
         print(f"{name}: {error}", file=sys.stderr)
-    kept = {name: found["digests"] for name, found in answers.items() if name not in failed}
-    save(options.file, {"environment": environment(options.threads), "steps": options.steps, "cases": kept})
-    print(f"{len(kept)} cases recorded, {len(failed)} failed")
+    recorded = {name: answer["digests"] for name, answer in answers.items() if name not in failed}
+    save(options.file, {"environment": environment(options.threads), "steps": options.steps, "cases": recorded})
+    print(f"{len(recorded)} cases recorded, {len(failed)} failed")
     return int(bool(failed))
 
 
 def compare(options: argparse.Namespace) -> int:
     known = load(options.file)
-    here = environment(options.threads)
+    local = environment(options.threads)
     for name, value in known["environment"].items():
-        if here[name] != value:
-            print(f"{name}: recorded with {value}, this is {here[name]}")
+        if local[name] != value:
+            print(f"{name}: recorded with {value}, this is {local[name]}")
     answers = run_all(options, known["steps"])
-    wanted = {name: digests for name, digests in known["cases"].items() if options.only in name}
+    expected = {name: digests for name, digests in known["cases"].items() if options.only in name}
     bad = 0
-    for name in sorted({*wanted, *answers}):
-        found = answers.get(name, {"error": "no such case"})
-        lines = [found["error"]] if "error" in found else differing(wanted.get(name, {}), found["digests"])
+    for name in sorted({*expected, *answers}):
+        actual = answers.get(name, {"error": "no such case"})
+        lines = [actual["error"]] if "error" in actual else differing(expected.get(name, {}), actual["digests"])
         bad += bool(lines)
         for line in lines:
             print(f"DIFFERS {name}: {line}")

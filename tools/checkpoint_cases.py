@@ -75,8 +75,8 @@ class Clicks(nn.Module):
             table("history", 50, 8, features=["tags"], pooling="none"),
             table("visit", 2_000, 8, features=["user"], pooling="none"),
         ]
-        self.embeddings = te.nn.EmbeddingBagCollection([placed(each) for each in pooled], optimizer)
-        self.sequences = te.nn.EmbeddingCollection([placed(each) for each in unpooled], optimizer)
+        self.embeddings = te.nn.EmbeddingBagCollection([placed(item) for item in pooled], optimizer)
+        self.sequences = te.nn.EmbeddingCollection([placed(item) for item in unpooled], optimizer)
         self.dense = nn.Sequential(nn.Linear(4 + 97 + 16, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, dense: Tensor, sparse: Any) -> Tensor:
@@ -210,17 +210,17 @@ def prefetch_depth() -> dict[str, int]:
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Digests:
     """Of every tensor of a state dict, and one of all that the optimizer keeps."""
-    found = {name: digest([value]) for name, value in model.state_dict().items()}
+    result = {name: digest([value]) for name, value in model.state_dict().items()}
     if optimizer is not None:
         names = {parameter: name for name, parameter in model.named_parameters()}
-        kept = {
+        retained = {
             f"{names[parameter]}.{key}": value
             for parameter, state in optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor)
         }
-        found["(optimizer)"] = digest(kept[name] for name in sorted(kept))
-    return dict(sorted(found.items()))
+        result["(optimizer)"] = digest(retained[name] for name in sorted(retained))
+    return dict(sorted(result.items()))
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
@@ -301,7 +301,7 @@ def looped(_: Path, steps: int, model: type[nn.Module] = Bags, how: str = "plain
         if how == "fused" and not compiled and number % 5 == 0:
             with optimizer.accumulate():
                 for part in (slice(0, BATCH // 2), slice(BATCH // 2, BATCH)):
-                    (loss_of(called(*(each[part] for each in ids)), labels[part]) / 2).backward()
+                    (loss_of(called(*(item[part] for item in ids)), labels[part]) / 2).backward()
         else:
             loss_of(called(*ids), labels).backward()
         optimizer.step()
@@ -347,9 +347,9 @@ def logged(folder: Path, steps: int, kind: str, rows: int, *options: str) -> Dig
     command = [sys.executable, "-m", "tritonemb", "train", "--data", path, "--max-steps", steps, "--epochs", 2]
     command += ["--batch-size", 32, "--num-embeddings", 400, "--embedding-dim", 8, "--bottom-mlp", 16]
     command += ["--top-mlp", 16, "--threads", torch.get_num_threads(), "--out", folder / "run", *options]
-    made = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
-    if made.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}\n{made.stdout}{made.stderr}")
+    process = subprocess.run([str(part) for part in command], capture_output=True, text=True, check=False)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}\n{process.stdout}{process.stderr}")
     (stored,) = (folder / "run" / "checkpoints").glob(f"step-{steps}")
     entries = dcp.FileSystemReader(stored).read_metadata().state_dict_metadata
     tensors = {
@@ -361,8 +361,8 @@ def logged(folder: Path, steps: int, kind: str, rows: int, *options: str) -> Dig
         warnings.simplefilter("ignore")  # there is one process, and it knows
         dcp.load(tensors, storage_reader=dcp.FileSystemReader(stored), no_dist=True)
     tables = {name: digest([value]) for name, value in tensors.items() if name.startswith("model.embeddings.")}
-    others = digest(value for name, value in tensors.items() if name not in tables)
-    return {"(tables)": digest_of(tables), "(others)": others}
+    dense = digest(value for name, value in tensors.items() if name not in tables)
+    return {"(tables)": digest_of(tables), "(others)": dense}
 
 
 def digest_of(digests: Digests) -> str:
@@ -399,15 +399,15 @@ def write_parquet(path: Path, rows: int) -> None:
 
 def cases(steps: int) -> list[Case]:
     """All of them; names are those of the record."""
-    found = []
+    results = []
     for ranks in (1, 2):
         for name, optimizer in OPTIMIZERS.items():
             for placement in PLACEMENTS:
                 parallel = {"plan": plan()} if ranks > 1 else {}
                 run = partial(trained, steps=steps, make=clicks(optimizer), placement=placement, **parallel)
-                found.append(Case(f"{name}/{placement}/{ranks}", ranks, run))
-    found += [Case(f"more/{name}/1", 1, run) for name, run in more_alone(steps).items()]
-    return found + [Case(f"more/{name}/2", 2, run) for name, run in more_on_ranks(steps).items()]
+                results.append(Case(f"{name}/{placement}/{ranks}", ranks, run))
+    results += [Case(f"more/{name}/1", 1, run) for name, run in more_alone(steps).items()]
+    return results + [Case(f"more/{name}/2", 2, run) for name, run in more_on_ranks(steps).items()]
 
 
 def more_alone(steps: int) -> dict[str, Callable[[Path], Any]]:
@@ -415,14 +415,14 @@ def more_alone(steps: int) -> dict[str, Callable[[Path], Any]]:
     adam, adagrad = OPTIMIZERS["adam"], OPTIMIZERS["row_wise_adagrad"]
     limited = te.optim.Adagrad(lr=0.1, max_norm=0.3, max_gradient=1e-3, weight_decay=1e-2)
     every = {"checkpoint_steps": 7, "checkpoint_incremental": True}
-    found: dict[str, Callable[[Path], Any]] = {}
+    result: dict[str, Callable[[Path], Any]] = {}
     for placement in PLACEMENTS:
         at = partial(run, placement=placement)
-        found[f"bfloat16/{placement}"] = partial(at, make=clicks(adam, torch.bfloat16))
-        found[f"limits/{placement}"] = partial(at, make=clicks(limited))
-        found[f"accumulate/{placement}"] = partial(at, make=clicks(adam), trainer={"accumulate": 2})
+        result[f"bfloat16/{placement}"] = partial(at, make=clicks(adam, torch.bfloat16))
+        result[f"limits/{placement}"] = partial(at, make=clicks(limited))
+        result[f"accumulate/{placement}"] = partial(at, make=clicks(adam), trainer={"accumulate": 2})
     disk = partial(run, placement="disk")
-    found |= {
+    result |= {
         "float16/disk": partial(disk, make=clicks(adagrad, torch.float16)),
         "host_rows/disk": partial(disk, make=clicks(adam, host_rows=96)),
         "resumed/disk": partial(disk, make=clicks(adam), resume_at=max(1, steps // 2), checkpoints=every),
@@ -443,7 +443,7 @@ def more_alone(steps: int) -> dict[str, Callable[[Path], Any]]:
         "log/tsv_two_epochs": partial(logged, steps=steps, kind="tsv", rows=max(500, 20 * steps)),
         "log/parquet": partial(logged, steps=steps, kind="parquet", rows=max(500, 20 * steps)),
     }  # fmt: skip
-    return found
+    return result
 
 
 def more_on_ranks(steps: int) -> dict[str, Callable[[Path], Any]]:
@@ -456,11 +456,11 @@ def more_on_ranks(steps: int) -> dict[str, Callable[[Path], Any]]:
     )
     copies = kinds.ShardingPlan({name: kinds.TableWise(0) for name in plan().tables}, 1)
     codecs = {"fp32": ("fp32", "fp32"), "int8": ("int8", "int8"), "fp8": ("fp8_e4m3", "fp8_e5m2")}
-    found: dict[str, Callable[[Path], Any]] = {
+    result: dict[str, Callable[[Path], Any]] = {
         f"{name}/device": partial(device, make=adagrad, exchange=kinds.ExchangePrecision(*codec))
         for name, codec in codecs.items()
     }
-    return found | {
+    return result | {
         "bfloat16/disk": partial(
             disk, make=clicks(OPTIMIZERS["adam"], torch.bfloat16), plan=plan(advertiser=kinds.RowWise())
         ),

@@ -47,25 +47,25 @@ def run(python: str, torch: str, triton: str) -> bool:
     command = [str(environment / "bin" / "python"), "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "--quick"]
     variables = os.environ | {"HYPOTHESIS_PROFILE": "fewest", "OMP_WAIT_POLICY": "passive"}
     runs = ((SELECTION, {}), (("tests/kernels", "tests/ops", "-m", "triton and not slow"), {"TRITON_INTERPRET": "1"}))
-    found = [subprocess.run([*command, *paths], cwd=ROOT, env=variables | more).returncode for paths, more in runs]
-    return found == [0, 0]
+    results = [subprocess.run([*command, *paths], cwd=ROOT, env=variables | more).returncode for paths, more in runs]
+    return results == [0, 0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", choices=sorted({case[0] for case in CASES}), help="only the cases of this one")
     parser.add_argument("--torch", choices=sorted({case[1] for case in CASES}), help="only the cases of this one")
-    wanted = parser.parse_args()
-    found = {}
+    options = parser.parse_args()
+    results = {}
     for python, torch, triton in CASES:
-        if wanted.python in (None, python) and wanted.torch in (None, torch):
+        if options.python in (None, python) and options.torch in (None, torch):
             path = shutil.which(f"python{python}")  # perhaps one that only says that it is not installed
-            there = path is not None and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
-            passed = there and run(python, torch, triton)
-            found[python, torch, triton] = "passed" if passed else "failed" if there else "no such interpreter"
-    for (python, torch, triton), result in found.items():
+            available = path is not None and subprocess.run([path, "-c", ""], capture_output=True).returncode == 0
+            passed = available and run(python, torch, triton)
+            results[python, torch, triton] = "passed" if passed else "failed" if available else "no such interpreter"
+    for (python, torch, triton), result in results.items():
         print(f"Python {python}, torch {torch}, triton {triton}: {result}")
-    sys.exit(set(found.values()) != {"passed"})
+    sys.exit(set(results.values()) != {"passed"})
 
 
 if __name__ == "__main__":

@@ -94,8 +94,8 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
                     torch.cuda.synchronize()  # off the clock, so that the host never waits for a full queue
         with torch.autograd.profiler.profile() as recorded:
             collection(batch).backward(grad)
-    found = [sum(event.name in names for event in recorded.function_events) for names in (READS, SENDS)]
-    return steps, launches, seconds, found
+    results = [sum(event.name in names for event in recorded.function_events) for names in (READS, SENDS)]
+    return steps, launches, seconds, results
 
 
 def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
@@ -106,7 +106,7 @@ def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
     from tritonemb.ops.registry import use_kernels
 
     activate()
-    step, launches, found = Steps(world, 64, (64, 64)), Counter[str](), {}
+    step, launches, result = Steps(world, 64, (64, 64)), Counter[str](), {}
 
     def count(kernel: Any, *_: Any, **__: Any) -> None:
         launches[kernel.fn.__name__] += 1
@@ -126,8 +126,8 @@ def launches_of_dlrm(rank: int, world: int) -> dict[bool, Counter[str]]:
                 with use_kernels("triton"), torch.autograd.profiler.profile() as recorded:
                     step.compute(features, compiled)
                 operators = [event for event in recorded.function_events if event.cpu_parent is None]
-                found[compiled] = launches + Counter(name for event in operators for name in _computing(event))
-    return found
+                result[compiled] = launches + Counter(name for event in operators for name in _computing(event))
+    return result
 
 
 def _computing(event: Any) -> list[str]:
@@ -177,8 +177,8 @@ def main() -> None:
     if args.ranks:
         from benchmarks.bench_overlap import run_ranks
 
-        for compiled, found in run_ranks(args.ranks, launches_of_dlrm, args.ranks)[0].items():
-            print(f"{'compiled' if compiled else 'not compiled'}: {found.total()} launches, {dict(found)}")
+        for compiled, result in run_ranks(args.ranks, launches_of_dlrm, args.ranks)[0].items():
+            print(f"{'compiled' if compiled else 'not compiled'}: {result.total()} launches, {dict(result)}")
         return
     if not torch.cuda.is_available():
         print(NO_GPU)

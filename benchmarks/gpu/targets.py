@@ -83,17 +83,17 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in rows:
         cases.setdefault((row["op"], row["shape"]), {})[row["implementation"]] = row["p50_ms"]
-    found = []
+    results = []
     for target in TARGETS:
         for (op, shape), medians in cases.items():
             if not op.startswith(target.op) or not shape.startswith(target.shape) or op.endswith(GRAPH):
                 continue
             ratio = medians[target.peer] / medians[OURS] if {target.peer, OURS} <= medians.keys() else None
-            found.append({
+            results.append({
                 "op": op, "shape": shape, "measured": f"{target.peer} / {OURS}", "ratio": ratio,
                 "target": f"at least {target.factor:g}", "met": None if ratio is None else ratio >= target.factor,
             })  # fmt: skip
-    return found
+    return results
 
 
 class Kernel(NamedTuple):
@@ -198,8 +198,8 @@ def predictions(workload: Workload) -> list[Prediction]:
 
 def wanted(op: str, workload: Workload) -> float:
     """Times as fast as FBGEMM."""
-    (found,) = (t for t in TARGETS if t.op == op and t.peer == "fbgemm" and str(workload).startswith(t.shape))
-    return found.factor
+    (target,) = (t for t in TARGETS if t.op == op and t.peer == "fbgemm" and str(workload).startswith(t.shape))
+    return target.factor
 
 
 def lines(workload: Workload) -> Iterator[str]:

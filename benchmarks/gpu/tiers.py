@@ -110,16 +110,16 @@ def makers(tier: Tier, batches: tuple[Batch, ...], device: torch.device) -> Make
         copy_weights(ours("device"), tables)
         return tables
 
-    found: dict[str, Callable[[], Feed]] = {
+    result: dict[str, Callable[[], Feed]] = {
         ON_DEVICE: lambda: Feed(ours("device"), batches),
         OURS: lambda: SentAhead(ours(tier.placement), batches, device),
         NONE_AHEAD: lambda: Feed(ours(tier.placement), batches),
     }
     if tier.placement == "host":
-        found[FBGEMM_ON_DEVICE] = lambda: Feed(fbgemm(), batches)
+        result[FBGEMM_ON_DEVICE] = lambda: Feed(fbgemm(), batches)
         if device.type == "cuda":  # FBGEMM has no cache in front of a CPU: MANAGED_CACHING is refused there
-            found[FBGEMM_CACHED] = lambda: Prefetched(fbgemm(tier.share), batches, device)
-    return found
+            result[FBGEMM_CACHED] = lambda: Prefetched(fbgemm(tier.share), batches, device)
+    return result
 
 
 def measure(tier: Tier, clock: Clock, rounds: int) -> Outcome:
@@ -172,7 +172,7 @@ def race(makers: Makers, workload: Workload, clock: Clock, samples: int, num_byt
     Args:
         num_bytes: of a step, for some contenders; for others of ours what crosses between tiers.
     """
-    trainings, before = dict[str, Training](), dict[str, int]()
+    trainings, initial = dict[str, Training](), dict[str, int]()
     expected: list[dict[str, Tensor]] = []
     with ExitStack() as stack:
 
@@ -184,7 +184,7 @@ def race(makers: Makers, workload: Workload, clock: Clock, samples: int, num_byt
                 training = Training(feed, workload, clock.device)
                 compare(training, expected, name, next(iter(makers)))
                 warm_up(training, clock.deadline)
-                trainings[name], before[name] = training, training.crossed()
+                trainings[name], initial[name] = training, training.crossed()
             return trainings[name]
 
         contenders = [
@@ -195,7 +195,7 @@ def race(makers: Makers, workload: Workload, clock: Clock, samples: int, num_byt
             if rates := " ".join(f"{table.hit_rate:.2f}" for table in training.counted()):
                 print(f"hit rates of {name}: {rates}", flush=True)  # of distinct rows of a batch, since training began
             steps = STEPS * (samples + 1)  # one more was not timed
-            outcome.num_bytes[name] = num_bytes.get(name, (training.crossed() - before[name]) // steps)
+            outcome.num_bytes[name] = num_bytes.get(name, (training.crossed() - initial[name]) // steps)
     outcome.timings = [replace(t, samples=tuple(ms / STEPS for ms in t.samples)) for t in outcome.timings]
     return outcome
 
@@ -213,10 +213,10 @@ def compare(training: Training, expected: list[dict[str, Tensor]], name: str, re
             expected.append(dict(training.seen))
         if step >= len(expected):
             raise RuntimeError(f"there is nothing to compare with: {reference!r} did not train")
-        for what, value in expected[step].items():
-            where = f"{what} in step {step + 1} unlike {reference!r}: "
+        for kind, value in expected[step].items():
+            where = f"{kind} in step {step + 1} unlike {reference!r}: "
             torch.testing.assert_close(
-                training.seen[what], value, rtol=1e-3, atol=2e-4, msg=lambda text, where=where: where + text
+                training.seen[kind], value, rtol=1e-3, atol=2e-4, msg=lambda text, where=where: where + text
             )
 
 

@@ -54,8 +54,8 @@ def contenders(
 
     The copy is from `source_device`, by default the same.
     """
-    found = [Contender(name, prepare, lambda _, run=run: run(), num_bytes, check) for name, run in runs.items()]
-    return [*found, copy_contender(num_bytes, device, source_device)]
+    results = [Contender(name, prepare, lambda _, run=run: run(), num_bytes, check) for name, run in runs.items()]
+    return [*results, copy_contender(num_bytes, device, source_device)]
 
 
 def copy_contender(num_bytes: int, device: torch.device, source_device: torch.device | None = None) -> Contender:
@@ -93,11 +93,11 @@ def equal(*expected: Any) -> Callable[[Any], None]:
 def close(*expected: Any, rtol: float, atol: float) -> Callable[[Any], None]:
     """The same within a tolerance."""
 
-    def check(found: Any) -> None:
-        several = found if isinstance(found, tuple | list) else (found,)
-        for mine, right in zip(several, expected, strict=True):
-            if right is not None and mine is not None:
-                torch.testing.assert_close(mine, right, rtol=rtol, atol=atol, check_dtype=False)
+    def check(actual: Any) -> None:
+        several = actual if isinstance(actual, tuple | list) else (actual,)
+        for value, right in zip(several, expected, strict=True):
+            if right is not None and value is not None:
+                torch.testing.assert_close(value, right, rtol=rtol, atol=atol, check_dtype=False)
 
     return check
 

@@ -129,7 +129,7 @@ class Clock:
                     if number < warmup_rounds + min(rounds, FEWEST_ROUNDS):
                         raise TimeoutError(f"time was over after {max(0, number - warmup_rounds)} rounds")
                     break
-                for contender in [each for each in running if each.name not in outcome.errors]:
+                for contender in [item for item in running if item.name not in outcome.errors]:
                     with self._attempt(contender.name, outcome):
                         prepared = [contender.prepare(number * count + index) for index in range(count)]
                         elapsed = self.time(contender, prepared, flush=repeats is None) / count
@@ -162,14 +162,14 @@ class Clock:
                 prepared = contender.prepare(0)
                 torch.cuda.synchronize(self.device)
             with torch.cuda.graph(graph, stream=stream):
-                kept = contender.run(prepared)
+                retained = contender.run(prepared)
         except Exception as error:
             recover(error)
             raise RuntimeError(f"cannot be captured: {describe(error)}") from error
 
         def replay(_: Any) -> object:
             graph.replay()
-            return kept
+            return retained
 
         # `prepare` writes into the same tensors each time; `prepared` stays, as the graph reads it.
         again = replace(contender, prepare=lambda number: (contender.prepare(0), prepared), run=replay)
@@ -219,7 +219,7 @@ def measure(
 ) -> list[Timing]:
     """Time the contenders in turn, the first of them through pytest-benchmark's `benchmark` fixture."""
     clock = clock or Clock(torch.device("cpu"))
-    first, *others = contenders
+    first, *peers = contenders
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     numbers = itertools.count()
 
@@ -227,7 +227,7 @@ def measure(
         samples[contender.name].append(clock.time(contender, [prepared]))
 
     def run_others(number: int) -> None:
-        for contender in others[:: -1 if number % 2 else 1]:
+        for contender in peers[:: -1 if number % 2 else 1]:
             timed(contender, contender.prepare(number))
 
     def setup() -> tuple[tuple[Contender, Any], dict[str, Any]]:
@@ -269,8 +269,8 @@ class OtherLoad:
         end = _processor_seconds()
         if self._start is None or end is None:
             return
-        busy, own, wall = (after - before for before, after in zip(self._start, end, strict=True))
-        self.percent = max(0.0, 100 * (busy - own) / (wall * (os.cpu_count() or 1)))
+        busy, process, wall = (final - initial for initial, final in zip(self._start, end, strict=True))
+        self.percent = max(0.0, 100 * (busy - process) / (wall * (os.cpu_count() or 1)))
 
 
 def wait_until_quiet(limit_percent: float = 5.0, patience_seconds: float = 15.0) -> None:
@@ -288,7 +288,9 @@ def _processor_seconds() -> tuple[float, float, float] | None:
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
-    user, nice, system, _idle, _iowait, *rest = (int(part) for part in stat.read_text().splitlines()[0].split()[1:])
+    user, nice, system, _idle, _iowait, *remainder = (
+        int(part) for part in stat.read_text().splitlines()[0].split()[1:]
+    )
     # Of the rest, guest time is already part of user time; stolen time is another machine's and counts as other load.
-    busy = (user + nice + system + sum(rest[:3])) / os.sysconf("SC_CLK_TCK")
+    busy = (user + nice + system + sum(remainder[:3])) / os.sysconf("SC_CLK_TCK")
     return busy, time.process_time(), time.perf_counter()

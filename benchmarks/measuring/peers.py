@@ -164,8 +164,8 @@ def step(tables: Tables, batch: Batch, gradient: Tensor) -> None:
 
 def copy_weights(source: Tables, target: Tables) -> None:
     with torch.no_grad():
-        for ours, theirs in zip(source.weights(), target.weights(), strict=True):
-            theirs.copy_(ours)
+        for fused, reference in zip(source.weights(), target.weights(), strict=True):
+            reference.copy_(fused)
 
 
 def check_forward(ours: Tables, peer: Tables, batch: Batch) -> None:
@@ -182,11 +182,11 @@ def check_step(ours: Tables, peer: Tables, batch: Batch, gradient: Tensor) -> No
     """Take a step with both, from the same weights; fail unless it did something, to both alike."""
     for table in {0, batch.workload.num_tables - 1}:
         rows = batch.bags[table][0][:1000]
-        before = ours.weights()[table][rows]
+        initial = ours.weights()[table][rows]
         if table == 0:
             for tables in (ours, peer):
                 step(tables, batch, gradient)
-            assert not torch.equal(ours.weights()[table][rows], before), "the step changed nothing"
+            assert not torch.equal(ours.weights()[table][rows], initial), "the step changed nothing"
         # Float32 sums of up to hundreds of thousands of gradients in another order; a step is about the rate, 0.02.
         torch.testing.assert_close(peer.weights()[table][rows], ours.weights()[table][rows], rtol=1e-3, atol=2e-4)
 
@@ -241,8 +241,8 @@ class Bench:
 
             return Contender(name, lambda number: None, fail)
 
-        found = [make(tables) for tables in (self.ours, *(self.peers[name] for name in names if name in self.peers))]
-        return found + [broken(name, self._errors[name]) for name in names if name in self._errors]
+        results = [make(tables) for tables in (self.ours, *(self.peers[name] for name in names if name in self.peers))]
+        return results + [broken(name, self._errors[name]) for name in names if name in self._errors]
 
 
 _last: Bench | None = None

@@ -28,7 +28,10 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
 
 def table_of(rows: Iterable[Row], columns: dict[str, Callable[[Row], str] | str], text_columns: int = 1) -> str:
     """A line for each row. A column is what makes its text of a row, or a format string over the row's fields."""
-    lines = [[each.format(**row) if isinstance(each, str) else each(row) for each in columns.values()] for row in rows]
+    lines = [
+        [column.format(**row) if isinstance(column, str) else column(row) for column in columns.values()]
+        for row in rows
+    ]
     return markdown_table(list(columns), lines, text_columns)
 
 
@@ -54,12 +57,12 @@ def speed_section(results: Row) -> str:
         if OURS not in case:
             scaling += [[op, shape, name, f"{row['p50_ms']:.2f}"] for name, row in case.items()]
             continue
-        ours, copy = case.pop(OURS), case.pop(COPY, None)
+        fused, copy = case.pop(OURS), case.pop(COPY, None)
         fastest = min((row["p50_ms"] for name, row in case.items() if name != GATHER), default=None)
-        others = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
-        share = f"{100 * ours['gb_per_s'] / (copy['gb_per_s'] if copy else ours['copy_gb_per_s']):.0f} %"
-        ratio = f"{fastest / ours['p50_ms']:.2f}" if fastest else "-"
-        peers.append([op, shape, others, f"{ours['p50_ms']:.2f}", f"{ours['gb_per_s']:.1f}", share, ratio])
+        remainder = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
+        share = f"{100 * fused['gb_per_s'] / (copy['gb_per_s'] if copy else fused['copy_gb_per_s']):.0f} %"
+        ratio = f"{fastest / fused['p50_ms']:.2f}" if fastest else "-"
+        peers.append([op, shape, remainder, f"{fused['p50_ms']:.2f}", f"{fused['gb_per_s']:.1f}", share, ratio])
     times = "tritonemb, ms"
     header = "op", "shape", "peers, ms", times, "GB/s", "of a copy's rate", "times as fast as the fastest peer"
     tables = markdown_table(header, peers, 3), markdown_table(["op", "shape", "case", times], scaling, 3)
@@ -71,10 +74,10 @@ def shown_section(results: Row, picture: str) -> str:
     lines = []
     for (op, shape), case in by_case(results["rows"]).items():
         if op in SHOWN_OPS:
-            ours = case.pop(OURS)
+            fused = case.pop(OURS)
             peer = min((row for name, row in case.items() if name != COPY), key=lambda row: float(row["p50_ms"]))
-            ratio = f"{peer['p50_ms'] / ours['p50_ms']:.1f}"
-            figures = f"{peer['implementation']} {peer['p50_ms']:.1f}", f"{ours['p50_ms']:.1f}", ratio
+            ratio = f"{peer['p50_ms'] / fused['p50_ms']:.1f}"
+            figures = f"{peer['implementation']} {peer['p50_ms']:.1f}", f"{fused['p50_ms']:.1f}", ratio
             lines.append([op.removeprefix("step, "), shape, *figures])
     header = ["training step", "shape", "fastest peer, ms", "tritonemb, ms", "times as fast"]
     table = markdown_table(header, lines, text_columns=3)
@@ -85,7 +88,7 @@ def headline(results: dict[str, Any]) -> str:
     """In one sentence: how a training step of the embeddings compares with what users have today."""
     parts = []
     for op, peer, name in (("step, row-wise Adagrad", "fbgemm", "FBGEMM's"), ("step, Adagrad", "torch", "torch.nn's")):
-        cases = [case for (found, _), case in by_case(results["rows"]).items() if found == op and peer in case]
+        cases = [case for (result, _), case in by_case(results["rows"]).items() if result == op and peer in case]
         ratios = [case[peer]["p50_ms"] / case["tritonemb"]["p50_ms"] for case in cases if "tritonemb" in case]
         if ratios:
             parts.append(
@@ -190,8 +193,8 @@ def gpu_section(results: dict[str, Any]) -> str:
         for f in results["failures"]:
             cases.setdefault((f["implementation"], f["error"].replace("|", "/")), []).append((f["op"], f["shape"]))
         lines = [
-            [*(found[0] if len(found) == 1 else (f"{len(found)} cases", f"first: {found[0][0]}, {found[0][1]}")), *why]
-            for why, found in cases.items()
+            [*(case[0] if len(case) == 1 else (f"{len(case)} cases", f"first: {case[0][0]}, {case[0][1]}")), *why]
+            for why, case in cases.items()
         ]
         parts.append(markdown_table(["op", "shape", "not measured", "why"], lines, text_columns=4))
     return "\n\n".join(parts)
@@ -203,14 +206,14 @@ def _gpu_table(rows: list[dict[str, Any]]) -> str:
     for (op, shape), case in by_case(rows).items():
         copy, gather = case.pop(COPY, None), case.pop(GATHER, None)
         ceiling = gather or copy
-        ours = {name: row for name, row in case.items() if name.startswith("tritonemb")}
-        peers = {name: row for name, row in case.items() if name not in ours} if ours else {}
+        fused = {name: row for name, row in case.items() if name.startswith("tritonemb")}
+        peers = {name: row for name, row in case.items() if name not in fused} if fused else {}
         fastest = min((row["p50_ms"] for row in peers.values()), default=None)
-        others = ", ".join(f"{name} {row['p50_ms']:.3f}" for name, row in peers.items()) or "-"
-        for name, row in (ours or case).items():
+        remainder = ", ".join(f"{name} {row['p50_ms']:.3f}" for name, row in peers.items()) or "-"
+        for name, row in (fused or case).items():
             share = f"{100 * row['gb_per_s'] / ceiling['gb_per_s']:.0f} %" if ceiling else "-"
             times = f"{fastest / row['p50_ms']:.2f}" if fastest else "-"
-            lines.append([op, shape, others, name, f"{row['p50_ms']:.3f}", share, times])
+            lines.append([op, shape, remainder, name, f"{row['p50_ms']:.3f}", share, times])
     header = ["op", "shape", "peers, ms", "measured", "ms", "of the ceiling's rate", "times as fast as the best peer"]
     return markdown_table(header, lines, text_columns=4)
 
@@ -374,9 +377,9 @@ def draw_roofline(results: dict[str, Any], path: Path) -> None:
             axes.plot(*zip(*points, strict=True), color="black", linewidth=1, linestyle=style, marker=".", label=label)
     for name, color in ROOFLINE_COLORS.items():
         for op, marker in MARKERS.items():
-            mine = [row for row in rows if row["implementation"] == name and row["op"].startswith(op)]
-            if mine:
-                sizes, rates = [row["bytes"] / 1e6 for row in mine], [row["gb_per_s"] for row in mine]
+            local = [row for row in rows if row["implementation"] == name and row["op"].startswith(op)]
+            if local:
+                sizes, rates = [row["bytes"] / 1e6 for row in local], [row["gb_per_s"] for row in local]
                 axes.scatter(sizes, rates, color=color, marker=marker, label=f"{op}, {name}", s=28)
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -90,19 +90,20 @@ def numbered(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Dataset:
     """For static tables: ids by their place among `ids`, others have the last one; or hashed where `rows_of` has a
     table's rows."""
     features = [
-        Feature(each.name, rows_of.get(each.name, len(ids[each.name])), each.multi_hot) for each in raw.features
+        Feature(feature.name, rows_of.get(feature.name, len(ids[feature.name])), feature.multi_hot)
+        for feature in raw.features
     ]
 
     def numbers(rows: Rows) -> Rows:
         columns = []
         for feature, column in zip(features, rows.columns, strict=True):
             if feature.name in rows_of:
-                found = set_of(column.values, feature.num_embeddings)
+                result = set_of(column.values, feature.num_embeddings)
             else:
                 known = ids[feature.name]
-                found = torch.searchsorted(known, column.values)
-                found[known[found] != column.values] = len(known) - 1
-            columns.append(Column(found, column.offsets))
+                result = torch.searchsorted(known, column.values)
+                result[known[result] != column.values] = len(known) - 1
+            columns.append(Column(result, column.offsets))
         return Rows(rows.dense, tuple(columns), rows.labels)
 
     return type(raw)(raw.name, tuple(features), numbers(raw.train), numbers(raw.test))
@@ -110,19 +111,19 @@ def numbered(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Dataset:
 
 def most_frequent(raw: Dataset, ids: Ids, rows_of: dict[str, int]) -> Ids:
     """Of the tables in `rows_of`, one id less than rows, and then the largest number in the place of all others."""
-    found = dict(ids)
+    result = dict(ids)
     for feature, column in zip(raw.features, raw.train.columns, strict=True):
         if feature.name in rows_of:
-            each, counts = column.values.unique(return_counts=True)
-            most = each[counts.argsort(descending=True, stable=True)[: rows_of[feature.name] - 1]].sort().values
-            found[feature.name] = torch.cat([most, torch.tensor([torch.iinfo(torch.int64).max])])
-    return found
+            item, counts = column.values.unique(return_counts=True)
+            most = item[counts.argsort(descending=True, stable=True)[: rows_of[feature.name] - 1]].sort().values
+            result[feature.name] = torch.cat([most, torch.tensor([torch.iinfo(torch.int64).max])])
+    return result
 
 
 def quarters(ids: Ids, batch_size: int) -> dict[str, int]:
     """Rows for a quarter of the ids of each large table: those that have room for an id of each sample of two batches,
     as the rows of the batch before are not evicted."""
-    return {name: len(found) // 4 for name, found in ids.items() if len(found) // 4 >= 2 * batch_size}
+    return {name: len(result) // 4 for name, result in ids.items() if len(result) // 4 >= 2 * batch_size}
 
 
 def dynamic_tables(
@@ -169,10 +170,10 @@ def trained(config: TrainConfig, data: Dataset, model: te.nn.DLRM) -> Run:
         verbose=False, log_every=1, callbacks=[Losses()], pipeline=False,
     )  # fmt: skip
     if isinstance(data, InOrder):
-        found: list[Tensor] = []
-        with model.register_forward_hook(lambda _model, _inputs, logits: found.append(logits.detach().clone())):
+        results: list[Tensor] = []
+        with model.register_forward_hook(lambda _model, _inputs, logits: results.append(logits.detach().clone())):
             trainer.fit()
-        logits, labels = torch.cat(found), data.train.labels
+        logits, labels = torch.cat(results), data.train.labels
     else:
         trainer.fit()
         logits, labels = predict_logits(model, data.open("test", 1024), torch.device("cpu"))
@@ -202,11 +203,11 @@ def arms(config: TrainConfig, raw: Dataset) -> dict[str, Callable[[TrainConfig],
             table.weight.data.copy_(twin.initial_values(ids[table.config.name]))
         return trained(seeded, vocabulary, static)
 
-    found = {REFERENCE: static(vocabulary), SAME: same_values, OWN: dynamic(whole)}
+    result = {REFERENCE: static(vocabulary), SAME: same_values, OWN: dynamic(whole)}
     for name, policies in EVICTED.items():
-        found[name] = dynamic(dynamic_tables(raw, ids, dim, quarter, *policies))
+        result[name] = dynamic(dynamic_tables(raw, ids, dim, quarter, *policies))
     frequent = numbered(raw, most_frequent(raw, ids, quarter), {})
-    return found | {HASHED: static(numbered(raw, ids, quarter)), FREQUENT: static(frequent)}
+    return result | {HASHED: static(numbered(raw, ids, quarter)), FREQUENT: static(frequent)}
 
 
 def compare(config: TrainConfig, raw: Dataset, seeds: Sequence[int]) -> list[dict[str, Any]]:
@@ -225,9 +226,9 @@ def compare(config: TrainConfig, raw: Dataset, seeds: Sequence[int]) -> list[dic
         "batch_size": config.batch_size, "epochs": config.epochs, "train_rows": len(raw.train),
         "test_rows": None if isinstance(raw, InOrder) else len(raw.test),
         "test_rows_seen_in_training": None if isinstance(raw, InOrder) else seen_share(raw),
-        "ids": {name: len(found) for name, found in ids.items()}, "rows_of_a_quarter": quarters(ids, config.batch_size),
+        "ids": {name: len(v) for name, v in ids.items()}, "rows_of_a_quarter": quarters(ids, config.batch_size),
     }  # fmt: skip
-    return [summary(name, found, aucs[REFERENCE], same_bits) | shared for name, found in aucs.items()]
+    return [summary(name, auc, aucs[REFERENCE], same_bits) | shared for name, auc in aucs.items()]
 
 
 def same(one: Run, other: Run) -> bool:
@@ -264,7 +265,7 @@ def movielens(in_order: bool = False) -> Dataset:
             values = (users, movies)[RAW.index(feature.name)]
         columns.append(Column(values * ODD, offsets))
     rows = Rows(rows.dense, tuple(columns), rows.labels)
-    features = tuple(dataclasses.replace(each, dynamic=True) for each in data.features)
+    features = tuple(dataclasses.replace(feature, dynamic=True) for feature in data.features)
     if in_order:
         rows = concat_rows([rows], np.argsort(np.asarray(ratings["timestamp"])[order], kind="stable"))
         return InOrder(f"{data.name}, in order of time", features, rows, rows.slice(0, 1))
@@ -277,9 +278,9 @@ def zipf(num_rows: int = 100_000) -> Dataset:
     effects of the ids, normal with deviation 0.8; of the rows, in random order, the last fifth is held out."""
     draw, columns, logits = np.random.RandomState(0), [], np.zeros(num_rows)
     for _ in range(4):
-        found, places = np.unique(draw.zipf(1.3, num_rows), return_inverse=True)
-        logits += draw.normal(0, 0.8, len(found))[places]
-        columns.append(Column(torch.from_numpy(found[places]) * ODD))
+        result, places = np.unique(draw.zipf(1.3, num_rows), return_inverse=True)
+        logits += draw.normal(0, 0.8, len(result))[places]
+        columns.append(Column(torch.from_numpy(result[places]) * ODD))
     labels = torch.from_numpy((draw.uniform(size=num_rows) < 1 / (1 + np.exp(-logits))).astype(np.float32))
     rows, held_out = Rows(torch.zeros(num_rows, 1), tuple(columns), labels), num_rows - num_rows // 5
     features = tuple(Feature(f"id_{index}", 1, dynamic=True) for index in range(4))
@@ -290,9 +291,9 @@ def last_ones(values: Tensor, offsets: Tensor | None, number: int) -> tuple[Tens
     """The last ids of each bag."""
     assert offsets is not None
     ends = offsets[1:].repeat_interleave(offsets.diff())
-    kept = torch.arange(len(values)) >= ends - number
+    retained = torch.arange(len(values)) >= ends - number
     lengths = offsets.diff().clamp(max=number)
-    return values[kept], torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return values[retained], torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 def criteo(path: str | Path) -> Dataset:

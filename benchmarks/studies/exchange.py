@@ -105,14 +105,14 @@ def _rank(rank: int, world: int, folder: str, begin: Begin, work: Callable[..., 
 
 def runs_of(rank: int, world: int, config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> dict[str, list[Any]]:
     """By precision, of each seed."""
-    found: dict[str, list[Any]] = {}
+    result: dict[str, list[Any]] = {}
     for seed in seeds:
         for exchange in (EXACT, *TOLERANCES):
             run = auc_of(dataclasses.replace(config, seed=seed), data, exchange, rank, world)
-            found.setdefault(name_of(exchange), []).append(run)
+            result.setdefault(name_of(exchange), []).append(run)
             if rank == 0:
                 print(f"{data.name}, seed {seed}, {name_of(exchange)}: {run['auc']:.5f}", flush=True)
-    return found
+    return result
 
 
 def name_of(exchange: ExchangePrecision) -> str:
@@ -124,11 +124,11 @@ def name_of(exchange: ExchangePrecision) -> str:
 def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int], world: int = WORLD) -> list[dict[str, Any]]:
     """A row for every precision: mean AUC over the seeds, beside that of float32, and what a rank sends in a step."""
     data = even(data, world)
-    found = on_ranks(world, runs_of, config, data, seeds)[0]
-    exact = [run["auc"] for run in found["fp32"]]
+    result = on_ranks(world, runs_of, config, data, seeds)[0]
+    exact = [run["auc"] for run in result["fp32"]]
     rows = []
     for exchange, tolerance in ((EXACT, 0.0), *TOLERANCES.items()):
-        runs = found[name_of(exchange)]
+        runs = result[name_of(exchange)]
         row = paired([run["auc"] for run in runs], exact)
         rows.append(row | {
             "data": data.name, "optimizer": config.embedding_optimizer, "exchange": name_of(exchange),
@@ -153,8 +153,8 @@ def one_step(rank: int, world: int, pooled: bool, sharding: Sharding, optimizer:
     ids = ids_of(rank)
     batch = te.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(0, ids.numel() + 1, LENGTH))
     parallel.group.traffic.reset()
-    found = parallel(batch)
-    (found if pooled else found["t"].values()).sum().backward()
+    result = parallel(batch)
+    (result if pooled else result["t"].values()).sum().backward()
     return {kind: sent.total for kind, sent in parallel.group.traffic.by_kind().items()}
 
 
@@ -166,31 +166,31 @@ def ids_of(rank: int) -> torch.Tensor:
 
 def sent_in_a_step(world: int, *args: Any) -> dict[str, float]:
     """Bytes by kind that a rank sends on average."""
-    found = on_ranks(world, one_step, *args)
-    return {kind: statistics.fmean(each[kind] for each in found) for kind in found[0]}
+    result = on_ranks(world, one_step, *args)
+    return {kind: statistics.fmean(item[kind] for item in result) for kind in result[0]}
 
 
 def expected_bytes(world: int) -> dict[str, tuple[float, float]]:
     """By kind, what its formula says that a rank of the example sends, and the least; see `FORMULAS`."""
     distinct = [ids_of(rank).unique() for rank in range(world)]
-    share, others = ROWS // world, world - 1
+    share, peers = ROWS // world, world - 1
     ids = statistics.fmean(int((ids_of(rank) // share != rank).sum()) for rank in range(world))
-    elsewhere = statistics.fmean(int((rows // share != rank).sum()) for rank, rows in enumerate(distinct))
+    other = statistics.fmean(int((rows // share != rank).sum()) for rank, rows in enumerate(distinct))
     rows, ranks_of_row = torch.cat(distinct).unique(return_counts=True)
     union, most = len(rows), max(map(len, distinct))
-    pooled, of_columns = SAMPLES * DIM * others, union * (DIM // world) * others
+    pooled, of_columns = SAMPLES * DIM * peers, union * (DIM // world) * peers
     reduced = int((ranks_of_row + world - 2).sum()) / world * DIM * CODE_BACK
-    gathered = -(-most * (4 + CODE_BACK * DIM) // 8) * 8 * others
+    gathered = -(-most * (4 + CODE_BACK * DIM) // 8) * 8 * peers
     return {
-        "sizes": (40 * others, 0),
-        "ids": (4 * SAMPLES * others + 4 * ids, ids * math.log2(share) / 8),
+        "sizes": (40 * peers, 0),
+        "ids": (4 * SAMPLES * peers + 4 * ids, ids * math.log2(share) / 8),
         "pooled": (pooled * CODE, pooled * CODE),
         "pooled gradients": (pooled * CODE_BACK, pooled * CODE_BACK),
-        "rows": (elsewhere * DIM * CODE, elsewhere * DIM * CODE),
-        "rows gradients": (elsewhere * DIM * CODE_BACK, elsewhere * DIM * CODE_BACK),
+        "rows": (other * DIM * CODE, other * DIM * CODE),
+        "rows gradients": (other * DIM * CODE_BACK, other * DIM * CODE_BACK),
         "row gradients": (gathered, min(gathered, reduced)),
-        "row squares": (4 * union * others, 4 * union * others),
-        "row columns": (4 * 4 * of_columns, 8 * union * others),
+        "row squares": (4 * union * peers, 4 * union * peers),
+        "row columns": (4 * 4 * of_columns, 8 * union * peers),
     }
 
 
@@ -217,9 +217,9 @@ def report_bytes() -> None:
     places = {"rows": 1, "rows gradients": 1, "row gradients": 2, "row squares": 3, "row columns": 4}
     columns: list[list[str]] = [[] for _ in FORMULAS]
     for world in (2, 4):
-        found, expected = [sent_in_a_step(world, *run) for run in runs], expected_bytes(world)
+        actual, expected = [sent_in_a_step(world, *run) for run in runs], expected_bytes(world)
         for column, kind in zip(columns, FORMULAS, strict=True):
-            sent = found[places.get(kind, 0)][kind]
+            sent = actual[places.get(kind, 0)][kind]
             if sent != expected[kind][0]:
                 sys.exit(f"{kind}: {sent} bytes a step and rank, the formula says {expected[kind][0]}")
             column += [f"{sent:,.0f}", f"{expected[kind][1]:,.0f}"]

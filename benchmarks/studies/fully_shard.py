@@ -98,12 +98,12 @@ def peaks(rank: int, world: int, folder: str, dim: int, layers: int, samples: in
         # A small model first, for what is imported and allocated at the first use.
         for size, depth, batch_size in ((16, 2, 8), (dim, layers, samples)):
             gc.collect()
-            before = resident("VmRSS")
+            initial = resident("VmRSS")
             trained, x = Trained(name, folder, size, depth), batch(rank, size, batch_size)
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
             for _ in range(3):
                 trained.step(x)
-            result[name] = resident("VmHWM") - before
+            result[name] = resident("VmHWM") - initial
             if OFFLOADS[name] is not None:
                 te.offloading.close(trained.model)
             del trained

@@ -86,14 +86,14 @@ def neo(name: str, gpus: int, host: float = 1.5e12) -> dict[str, Any]:
     """Seconds of a step with IDs exchanged by hosts, and by devices; what does not fit as the planner's text."""
     row = {"study": "plan", "model": name, "gpus": gpus, "host": host}
     try:
-        made = planned(name, gpus, host)
+        created = planned(name, gpus, host)
     except PlanError as error:
         return row | {"error": str(error)}
-    report, model = made.report, made.report.model
+    report, model = created.report, created.report.model
     print(f"{name} on {gpus} GPUs: {report.summary()}", flush=True)
     return row | {
-        "step_s": period(timeline(model, made, How())),
-        "device_ids_s": period(timeline(model, made, How(device_ids=True))),
+        "step_s": period(timeline(model, created, How())),
+        "device_ids_s": period(timeline(model, created, How(device_ids=True))),
         "summary": report.summary().split("\n")[0].partition(": ")[2], "load_s": report.load, "bound_s": report.bound,
     }  # fmt: skip
 
@@ -106,20 +106,20 @@ def persia(trillions: float, dtype: torch.dtype = torch.bfloat16, measured: floa
     tables = [TableConfig(f"t{n}", None, PERSIA_DIM, **options) for n in range(PERSIA_TABLES)]
     row = {"study": "servers", "trillions": trillions, "measured_rows_per_s": measured}
     try:
-        made = plan(
+        created = plan(
             tables, top, batch_size=PERSIA_BATCH, stats={table.name: TableStats(1.0, zipf(rows)) for table in tables},
             constraints={"*": Constraint(placements="server")},
             dense_parameters=int(PERSIA_FLOP / 6 / PERSIA_BATCH / top.world_size),
         )  # fmt: skip
     except PlanError as error:
         return row | {"error": str(error)}
-    model, held = made.report.model, made.report.prediction.server
-    seconds = period(timeline(model, made, How()))
+    model, occupied = created.report.model, created.report.prediction.server
+    seconds = period(timeline(model, created, How()))
     return row | {
-        "bytes_a_server": held / top.servers, "row_bytes": held / rows / PERSIA_TABLES,
+        "bytes_a_server": occupied / top.servers, "row_bytes": occupied / rows / PERSIA_TABLES,
         "rows_a_rank": float(model.distinct_of_rank.sum()),
-        "step_s": seconds, "waited_s": period(timeline(model, made, How(ahead=0))),
-        "slow_s": period(timeline(with_rates(model, server_rows=measured), made, How())),
+        "step_s": seconds, "waited_s": period(timeline(model, created, How(ahead=0))),
+        "slow_s": period(timeline(with_rates(model, server_rows=measured), created, How())),
         "samples_per_s": top.world_size * PERSIA_BATCH / seconds,
     }  # fmt: skip
 
@@ -160,10 +160,10 @@ def servers(rows: Rows) -> str:
         "without pipeline": lambda row: f"{row['waited_s'] * 1e3:.1f}",
         "a process a server": lambda row: f"{row['slow_s'] * 1e3:.1f}",
     }  # fmt: skip
-    found, (fails,) = ([row for row in of(rows, "servers") if ("error" in row) == failed] for failed in (False, True))
+    result, (fails,) = ([row for row in of(rows, "servers") if ("error" in row) == failed] for failed in (False, True))
     process = f"A process was measured at {fails['measured_rows_per_s'] / 1e6:.2f} million rows/s with two threads."
-    size = f"In 16 bits, {found[-1]['row_bytes']:.0f} bytes per row with states and index; in float32:"
-    return "\n\n".join([table_of(found, columns), f"{process} {size}", wrapped(fails["error"])])
+    size = f"In 16 bits, {result[-1]['row_bytes']:.0f} bytes per row with states and index; in float32:"
+    return "\n\n".join([table_of(result, columns), f"{process} {size}", wrapped(fails["error"])])
 
 
 def filled(page: str, rows: Rows) -> str:

@@ -116,7 +116,7 @@ def simulate(stages: Sequence[Stage], batches: int) -> list[Span]:
         for batch in range(batches):
             parts = [stages[numbers[name]].together for name, back in stage.after if batch >= back]
             if stage.together:
-                left[batch, number, -1] = sum(1 if each else ranks for each in parts)
+                left[batch, number, -1] = sum(1 if part else ranks for part in parts)
             else:
                 left.update({(batch, number, rank): len(parts) for rank in range(ranks)})
     waiting: dict[Any, list[tuple[int, int]]] = {}
@@ -161,10 +161,10 @@ def simulate(stages: Sequence[Stage], batches: int) -> list[Span]:
             for other, back in follows[number]:
                 if batch + back < batches:
                     local = not stages[other].together
-                    for each in range(ranks) if rank < 0 and local else [rank if local else -1]:
-                        left[batch + back, other, each] -= 1
-                        if not left[batch + back, other, each]:
-                            ready(batch + back, other, each)
+                    for item in range(ranks) if rank < 0 and local else [rank if local else -1]:
+                        left[batch + back, other, item] -= 1
+                        if not left[batch + back, other, item]:
+                            ready(batch + back, other, item)
 
 
 def period(spans: Sequence[Span]) -> float:
@@ -247,7 +247,9 @@ class Grid(NamedTuple):
         """Measurements of so many ranks; one rank has its stages timed, too, and needs no network without servers."""
         rows: Rows = [{"study": "stages", "gbit": 0}] if ranks == 1 else []
         for gbit in (0, *self.gbits):
-            methods = [each for each in self.methods if ranks > 1 or each in SERVERS or (each == EXACT and not gbit)]
+            methods = [
+                method for method in self.methods if ranks > 1 or method in SERVERS or (method == EXACT and not gbit)
+            ]
             rows += [{"study": "link", "gbit": gbit}]
             rows += [{"study": "cell", "gbit": gbit, "method": method} for method in methods]
         return [row | {"ranks": ranks} for row in rows]
@@ -290,7 +292,7 @@ def network(ranks: int) -> Iterator[Network]:
         if not Path("/proc", path.name.split("-")[1]).exists():
             run(f"ip netns del {path.name}", check=False)
     bridge, *names = (f"{PREFIX}-{os.getpid()}-{number}" for number in range(ranks + 2))
-    made = Network(names, bridge)
+    created = Network(names, bridge)
     try:
         run(f"ip netns add {bridge}", f"ip -n {bridge} link add bridge type bridge",
             f"ip -n {bridge} link set bridge up")  # fmt: skip
@@ -301,8 +303,8 @@ def network(ranks: int) -> Iterator[Network]:
                 f"ip -n {bridge} link set port{number} master bridge up",
                 f"ip -n {name} addr add {ADDRESS.format(number)}/16 dev {LINK}", f"ip -n {name} link set {LINK} up",
             )  # fmt: skip
-        made.limit(1)
-        yield made
+        created.limit(1)
+        yield created
     finally:
         run(*(f"ip netns del {name}" for name in (*names, bridge)), check=False)
 
@@ -404,10 +406,10 @@ class Rank:
             model = self.study.model(SEED, placement="device" if staleness is None else "server", cache=cache)
             if self.ranks > 1:
                 model = te.HybridParallel(model, plan_of(self.study, self.ranks), exchange=METHODS[method])
-            before = meter.reading()
+            initial = meter.reading()
             with OtherLoad() as load:
                 fit(self.study, model, SEED, meter, samples, **options)
-            wall, cpu, server_cpu, *_ = (meter.reading() - before).tolist()
+            wall, cpu, server_cpu, *_ = (meter.reading() - initial).tolist()
         by_rank = self.group.all_gather_object((meter.per_step(), cpu))
         used = {name: statistics.fmean(steps[name] for steps, _ in by_rank) for name in by_rank[0][0]}
         known = sum(seconds for _, seconds in by_rank[1:]) + server_cpu  # of our other processes
@@ -471,15 +473,15 @@ def measure(grid: Grid, path: Path) -> None:
     for ranks in grid.ranks:
         rows = result_files.read(path)["rows"]
         if tasks := [task for task in grid.tasks(ranks) if not of(rows, **task)]:
-            with network(ranks) as made:
+            with network(ranks) as created:
                 pipe, child = multiprocessing.Pipe()
                 context = multiprocessing.get_context("spawn")
-                server = context.Process(target=serve, args=(made.names, child), daemon=True)
+                server = context.Process(target=serve, args=(created.names, child), daemon=True)
                 server.start()
                 child.close()  # so that the end of the server ends the wait for it
                 try:
-                    begin = functools.partial(enter, made.names)
-                    on_ranks(ranks, work, grid, path, tasks, made, pipe.recv(), begin=begin)
+                    begin = functools.partial(enter, created.names)
+                    on_ranks(ranks, work, grid, path, tasks, created, pipe.recv(), begin=begin)
                 finally:
                     server.kill()
                     server.join()
@@ -530,17 +532,20 @@ class Simulation:
         )  # fmt: skip
         options = self.options | {"exchange": METHODS[method], "batch_size": samples}
         planned = plan(self.tables, top, **options) if ranks != size and steps is None else plan_of(self.study, ranks)
-        model, how = CostModel(self.tables, top, **options), How(device_ids=True)
+        model, kwargs = CostModel(self.tables, top, **options), How(device_ids=True)
         seconds = model.predict(planned).seconds.copy()
         if steps is not None:
             # Pulls are ahead. With staleness a step sends its gradients itself; without, outputs are exchanged as well.
-            outputs, how = seconds[:, cost_model.OUTPUTS] * (steps == 0), how._replace(ahead=steps or how.ahead)
+            outputs, kwargs = (
+                seconds[:, cost_model.OUTPUTS] * (steps == 0),
+                kwargs._replace(ahead=steps or kwargs.ahead),
+            )
             reduced = 8 * self.options["dense_parameters"] * (1 - 1 / size)  # bytes of the gradients of layers
             seconds[:] = 0
             seconds[:, cost_model.OUTPUTS] = outputs
             seconds[:, cost_model.REPLICATED] = max(0, base["sent"] - reduced) / bandwidth * (steps > 0)
             seconds[:, cost_model.MISSES] = np.maximum(0, (base["received"] - reduced) / bandwidth - outputs)
-        return period(simulate(stages_of(model, seconds, how), 2 * BATCHES))
+        return period(simulate(stages_of(model, seconds, kwargs), 2 * BATCHES))
 
     def predict(self, cell: dict[str, Any]) -> float:
         """Seconds of a step of a cell, from that without a limit."""

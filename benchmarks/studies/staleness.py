@@ -123,8 +123,8 @@ class PersiaNetwork(nn.Module):
         self.top = nn.Sequential(nn.Linear(128 + 16, 256), nn.Linear(256, 128), nn.Linear(128, 1))
 
     def forward(self, dense: Tensor, sparse: te.KeyedJaggedTensor) -> Tensor:
-        found = torch.cat([self.sparse(self.embeddings(sparse).flatten(1)), self.dense(dense)], 1)
-        logits: Tensor = self.top(found)[:, 0]
+        result = torch.cat([self.sparse(self.embeddings(sparse).flatten(1)), self.dense(dense)], 1)
+        logits: Tensor = self.top(result)[:, 0]
         return logits
 
 
@@ -325,13 +325,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def problems(rows: Sequence[dict[str, Any]]) -> list[str]:
     """What adult's rows miss of the goal."""
-    found = {row["staleness"]: row for row in rows if row["data"] == "adult"}
-    if not found:
+    result = {row["staleness"]: row for row in rows if row["data"] == "adult"}
+    if not result:
         return []
     missed = []
-    if found["0"]["auc"] < LEAST_AUC:
-        missed.append(f"adult: AUC {found['0']['auc']:.4f} without staleness is less than {LEAST_AUC}")
-    if abs(found["9"]["difference"]) > TOLERANCE:
+    if result["0"]["auc"] < LEAST_AUC:
+        missed.append(f"adult: AUC {result['0']['auc']:.4f} without staleness is less than {LEAST_AUC}")
+    if abs(result["9"]["difference"]) > TOLERANCE:
         missed.append(f"adult: AUC with staleness 9 differs by more than {TOLERANCE}")
     return missed
 

@@ -67,8 +67,8 @@ def record_step(rank: int, world: int) -> list[dict[str, Any]]:
 
         held_back.clear()
         with mock.patch.object(RankGroup, "all_to_all", recorded):
-            found, _ = profiled(step)
-    return [event for event in events_of(found, rank, held_back) if event["tid"] != COLLECTIVE]
+            result, _ = profiled(step)
+    return [event for event in events_of(result, rank, held_back) if event["tid"] != COLLECTIVE]
 
 
 def profiled(step: Callable[[], object]) -> tuple[list[dict[str, Any]], float]:
@@ -119,14 +119,14 @@ def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
         for _ in range(3):
             step()
         with mock.patch.object(DiskTier, "transfer", on_disk), mock.patch.object(OperationQueue, "submit", in_memory):
-            found, began = profiled(step)
+            result, began = profiled(step)
         te.offloading.close(model)
     events = [
         _event(name, rank, name, 1e6 * (begin - began), 1e6 * (end - begin))
         for name, begin, end in moved
         if begin >= began
     ]
-    return [*events_of(found, rank, []), *events]
+    return [*events_of(result, rank, []), *events]
 
 
 def _event(name: str, rank: int, line: str, at: float, lasts: float) -> dict[str, Any]:

@@ -94,13 +94,13 @@ def test_same_formula_gives_the_same_tables(kind: type[te.optim.Optimizer]) -> N
     else:
         optimizer = torch.optim.Adagrad(plain.tables(), lr=0.1, eps=1e-8)
     dense, sparse = torch.randn(16, 3), sparse_batch(16)
-    before = [table.detach().clone() for table in plain.tables()]
+    initial = [table.detach().clone() for table in plain.tables()]
     for _ in range(3):
         fused(dense, sparse).square().sum().backward()
         optimizer.zero_grad()
         plain(dense, sparse).square().sum().backward()
         optimizer.step()
-    for table, weight, old in zip(TABLES, plain.tables(), before, strict=True):
+    for table, weight, old in zip(TABLES, plain.tables(), initial, strict=True):
         # Adagrad's first steps divide each gradient by itself, which magnifies the rounding of the smallest ones.
         torch.testing.assert_close(weight, fused.state_dict()[f"embeddings.{table.name}.weight"], rtol=1e-3, atol=1e-4)
         assert (weight - old).abs().max() > 0.01

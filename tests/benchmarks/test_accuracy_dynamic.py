@@ -99,15 +99,15 @@ def test_ids_of_all_splits_have_rows_of_their_own_unless_they_are_hashed():
 def test_the_most_frequent_ids_have_rows_and_others_share_the_last():
     raw = planted()
     ids = ids_of(raw)
-    kept = most_frequent(raw, ids, {"id": 20})
-    values, numbers = (data.train.columns[0].values for data in (raw, numbered(raw, kept, {})))
-    counts = {int(each): int((values == each).sum()) for each in values.unique()}
-    own = {int(each) for each in kept["id"][:-1]}
-    assert len(own) == 19
-    assert min(counts[each] for each in own) >= max(count for each, count in counts.items() if each not in own)
-    assert [int(each) in own for each in values] == (numbers < 19).tolist()
-    assert torch.equal(kept["id"][numbers[numbers < 19]], values[numbers < 19])
-    assert kept["bag"] is ids["bag"]
+    retained = most_frequent(raw, ids, {"id": 20})
+    values, numbers = (data.train.columns[0].values for data in (raw, numbered(raw, retained, {})))
+    counts = {int(value): int((values == value).sum()) for value in values.unique()}
+    local = {int(item) for item in retained["id"][:-1]}
+    assert len(local) == 19
+    assert min(counts[item] for item in local) >= max(count for item, count in counts.items() if item not in local)
+    assert [int(value) in local for value in values] == (numbers < 19).tolist()
+    assert torch.equal(retained["id"][numbers[numbers < 19]], values[numbers < 19])
+    assert retained["bag"] is ids["bag"]
 
 
 def test_histories_are_cut_to_their_last_ids():

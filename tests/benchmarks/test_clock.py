@@ -21,11 +21,11 @@ pytestmark = pytest.mark.more
 
 
 def test_versions_and_no_names() -> None:
-    found = environment()
-    assert found["torch"] == torch.__version__
-    assert found["cpu"].endswith("cores")
-    assert platform.node() not in found.values()
-    assert str(ROOT) not in json.dumps(found)
+    result = environment()
+    assert result["torch"] == torch.__version__
+    assert result["cpu"].endswith("cores")
+    assert platform.node() not in result.values()
+    assert str(ROOT) not in json.dumps(result)
 
 
 def test_load_of_other_processes_is_their_share_of_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,12 +41,12 @@ def test_load_of_other_processes_is_their_share_of_all_processors(monkeypatch: p
 
 @pytest.mark.skipif(not Path("/proc/stat").exists(), reason="the system does not tell how busy its processors are")
 def test_busy_seconds_of_all_processors_are_read() -> None:
-    before = clock._processor_seconds()
-    while time.process_time() < before[1] + 0.05:
+    initial = clock._processor_seconds()
+    while time.process_time() < initial[1] + 0.05:
         pass
-    busy, own, wall = (now - then for now, then in zip(clock._processor_seconds(), before, strict=True))
+    busy, local, wall = (now - then for now, then in zip(clock._processor_seconds(), initial, strict=True))
     assert busy > 0
-    assert own >= 0.05
+    assert local >= 0.05
     assert wall > 0
 
 

@@ -149,10 +149,10 @@ def results() -> dict[str, Any]:
 
 
 def test_targets_are_met_missed_or_unknown() -> None:
-    found = {(v["op"], v["measured"]): (v["ratio"], v["met"]) for v in results()["targets"]}
-    assert found["forward", "fbgemm / tritonemb"] == (pytest.approx(1.2), True)
-    assert found["forward", "gather / tritonemb"] == (pytest.approx(0.7), False)
-    assert ("group + update", "fbgemm / tritonemb") not in found  # whose targets are of other shapes
+    result = {(v["op"], v["measured"]): (v["ratio"], v["met"]) for v in results()["targets"]}
+    assert result["forward", "fbgemm / tritonemb"] == (pytest.approx(1.2), True)
+    assert result["forward", "gather / tritonemb"] == (pytest.approx(0.7), False)
+    assert ("group + update", "fbgemm / tritonemb") not in result  # whose targets are of other shapes
     shaped = targets.verdicts([row("group + update", "tritonemb", 2.0, "mlperf: B8192")])
     assert [(v["op"], v["ratio"], v["met"]) for v in shaped] == [("group + update", None, None)]
     assert json.loads(json.dumps(results()["targets"])) == results()["targets"]
@@ -236,42 +236,42 @@ def test_each_workload_family_and_tier_is_a_process() -> None:
     first = everything[: sum(case.op.startswith(("forward", "group +", "step")) for case in everything)]
     assert {case.op.removesuffix(GRAPH) for case in first} == {"forward", "group + update", "step, row-wise Adagrad"}
     assert {case.shape for case in first} == {str(workload) for workload in WORKLOADS}
-    (alone, *_), *others = ([case for case in everything if case.group == group] for group in groups[-3:])
-    assert "training" in alone.op
-    assert all(len(other) == 1 for other in others)
+    (single, *_), *peers = ([case for case in everything if case.group == group] for group in groups[-3:])
+    assert "training" in single.op
+    assert all(len(other) == 1 for other in peers)
 
 
 def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ops, shapes = "forward,group,step,sort,codec int8", ["small tables", "rows 8 T26 D128"]
-    found = gpu_run.main(["--tiny", "--op", ops, "--shape", *shapes, "--out", str(tmp_path)])
+    result = gpu_run.main(["--tiny", "--op", ops, "--shape", *shapes, "--out", str(tmp_path)])
     (path,) = tmp_path.glob("cpu-*.json")
-    assert json.loads(path.read_text()) == found
-    measured = {(row["op"], row["implementation"]) for row in found["rows"]}
+    assert json.loads(path.read_text()) == result
+    measured = {(row["op"], row["implementation"]) for row in result["rows"]}
     for op in ("forward", "group", "group + update", "step, row-wise Adagrad", "codec int8 pack", "codec int8 unpack"):
         assert (op, "tritonemb") in measured
     assert ("sort", "torch") in measured
     assert ("forward", "torch") in measured
     assert ("group + update", "tritonemb, grouped ahead") in measured
     assert (f"step, row-wise Adagrad{GRAPH}", "tritonemb") in measured
-    assert {failure["implementation"] for failure in found["failures"]} <= {"fbgemm"}
-    assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
+    assert {failure["implementation"] for failure in result["failures"]} <= {"fbgemm"}
+    assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in result["rows"])
     assert "wrote" in capsys.readouterr().out
 
 
 def test_a_run_without_time_says_what_it_has_not_measured(tmp_path: Path) -> None:
     options = ["--tiny", "--op", "codec int8 pack", "--seconds", "0", "--out", str(tmp_path)]
-    found = gpu_run.main(options)
-    assert found["rows"] == []
-    assert {(failure["op"], failure["implementation"], failure["error"]) for failure in found["failures"]} == {
+    result = gpu_run.main(options)
+    assert result["rows"] == []
+    assert {(failure["op"], failure["implementation"], failure["error"]) for failure in result["failures"]} == {
         (op, "all", "not measured: 0 s were over") for op in ("codec int8 pack", f"codec int8 pack{GRAPH}")
     }
     (path,) = tmp_path.glob("cpu-*.json")
-    assert json.loads(path.read_text()) == found
+    assert json.loads(path.read_text()) == result
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_everything_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    found = gpu_run.main(["--tiny", "--seconds", "850"])
-    assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
-    assert ("DLRM step", "tritonemb") in {(row["op"], row["implementation"]) for row in found["rows"]}
+    result = gpu_run.main(["--tiny", "--seconds", "850"])
+    assert all(failure["implementation"].startswith("fbgemm") for failure in result["failures"])
+    assert ("DLRM step", "tritonemb") in {(row["op"], row["implementation"]) for row in result["rows"]}

@@ -105,16 +105,16 @@ def test_a_run_over_its_time_ends_and_says_what_is_missing(tmp_path: Path) -> No
 
 
 def test_an_earlier_runs_record_is_not_taken_for_this_ones(tmp_path: Path) -> None:
-    _, _, before = run([["a"]], tmp_path)
-    _, _, after = run([["a"]], tmp_path)
-    assert before["a"] != after["a"]
+    _, _, initial = run([["a"]], tmp_path)
+    _, _, final = run([["a"]], tmp_path)
+    assert initial["a"] != final["a"]
 
 
 def test_another_run_goes_on_with_what_is_left(tmp_path: Path) -> None:
     cases = [[f"crash {number}" for number in range(gpu_run.MOST_DEATHS + 1)], ["a"]]
     *_, last = cases[0]
-    _, _, before = run(cases, tmp_path)
-    through, why, after = run(cases, tmp_path, left=True)
+    _, _, initial = run(cases, tmp_path)
+    through, why, final = run(cases, tmp_path, left=True)
     assert through == {case: ["ours"] for case in cases[0]} | {"a": ["ours", "peer"]}
     assert list(why) == [f"{case}, peer" for case in cases[0]]
-    assert {case for case in after if after[case] != before.get(case)} == {last, cases[0][-2]}  # not measured before
+    assert {case for case in final if final[case] != initial.get(case)} == {last, cases[0][-2]}  # not measured before

@@ -36,8 +36,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_makers(share: float = 0.1) -> tuple[dict[str, Callable[[], Feed]], tuple[Batch, ...]]:
     """Those of the case but for FBGEMM's, which is not everywhere."""
     batches = tiers.draw(SMALL, tiers.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
-    found = dict(tiers.makers(Tier("host", share, SMALL), batches, CPU))
-    return {name: maker for name, maker in found.items() if not name.startswith("fbgemm")}, batches
+    result = dict(tiers.makers(Tier("host", share, SMALL), batches, CPU))
+    return {name: maker for name, maker in result.items() if not name.startswith("fbgemm")}, batches
 
 
 def race(makers: dict[str, Callable[[], Feed]]) -> Outcome:
@@ -60,7 +60,7 @@ def test_rows_come_back_and_batches_are_the_same_each_time() -> None:
     # A batch has some 25 of 600 rows: by chance 4 % of them would be in the batch before, never 7 %; here 23 % are.
     many = tiers.draw(SMALL, 20, CPU)
     seen = [set(batch.bags[0][0].tolist()) for batch in many]
-    again = [len(now & before) / len(now) for before, now in itertools.pairwise(seen)]
+    again = [len(now & initial) / len(now) for initial, now in itertools.pairwise(seen)]
     assert sum(again) / len(again) > 0.15
 
 
@@ -91,10 +91,10 @@ class Forgetful(Feed):
 def test_who_trains_otherwise_is_left_out() -> None:
     makers, batches = small_makers()
     torch.manual_seed(1)
-    others = OurTables(SMALL, CPU)
+    peers = OurTables(SMALL, CPU)
     torch.manual_seed(0)
     same = OurTables(SMALL, CPU)
-    wrong = {"others": lambda: Feed(others, batches), "forgetful": lambda: Forgetful(same, batches)}
+    wrong = {"others": lambda: Feed(peers, batches), "forgetful": lambda: Forgetful(same, batches)}
     outcome = race(makers | wrong)
     assert set(outcome.errors) == {"others", "forgetful"}
     assert "pooled in step 1 unlike 'tritonemb, on the device'" in outcome.errors["others"]
@@ -185,12 +185,12 @@ def test_fbgemm_on_the_device_trains_alike() -> None:
 
 
 def test_the_cases_run_in_small(capfd: pytest.CaptureFixture[str]) -> None:
-    found = gpu_run.main(["--tiny", "--shape", "10% on"])
-    assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
-    measured = {(row["op"], row["shape"].rpartition(", ")[2], row["implementation"]) for row in found["rows"]}
+    result = gpu_run.main(["--tiny", "--shape", "10% on"])
+    assert all(failure["implementation"].startswith("fbgemm") for failure in result["failures"])
+    measured = {(row["op"], row["shape"].rpartition(", ")[2], row["implementation"]) for row in result["rows"]}
     for case in tiers.CASES[::2]:
         for name in (ON_DEVICE, "tritonemb", NONE_AHEAD):
             assert (case.op, f"{case.share:.0%} on the device", name) in measured
-    assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
-    assert [verdict["met"] is None for verdict in found["targets"]] == [False, True]
+    assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in result["rows"])
+    assert [verdict["met"] is None for verdict in result["targets"]] == [False, True]
     assert capfd.readouterr().out.count("hit rates of tritonemb: ") == 2

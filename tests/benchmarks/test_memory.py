@@ -76,7 +76,7 @@ def test_a_step_of_separate_modules_has_no_copy_of_a_gradient(pooled):
     gradient = torch.randn(BATCH, TABLES * DIM) if pooled else torch.randn(BATCH, BAG, TABLES * DIM)
 
     def run() -> None:
-        results = [module(each) for module, each in zip(model, ids, strict=True)]
+        results = [module(item) for module, item in zip(model, ids, strict=True)]
         torch.autograd.backward(results, gradient.split(DIM, -1))
 
     peak = peak_of(run)
@@ -112,6 +112,6 @@ def test_compiled_kernels_need_little_for_each_id_too(monkeypatch):
     """All that a process allocates: sorted pairs, numbers of bags, and what two threads work with."""
     shape, threads = next(name for name in bench_memory.SHAPES if "T32" in name), 2
     monkeypatch.chdir(Path(bench_memory.ROOT))
-    found = bench_memory.in_own_process("tritonemb, row-wise Adagrad", shape, "cpu", str(threads))
-    ids, bags = found["ids"], found["ids"] // 20
-    assert found["peak_bytes"] <= found["result_bytes"] + 8 * ids + 8 * bags + threads * (200_000 + 8 * ids // 32)
+    result = bench_memory.in_own_process("tritonemb, row-wise Adagrad", shape, "cpu", str(threads))
+    ids, bags = result["ids"], result["ids"] // 20
+    assert result["peak_bytes"] <= result["result_bytes"] + 8 * ids + 8 * bags + threads * (200_000 + 8 * ids // 32)

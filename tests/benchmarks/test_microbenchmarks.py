@@ -55,8 +55,8 @@ def test_all_benchmarks_can_be_imported() -> None:
 def test_managed_collisions_take_the_same_steps(interval: int) -> None:
     """What they have trained is compared where they are made."""
     pytest.importorskip("torchrec", reason="torchrec is not installed")
-    found = bench_dynamic_table.managed_collisions(2_000, 500, interval)
-    outcome = Clock(CPU).measure(found, rounds=1, warmup_rounds=0)
+    result = bench_dynamic_table.managed_collisions(2_000, 500, interval)
+    outcome = Clock(CPU).measure(result, rounds=1, warmup_rounds=0)
     assert outcome.errors == {}
     assert [timing.name for timing in outcome.timings] == [OURS, "torchrec, LRU", "torchrec, LFU"]
 
@@ -90,23 +90,23 @@ def test_a_peer_that_cannot_be_made_says_why_and_the_others_go_on(name: str, mon
 
 def test_a_peer_that_looks_up_or_trains_otherwise_is_refused() -> None:
     batches, gradient = draw_batches(CPU_SHAPE, 1), draw_gradient(CPU_SHAPE)
-    ours, same_tables, other = (OurTables(CPU_SHAPE) for _ in range(3))
-    copy_weights(ours, same_tables)
-    check_forward(ours, same_tables, batches[0])
+    fused, same_tables, other = (OurTables(CPU_SHAPE) for _ in range(3))
+    copy_weights(fused, same_tables)
+    check_forward(fused, same_tables, batches[0])
     with pytest.raises(AssertionError, match="not close"):
-        check_forward(ours, other, batches[0])
-    check_step(ours, same_tables, batches[0], gradient)
+        check_forward(fused, other, batches[0])
+    check_step(fused, same_tables, batches[0], gradient)
     other = OurTables(CPU_SHAPE, optimizer=te.optim.SGD(1.0))
-    copy_weights(ours, other)
+    copy_weights(fused, other)
     with pytest.raises(AssertionError, match="not close"):
-        check_step(ours, other, batches[0], gradient)
+        check_step(fused, other, batches[0], gradient)
 
 
 def test_a_line_says_share_of_the_copy_and_ratio_to_the_fastest_peer() -> None:
     medians = {OURS: 2.0, "torch": 8.0, "fbgemm": 3.0, COPY: 1.0}
     timings = [Timing(name, (median,)) for name, median in medians.items()]
-    ours, torchs, _, copy = lines(timing_rows("op", "shape", timings, dict.fromkeys(medians, 8)))
-    assert "50 % of a copy" in ours
-    assert "1.50 x fbgemm" in ours
+    fused, torchs, _, copy = lines(timing_rows("op", "shape", timings, dict.fromkeys(medians, 8)))
+    assert "50 % of a copy" in fused
+    assert "1.50 x fbgemm" in fused
     assert "12 % of a copy" in torchs
     assert " x " not in torchs + copy

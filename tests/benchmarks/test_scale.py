@@ -70,10 +70,10 @@ def test_of_two_that_wait_the_older_batch_is_first():
 def test_steps_are_those_of_the_cost_model_and_shorter_with_the_pipeline():
     tables = [TableConfig(f"t{n}", 10**6, 64, dtype=torch.float16) for n in range(8)]
     stats = {table.name: TableStats(4.0, published.zipf(10**6)) for table in tables}
-    made = plan(tables, Topology(4, 2, host=2e12, hbm=5e8), batch_size=512, stats=stats)
-    alone = period(timeline(made.report.model, made, How(ahead=0)))
-    assert alone == pytest.approx(made.report.prediction.step, rel=0.02)
-    assert period(timeline(made.report.model, made, How())) < alone
+    created = plan(tables, Topology(4, 2, host=2e12, hbm=5e8), batch_size=512, stats=stats)
+    single = period(timeline(created.report.model, created, How(ahead=0)))
+    assert single == pytest.approx(created.report.prediction.step, rel=0.02)
+    assert period(timeline(created.report.model, created, How())) < single
 
 
 @pytest.fixture
@@ -115,9 +115,9 @@ def test_networks_are_removed_after_errors_and_after_killed_processes(permitted)
         raise KeyboardInterrupt
     stale = f"{scale.PREFIX}-{2**22 + 1}-0"  # no process has this number
     scale.run(f"ip netns add {stale}")
-    with scale.network(1) as made:
+    with scale.network(1) as created:
         assert not Path("/run/netns", stale).exists()
-        assert all(Path("/run/netns", name).exists() for name in (*made.names, made.bridge))
+        assert all(Path("/run/netns", name).exists() for name in (*created.names, created.bridge))
 
 
 def results_of(step: float, bandwidth: float) -> dict:

@@ -50,26 +50,26 @@ class IdsCase(NamedTuple):
 
     def arriving(self, rank: int) -> dict[str, list[list[tuple[int | None, float]]]]:
         """What a rank gets: by lane, the bags of all ranks' samples, as rows and weights; None for no row."""
-        found: dict[str, list[list[tuple[int | None, float]]]] = {}
+        result: dict[str, list[list[tuple[int | None, float]]]] = {}
         for lane, of in enumerate(self.lanes):
             if rank not in of.owners:
                 continue
-            bags = found[str(lane)] = []
+            bags = result[str(lane)] = []
             for source in range(len(self.ids)):
-                given = self.ids[source][of.feature]
+                inputs = self.ids[source][of.feature]
                 with_weights = self.weights[source][of.feature] if self.weights is not None else None
                 if self.once:
-                    flat = {value if self.is_inside(lane, value) else -1 for bag in given for value in bag}
-                    given, with_weights = [sorted(flat)], None
-                for number, bag in enumerate(given):
-                    mine = []
+                    flat = {value if self.is_inside(lane, value) else -1 for bag in inputs for value in bag}
+                    inputs, with_weights = [sorted(flat)], None
+                for number, bag in enumerate(inputs):
+                    local = []
                     for place, value in enumerate(bag):
                         owner, row = self.owner(lane, value)
                         if owner == rank:
                             weight = with_weights[number][place] if with_weights is not None else 1.0
-                            mine.append((row, weight))
-                    bags.append(mine)
-        return found
+                            local.append((row, weight))
+                    bags.append(local)
+        return result
 
     def asked(self, rank: int) -> list[tuple[int, int]]:
         """A rank's ids, lane by lane: lane and id."""
@@ -125,8 +125,8 @@ class ColumnsCase(NamedTuple):
 
     def matrix(self, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 64 + rank)
-        found = torch.randn(sum(self.rows), sum(size for _, size in self.runs[rank]), generator=generator)
-        return found * 1e9 if self.large else found
+        result = torch.randn(sum(self.rows), sum(size for _, size in self.runs[rank]), generator=generator)
+        return result * 1e9 if self.large else result
 
     def gradient(self, rank: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed * 64 + 32 + rank)
@@ -135,14 +135,14 @@ class ColumnsCase(NamedTuple):
     def forwarded(self, rank: int) -> Tensor:
         """The sum over ranks, in their order, of what they have for a rank's samples, each rounded on its way."""
         first = sum(self.rows[:rank])
-        found: dict[tuple[int, int], Tensor] = {}
+        actual: dict[tuple[int, int], Tensor] = {}
         for other, runs in enumerate(self.runs):
             crossed = rounded(self.matrix(other)[first : first + self.rows[rank]], self.forward)
             pieces = crossed.split([size for _, size in runs], dim=1) if runs else []
             for run, piece in zip(runs, pieces, strict=True):
-                found[run] = found[run] + piece if run in found else piece
+                actual[run] = actual[run] + piece if run in actual else piece
         result = torch.zeros(self.rows[rank], self.width)
-        for (start, size), piece in found.items():
+        for (start, size), piece in actual.items():
             result[:, start : start + size] = piece
         return result
 
@@ -167,7 +167,7 @@ def columns_cases(draw: st.DrawFn, world: int, codecs: tuple[str, str] | None = 
         for rank in draw(st.permutations(range(world)))[:number]:
             runs[rank].append((place, size))
         place += size
-    mixed = tuple(tuple(draw(st.permutations(mine))) for mine in runs)
+    mixed = tuple(tuple(draw(st.permutations(run))) for run in runs)
     rows = tuple(draw(st.sampled_from((0, 1, 3, 7))) for _ in range(world))
     names = sorted(set(CODECS) - {"int8"})
     forward, backward = codecs or (draw(st.sampled_from(names)), draw(st.sampled_from(names)))

@@ -14,19 +14,19 @@ from tritonemb.comm.group import Consensus, RankFailed, RankGroup, Round
 
 def rounds(rank, given):
     agreement = Consensus(RankGroup.world())
-    return [agreement.next(**each[rank]) for each in given]
+    return [agreement.next(**item[rank]) for item in given]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_all_ranks_hear_the_same(ranks, size):
-    given = [
+    inputs = [
         [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],
         [{"rows": 0, "batches": 0} if rank else {"rows": 2} for rank in range(size)],
         [{"rows": 0, "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
         [{"rows": 1, "batches": 1, "waiting": rank == size - 1} for rank in range(size)],
     ]
-    heard = ranks(size).run(rounds, given)
-    assert all(each == heard[0] for each in heard)
+    heard = ranks(size).run(rounds, inputs)
+    assert all(item == heard[0] for item in heard)
     first, second, third, fourth = heard[0]
     assert first == Round(tuple(3 + rank for rank in range(size)), size, clock=7)
     assert (second.rows, second.batches > 0) == ((2, *[0] * (size - 1)), True)
@@ -55,19 +55,19 @@ def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
 def beside_the_main_thread(rank, count):
     """Two agreements at once, one in a thread: their channels are their own."""
     world = RankGroup.world()
-    here, there = Consensus(world), Consensus(world)
-    found = []
-    thread = threading.Thread(target=lambda: found.extend(sum(there.next(rank + 10 * i).rows) for i in range(count)))
+    first, remote = Consensus(world), Consensus(world)
+    results = []
+    thread = threading.Thread(target=lambda: results.extend(sum(remote.next(rank + 10 * i).rows) for i in range(count)))
     thread.start()
-    mine = [sum(here.next(rank + i).rows) for i in range(count)]
+    local = [sum(first.next(rank + i).rows) for i in range(count)]
     thread.join()
-    return mine, found
+    return local, results
 
 
 def test_it_may_be_held_in_a_thread(ranks):
-    for mine, found in ranks(2).run(beside_the_main_thread, 50):
-        assert mine == [1 + 2 * i for i in range(50)]
-        assert found == [1 + 20 * i for i in range(50)]
+    for local, result in ranks(2).run(beside_the_main_thread, 50):
+        assert local == [1 + 2 * i for i in range(50)]
+        assert result == [1 + 20 * i for i in range(50)]
 
 
 def silent(rank, who, seconds, failed=None):
@@ -76,7 +76,7 @@ def silent(rank, who, seconds, failed=None):
     agreement = Consensus(world, timedelta(seconds=seconds))
     done, reports = world.duplicate("gloo"), FailureReports(world)
     agreement.next(1)
-    told = None
+    messages = None
     if rank == failed:
         reports.report(ValueError("bad"), 7)
     elif rank != who:
@@ -85,9 +85,9 @@ def silent(rank, who, seconds, failed=None):
             agreement.next(1)
         assert lost_contact(caught.value)
         failure = reports.explain(caught.value, 8)
-        told = str(failure), failure.ranks, time.monotonic() - begin
+        messages = str(failure), failure.ranks, time.monotonic() - begin
     done.barrier()
-    return told
+    return messages
 
 
 @pytest.mark.timeout(120)

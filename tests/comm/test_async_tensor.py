@@ -61,11 +61,11 @@ USES = {
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_every_use_is_that_of_the_values(use):
     values, twin = (torch.arange(15.0).reshape(5, 3).requires_grad_() for _ in range(2))
-    given, log = arriving(values)
-    assert (given.shape, given.dtype, given.requires_grad, log) == ((5, 3), torch.float32, True, [])
-    found, expected = use(given), use(twin)
-    assert torch.equal(to_ordinary(found), expected)
-    found.sum().backward()
+    inputs, log = arriving(values)
+    assert (inputs.shape, inputs.dtype, inputs.requires_grad, log) == ((5, 3), torch.float32, True, [])
+    actual, expected = use(inputs), use(twin)
+    assert torch.equal(to_ordinary(actual), expected)
+    actual.sum().backward()
     expected.sum().backward()
     assert torch.equal(values.grad, twin.grad)
     assert log.count("received") == 1
@@ -73,13 +73,13 @@ def test_every_use_is_that_of_the_values(use):
 
 @pytest.mark.parametrize("name", ["postponed", "padded", "copied"])
 def test_what_only_moves_columns_waits_for_nothing(name):
-    given, log = arriving(torch.ones(5, 3))
-    found = USES[name](given)
-    assert isinstance(found, AsyncTensor)
+    inputs, log = arriving(torch.ones(5, 3))
+    result = USES[name](inputs)
+    assert isinstance(result, AsyncTensor)
     assert log == []
-    assert torch.equal(found, USES[name](torch.ones(5, 3)))
+    assert torch.equal(result, USES[name](torch.ones(5, 3)))
     assert log == ["received"]
-    again = USES[name](given)  # has arrived
+    again = USES[name](inputs)  # has arrived
     assert type(again) is Tensor
 
 
@@ -93,28 +93,28 @@ def test_what_is_no_operator():
 
 
 def test_a_change_in_place_stays():
-    given, _ = arriving(torch.ones(2, 3))
+    inputs, _ = arriving(torch.ones(2, 3))
     with torch.no_grad():
-        given.mul_(3.0)
-        given[0] = 7.0
-    assert given.tolist() == [[7.0] * 3, [3.0] * 3]
+        inputs.mul_(3.0)
+        inputs[0] = 7.0
+    assert inputs.tolist() == [[7.0] * 3, [3.0] * 3]
 
 
 def test_what_fails_elsewhere_is_raised_where_values_are_read():
     def fail() -> Tensor:
         raise RuntimeError("rank 3 is gone")
 
-    given = AsyncTensor(torch.empty(2, 3, device="meta"), torch.device("cpu"), fail)
-    postponed = torch.cat([given, given], dim=1)
-    for each in (given, postponed, given):  # once more
+    inputs = AsyncTensor(torch.empty(2, 3, device="meta"), torch.device("cpu"), fail)
+    postponed = torch.cat([inputs, inputs], dim=1)
+    for item in (inputs, postponed, inputs):  # once more
         with pytest.raises(RuntimeError, match="rank 3 is gone"):
-            each.sum()
+            item.sum()
 
 
 def test_gradients_are_sent_before_younger_nodes_are_run():
     values = torch.ones(5, 3, requires_grad=True)
-    given, log = arriving(values)
-    pooled = torch.cat([given, given], dim=1) * 2.0
+    inputs, log = arriving(values)
+    pooled = torch.cat([inputs, inputs], dim=1) * 2.0
     dense = nn.Linear(4, 6)
     dense.weight.register_hook(lambda _: log.append("dense"))
     out = (dense(torch.ones(5, 4)) * 1.0 * 1.0 + pooled).sum()

@@ -31,22 +31,22 @@ class SumsCase(NamedTuple):
 
     def sums_of(self, rank: int) -> RowSums:
         generator = torch.Generator().manual_seed(self.seed * 8 + rank)
-        mine = [*zip(self.counts[rank], self.dims, strict=True)]
+        local = [*zip(self.counts[rank], self.dims, strict=True)]
         first = self.table_rows - 90
-        rows = [torch.randperm(90, generator=generator)[:n].sort().values + first for n, _ in mine]
-        return RowSums(rows, [torch.randn(n, dim, generator=generator) * self.size for n, dim in mine])
+        rows = [torch.randperm(90, generator=generator)[:n].sort().values + first for n, _ in local]
+        return RowSums(rows, [torch.randn(n, dim, generator=generator) * self.size for n, dim in local])
 
 
 def gathered(rank, cases):
-    found = []
+    results = []
     for case in cases:
         group = RankGroup.world()
         precision = ExchangePrecision(backward=case.codec)
         exchange = SumsExchange(group, precision, [(case.table_rows, dim) for dim in case.dims])
         sums = exchange(case.sums_of(rank))
         sent = {kind: sent.total for kind, sent in group.traffic.by_kind().items()}
-        found.append((sums, sent, sum(codec.saturated() for codec in exchange.codecs)))
-    return found
+        results.append((sums, sent, sum(codec.saturated() for codec in exchange.codecs)))
+    return results
 
 
 @st.composite
@@ -61,13 +61,13 @@ def sums_cases(draw, world):
 
 def crossed(case: SumsCase, rank: int, table: int) -> torch.Tensor:
     """A rank's sums in a power of two of their own, so that the largest of them is as large as its codec allows."""
-    own = case.sums_of(rank).sums
+    local = case.sums_of(rank).sums
     if not case.codec.startswith("fp") or case.codec == "fp32":
-        return rounded(own[table], case.codec)
-    largest = max([float(sums.abs().max()) for sums in own if sums.numel()], default=0.0)
+        return rounded(local[table], case.codec)
+    largest = max([float(sums.abs().max()) for sums in local if sums.numel()], default=0.0)
     top = {"fp16": 15, "fp8_e4m3": 8, "fp8_e5m2": 15}[case.codec]
     scale = 2.0 ** (top - max(-100, math.frexp(largest)[1]))
-    return rounded(own[table] * scale, case.codec) * (1.0 / scale)
+    return rounded(local[table] * scale, case.codec) * (1.0 / scale)
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
@@ -78,13 +78,13 @@ def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
     @given(st.lists(sums_cases(world), min_size=20, max_size=20))
     def run(cases):
         cases = [*cases, SumsCase([[0, 0]] * world, [3, 4], 0)]  # nobody has anything
-        found = ranks(world).run(gathered, cases)
+        result = ranks(world).run(gathered, cases)
         for number, case in enumerate(cases):
             for table in range(len(case.dims)):
-                own = [case.sums_of(rank) for rank in range(world)]
-                rows = torch.cat([each.rows[table] for each in own])
-                exact = torch.cat([each.sums[table] for each in own])
-                first = found[0][number][0].sums[table]
+                local = [case.sums_of(rank) for rank in range(world)]
+                rows = torch.cat([item.rows[table] for item in local])
+                exact = torch.cat([item.sums[table] for item in local])
+                first = result[0][number][0].sums[table]
                 if world == 1:
                     assert torch.equal(first, exact)
                 elif case.codec == "int8":  # half a step of 1/255 of a row's range, and roundings
@@ -93,16 +93,17 @@ def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
                 else:
                     assert torch.equal(first, torch.cat([crossed(case, rank, table) for rank in range(world)])), case
                 for rank in range(world):
-                    sums, _, saturated = found[rank][number]
+                    sums, _, saturated = result[rank][number]
                     assert torch.equal(sums.rows[table], rows)
                     assert torch.equal(sums.sums[table], first)
                     assert saturated == 0
             # A gather sends as much from every rank: as the one that has most.
             most = max(
-                sum(n * bytes_of_row(case, dim) for n, dim in zip(mine, case.dims, strict=True)) for mine in case.counts
+                sum(n * bytes_of_row(case, dim) for n, dim in zip(count, case.dims, strict=True))
+                for count in case.counts
             )
             for rank in range(world):
-                assert found[rank][number][1].get("row gradients", 0) == -(-most // 8) * 8 * (world - 1)
+                assert result[rank][number][1].get("row gradients", 0) == -(-most // 8) * 8 * (world - 1)
 
     run()
 
@@ -131,26 +132,26 @@ SUMS = torch.tensor([[3.0, -1e-3, 2.0], [5e-4, 7.0, 1.0]])
 
 def not_finite(rank: int) -> list[tuple[RowSums, RowSums, int]]:
     """With, and without, a row that is not finite, of another table and of the same one; on rank 1."""
-    found = []
+    results = []
     for codec in CODED:
         for bad in (torch.inf, -torch.inf, torch.nan):
             exchange = SumsExchange(RankGroup.world(), ExchangePrecision(backward=codec), [(9, 3), (9, 2)])
             rows = [torch.tensor([2, 5, 7]), torch.tensor([1])]
             sums = [torch.cat([SUMS, torch.tensor([[1.0, bad * rank, 1.0]])]), torch.tensor([[bad * rank, 1.0]])]
             finite = exchange(RowSums([rows[0][:2], rows[1][:0]], [SUMS, sums[1][:0]]))
-            found.append((exchange(RowSums(rows, sums)), finite))
-    return found
+            results.append((exchange(RowSums(rows, sums)), finite))
+    return results
 
 
 def test_a_sum_that_is_not_finite_does_not_set_the_scale_of_others(ranks):
     """All that is finite arrives as if it were not there, and by what is infinite or NaN it is known."""
     for results in ranks(2).run(not_finite):
-        for number, (found, finite) in enumerate(results):
+        for number, (result, finite) in enumerate(results):
             codec = CODED[number // 3]
-            assert torch.equal(found.sums[0][[0, 1, 3, 4]], finite.sums[0]), codec
-            for rows in (found.sums[0][5], found.sums[1][1]):
+            assert torch.equal(result.sums[0][[0, 1, 3, 4]], finite.sums[0]), codec
+            for rows in (result.sums[0][5], result.sums[1][1]):
                 assert not rows.isfinite().all(), codec
-            assert found.rows[0].tolist() == [2, 5, 7] * 2
+            assert result.rows[0].tolist() == [2, 5, 7] * 2
 
 
 BLOCKS = (
@@ -168,14 +169,14 @@ def whole_of(table: int) -> torch.Tensor:
 
 def columns(rank):
     group = RankGroup.world()
-    mine = [block for block in BLOCKS if block.rank == rank][::-1]
-    own = [whole_of(b.table)[:, b.first_column : b.first_column + b.num_columns] for b in mine]
-    return exchange_columns(group, BLOCKS, mine, own), group.traffic.by_kind()["row columns"].total
+    local = [block for block in BLOCKS if block.rank == rank][::-1]
+    owned = [whole_of(b.table)[:, b.first_column : b.first_column + b.num_columns] for b in local]
+    return exchange_columns(group, BLOCKS, local, owned), group.traffic.by_kind()["row columns"].total
 
 
 def test_blocks_of_columns_become_whole_rows(ranks):
-    found = ranks(4).run(columns)
-    for rank, (tables, sent) in enumerate(found):
+    actual = ranks(4).run(columns)
+    for rank, (tables, sent) in enumerate(actual):
         assert set(tables) == {block.table for block in BLOCKS if block.rank == rank}
         for table, rows in tables.items():
             assert torch.equal(rows, whole_of(table))
@@ -196,17 +197,17 @@ ROWS_OF_RANKS = [
 
 def gathered_rows(rank: int) -> list[list[int]]:
     group = RankGroup.world()
-    found = []
+    results = []
     for by_rank, _ in ROWS_OF_RANKS:
         rows = all_gather_rows(group, torch.tensor(by_rank[rank], dtype=torch.int64))
         assert rows.dtype == torch.int64
-        found.append(rows.tolist())
-    return found
+        results.append(rows.tolist())
+    return results
 
 
 def test_every_rank_gets_the_rows_of_all_once_in_ascending_order(ranks):
-    for found in ranks(2).run(gathered_rows):
-        assert found == [expected for _, expected in ROWS_OF_RANKS]
+    for actual in ranks(2).run(gathered_rows):
+        assert actual == [expected for _, expected in ROWS_OF_RANKS]
 
 
 def test_one_rank_keeps_its_own():
@@ -224,7 +225,7 @@ def refused(rank: int) -> tuple[str, list[int]]:
 
 
 def test_a_rank_that_refuses_its_batch_is_named_to_the_others(ranks):
-    (told, first), (own, second) = ranks(2).run(refused)
-    assert told == "rank 1 rejected its batch; see the error on that rank"
-    assert own == "as wanted"
+    (messages, first), (local, second) = ranks(2).run(refused)
+    assert messages == "rank 1 rejected its batch; see the error on that rank"
+    assert local == "as wanted"
     assert first == second == [0, 1]

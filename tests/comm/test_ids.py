@@ -24,7 +24,7 @@ def row_of(lane: int, value: int) -> list[float]:
 
 def exchange(rank, cases):
     """For each case: what arrived, and the rows that came back for what was asked."""
-    found = []
+    results = []
     for case in cases:
         group = RankGroup.world()
         ids = IdExchange(group, case.lanes, case.check, case.once, returns_rows=True)
@@ -37,31 +37,31 @@ def exchange(rank, cases):
             lane = case.lanes[int(key)]
             first = lane.first_rows[lane.owners.index(rank)]
             rows += [[0.0] * DIM if row is None else row_of(int(key), first + row) for bag in bags for row, _ in bag]
-        own = torch.tensor(rows).reshape(-1, DIM).requires_grad_()
-        back = SequenceExchange(group, DIM, EXACT)(own, routes)
+        local = torch.tensor(rows).reshape(-1, DIM).requires_grad_()
+        back = SequenceExchange(group, DIM, EXACT)(local, routes)
         (back * torch.arange(1, back.shape[0] + 1).unsqueeze(1)).sum().backward()
         bytes_sent = {kind: sent.total for kind, sent in group.traffic.by_kind().items()}
-        found.append((lists, routes.samples, sizes, back.tolist(), float(own.grad.double().sum()), bytes_sent))
-    return found
+        results.append((lists, routes.samples, sizes, back.tolist(), float(local.grad.double().sum()), bytes_sent))
+    return results
 
 
 def check(ranks, world: int, cases: list[IdsCase]) -> None:
-    found = ranks(world).run(exchange, cases)
+    actual = ranks(world).run(exchange, cases)
     for number, case in enumerate(cases):
         samples = [len(batch[FEATURES[0]]) for batch in case.ids]
         given_back = received = 0.0
         for rank in range(world):
-            lists, total, sizes, rows, grad_sum, bytes_sent = found[rank][number]
+            lists, total, sizes, rows, grad_sum, bytes_sent = actual[rank][number]
             expected = case.arriving(rank)
             assert lists == expected, case
             assert total == sum(samples)
             if expected or not case.once:
                 assert sizes == ([1] * world if case.once else samples)
-            asked = case.asked(rank)
-            assert rows == [row_of(n, v) if case.is_inside(n, v) else [0.0] * DIM for n, v in asked], case
+            requests = case.asked(rank)
+            assert rows == [row_of(n, v) if case.is_inside(n, v) else [0.0] * DIM for n, v in requests], case
             given_back += grad_sum
-            received += DIM * len(asked) * (len(asked) + 1) / 2
-            assert bytes_sent.get("ids", 0) == ids_bytes(case, rank, world, found, number), case
+            received += DIM * len(requests) * (len(requests) + 1) / 2
+            assert bytes_sent.get("ids", 0) == ids_bytes(case, rank, world, actual, number), case
             assert bytes_sent["sizes"] == 40 * (world - 1)
         assert given_back == received  # every rank's gradients came to some owner, once
 
@@ -77,8 +77,8 @@ def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
             continue
         to = found[other][number][0]
         for of_lane in to.values():
-            mine = of_lane[first : first + bags[rank]]
-            total += 4 * len(mine) + sum(len(bag) for bag in mine) * (wide + 4 * weighted)
+            local = of_lane[first : first + bags[rank]]
+            total += 4 * len(local) + sum(len(bag) for bag in local) * (wide + 4 * weighted)
     return total
 
 
@@ -88,8 +88,8 @@ def test_ids_reach_their_owners(ranks, world):
     @given(
         st.lists(ids_cases(world), min_size=15, max_size=15), st.lists(ids_cases(world, True), min_size=5, max_size=5)
     )
-    def run(given, wild):
-        check(ranks, world, given + wild)
+    def run(inputs, wild):
+        check(ranks, world, inputs + wild)
 
     run()
 
@@ -114,16 +114,16 @@ def refused(rank, bad_rank, once):
 
 @pytest.mark.parametrize("once", [False, True])
 def test_an_id_out_of_range_is_told_by_the_rank_that_has_it(ranks, once):
-    found = ranks(4).run(refused, 2, once)
-    kind, message = found[2][0]
+    result = ranks(4).run(refused, 2, once)
+    kind, message = result[2][0]
     assert kind == "ValueError"
     for part in ("user", "'b'", "sample 1", "position 5", "10", "9"):  # table, feature, sample, position, value, range
         assert part in message, message
     for rank in (0, 1, 3):
-        kind, message = found[rank][0]
+        kind, message = result[rank][0]
         assert kind == "RuntimeError"
         assert "rank 2 rejected its batch" in message
-    assert found[0][1]["0"][:2] == ([[], [0, 4]] if not once else [[0, 4], [0, 4]])  # and the next batch is exchanged
+    assert result[0][1]["0"][:2] == ([[], [0, 4]] if not once else [[0, 4], [0, 4]])  # and the next batch is exchanged
 
 
 def some_weighted(rank, ids):

@@ -28,23 +28,23 @@ def meet(store: dist.Store, size: int, seconds: float = 30.0) -> list[str]:
 @pytest.mark.parametrize("sizes", [[1, 1], [2, 2, 2], [4, 2, 4], [1, 3]], ids=str)
 def test_every_attempt_has_a_name_of_its_own(sizes):
     store = dist.HashStore()
-    found = [set(meet(store, size)) for size in sizes]
-    assert all(len(names) == 1 for names in found)
-    assert len(set.union(*found)) == len(sizes)
+    results = [set(meet(store, size)) for size in sizes]
+    assert all(len(names) == 1 for names in results)
+    assert len(set.union(*results)) == len(sizes)
 
 
 @pytest.mark.parametrize(
     ("name", "text"), [("MASTER_PORT", "abc"), ("MASTER_PORT", "70000"), ("RANK", "-1"), ("WORLD_SIZE", "")]
 )
 def test_a_malformed_environment_is_named(monkeypatch, name, text):
-    for each, value in {
+    for item, value in {
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
         name: text,
     }.items():
-        monkeypatch.setenv(each, value)
+        monkeypatch.setenv(item, value)
     with pytest.raises(ValueError, match=f"the environment has {name}={text}, expected an integer below 65536; torch"):
         init_from_env("gloo", timedelta(seconds=1))
 

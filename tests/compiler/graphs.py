@@ -77,12 +77,12 @@ class Recorded(Compiled):
 
 def count_ops(gm: GraphModule) -> Counter[str]:
     """How often each op is called; those of auto-functionalized ops by the op's own name."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for node in gm.graph.nodes:
         if node.op == "call_function":
             target = node.args[0] if "auto_functionalized" in str(node.target) else node.target
-            found[str(target).removesuffix(".default")] += 1
-    return found
+            result[str(target).removesuffix(".default")] += 1
+    return result
 
 
 def copies_of(gm: GraphModule, shape: tuple[int, ...]) -> list[str]:
@@ -110,15 +110,15 @@ def assert_same(
     compiled: Compiled, model: nn.Module, twin: nn.Module, args: Sequence[Tensor], tolerance: dict[str, float] = CLOSE
 ) -> None:
     """The compiled model's outputs and gradients are those of its uncompiled twin. Float inputs take gradients."""
-    given = [[arg.clone().requires_grad_(arg.is_floating_point()) for arg in args] for _ in range(2)]
+    argument = [[arg.clone().requires_grad_(arg.is_floating_point()) for arg in args] for _ in range(2)]
     results = []
-    for run, owner, inputs in ((compiled, model, given[0]), (twin, twin, given[1])):
+    for run, owner, inputs in ((compiled, model, argument[0]), (twin, twin, argument[1])):
         outputs = run(*inputs)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
         grads = gradients_of(owner, outputs, [arg for arg in inputs if arg.requires_grad])
         results.append([*outputs, *grads])
-    for found, wanted in zip(*results, strict=True):
-        assert (found is None) == (wanted is None)
-        if wanted is not None:
-            assert found.is_contiguous() == wanted.is_contiguous()
-            torch.testing.assert_close(found, wanted, **tolerance)
+    for actual, expected in zip(*results, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            assert actual.is_contiguous() == expected.is_contiguous()
+            torch.testing.assert_close(actual, expected, **tolerance)

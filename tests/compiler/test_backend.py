@@ -47,11 +47,11 @@ def test_training_with_several_batch_sizes():
     counters.clear()
     for batch_size, length in ((5, 3), (8, 2), (6, 7)):
         args = batch(batch_size, length)
-        found, wanted = compiled(*args), twin(*args)
+        actual, expected = compiled(*args), twin(*args)
         # Batch normalization of some samples divides by small numbers.
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-        for mine, theirs in zip(gradients_of(model, [found]), gradients_of(twin, [wanted]), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        for value, reference in zip(gradients_of(model, [actual]), gradients_of(twin, [expected]), strict=True):
+            torch.testing.assert_close(value, reference, rtol=1e-3, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
 
 

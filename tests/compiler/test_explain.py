@@ -30,13 +30,13 @@ class Model(nn.Module):
 
 
 def test_it_says_what_was_fused_what_not_and_where_the_graph_breaks():
-    found = explain(Model(), torch.randint(0, 50, (5, 3)))
-    assert [item.members for item in found.fused] == [("bags.0", "bags.1", "bags.2")]
-    assert {item.name for item in found.left_alone} == {"most", "limited"}
-    assert found.num_graphs == 2
-    (graph_break,) = found.graph_breaks
+    result = explain(Model(), torch.randint(0, 50, (5, 3)))
+    assert [item.members for item in result.fused] == [("bags.0", "bags.1", "bags.2")]
+    assert {item.name for item in result.left_alone} == {"most", "limited"}
+    assert result.num_graphs == 2
+    (graph_break,) = result.graph_breaks
     assert graph_break.startswith(__file__)
-    text = str(found)
+    text = str(result)
     for part in ("3 lookups of 3 tables", "bags.0, bags.1, bags.2", 'mode="max"', "max_norm", "test_explain.py"):
         assert part in " ".join(text.split())
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 88
@@ -44,14 +44,14 @@ def test_it_says_what_was_fused_what_not_and_where_the_graph_breaks():
 
 def test_it_changes_nothing():
     model = Model()
-    before = copy.deepcopy(model.state_dict())
+    initial = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     explain(model, torch.randint(0, 50, (5, 3), generator=torch.Generator().manual_seed(0)))
     assert torch.equal(state, torch.get_rng_state())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.training
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name]), name
+        assert torch.equal(tensor, initial[name]), name
 
 
 def test_a_model_with_nothing_to_do():
@@ -76,28 +76,28 @@ class Sized(nn.Module):
 @pytest.mark.parametrize("optimizer", [None, te.optim.SGD(lr=0.1)], ids=["plain", "fused"])
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
 def test_sizes_of_numpy_break_no_graph(kind, optimizer):
-    model, made = Sized(kind, padding_idx=np.int64(0)), []
+    model, created = Sized(kind, padding_idx=np.int64(0)), []
     te.fuse(model, optimizer)
-    made.append(model)
-    ours = {nn.EmbeddingBag: te.nn.EmbeddingBag, nn.Embedding: te.nn.Embedding}[kind]
-    made.append(Sized(ours, padding_idx=np.int64(0), optimizer=optimizer))
-    for module in made if optimizer is None else made[:1]:  # those of another optimizer each are not merged
-        found = explain(module, torch.randint(0, 50, (5, 3)))
-        assert found.num_graphs == 1
-        assert [item.members for item in found.fused] == [("tables.0", "tables.1", "tables.2")]
+    created.append(model)
+    fused = {nn.EmbeddingBag: te.nn.EmbeddingBag, nn.Embedding: te.nn.Embedding}[kind]
+    created.append(Sized(fused, padding_idx=np.int64(0), optimizer=optimizer))
+    for module in created if optimizer is None else created[:1]:  # those of another optimizer each are not merged
+        result = explain(module, torch.randint(0, 50, (5, 3)))
+        assert result.num_graphs == 1
+        assert [item.members for item in result.fused] == [("tables.0", "tables.1", "tables.2")]
 
 
 def test_a_padding_of_numpys_is_named():
     for kind in (nn.EmbeddingBag, nn.Embedding):
-        found = explain(Sized(kind, padding_idx=np.int64(0)), torch.randint(0, 50, (5, 3)))
-        assert not found.fused
-        assert [item.name for item in found.left_alone] == ["tables.0", "tables.1", "tables.2"]
-        assert {item.reason for item in found.left_alone} == {"its padding_idx is a NumPy integer; use int(..)"}
+        result = explain(Sized(kind, padding_idx=np.int64(0)), torch.randint(0, 50, (5, 3)))
+        assert not result.fused
+        assert [item.name for item in result.left_alone] == ["tables.0", "tables.1", "tables.2"]
+        assert {item.reason for item in result.left_alone} == {"its padding_idx is a NumPy integer; use int(..)"}
 
 
 def test_a_padding_that_is_another_modules_is_none():
     model = Sized(nn.EmbeddingBag)
     model.padding_idx = [1, 2]
-    found = explain(model, torch.randint(0, 50, (5, 3)))
-    assert found.fused
-    assert not found.left_alone
+    result = explain(model, torch.randint(0, 50, (5, 3)))
+    assert result.fused
+    assert not result.left_alone

@@ -47,21 +47,21 @@ def batch(seed=0):
 def test_modules_without_an_optimizer():
     model = Model()
     twin = copy.deepcopy(model)
-    found = Compiled(model, fullgraph=True)
-    assert_same(found, model, twin, batch())
-    assert found.fused == MEMBERS
+    result = Compiled(model, fullgraph=True)
+    assert_same(result, model, twin, batch())
+    assert result.fused == MEMBERS
 
 
 @pytest.mark.parametrize("kind", [te.nn.Embedding, te.nn.EmbeddingBag])
 def test_a_lone_module_without_an_optimizer_is_left_to_the_compiler(kind):
     """As PyTorch's, which Inductor knows; a large call has our kernels."""
     model = nn.Sequential(kind(ROWS, 4), nn.Linear(4, 1))
-    found, matrix = Recorded(model, fullgraph=True), torch.randint(0, ROWS, (5, 3))
-    torch.testing.assert_close(found(matrix), model(matrix))
-    found(matrix).sum().backward()
-    ops = sum(map(count_ops, [*found.forwards, *found.backwards]), Counter())
+    result, matrix = Recorded(model, fullgraph=True), torch.randint(0, ROWS, (5, 3))
+    torch.testing.assert_close(result(matrix), model(matrix))
+    result(matrix).sum().backward()
+    ops = sum(map(count_ops, [*result.forwards, *result.backwards]), Counter())
     assert not [name for name in ops if "tritonemb" in name]
-    assert found.fused == []
+    assert result.fused == []
     torch._dynamo.reset()
     large = Recorded(kind(ROWS, 2048), fullgraph=True)
     large(torch.randint(0, ROWS, (64, 3))).sum().backward()
@@ -105,11 +105,11 @@ def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form):
     model, twin = Lone(form), Lone(form)
     compiled = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
     for size in (4, 5, 9):
-        args, others = model.batch(size), model.batch(size)
+        args, peers = model.batch(size), model.batch(size)
         compiled(*args).square().sum().backward()
-        twin(*others).square().sum().backward()
+        twin(*peers).square().sum().backward()
         assert_same_bits(model.state_dict(), twin.state_dict())
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(args[2:], others[2:], strict=True))
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(args[2:], peers[2:], strict=True))
     output = compiled(*args)
     args[0].zero_()
     with pytest.raises(RuntimeError, match="changed in place between the lookup"):
@@ -152,20 +152,20 @@ def test_fused_optimizers_have_the_bits_of_the_uncompiled_model(optimizer, dtype
     model = Model(dtype)
     twin = copy.deepcopy(model)
     reports = [te.fuse(one, optimizer) for one in (model, twin)]
-    found = Compiled(model, fullgraph=True)
+    actual = Compiled(model, fullgraph=True)
     for step in range(3):
         for report in reports:
             report.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
-        results = [run(*batch(step)) for run in (found, twin)]
-        for mine, theirs in zip(*results, strict=True):
-            assert torch.equal(mine, theirs)
+        results = [run(*batch(step)) for run in (actual, twin)]
+        for value, expected in zip(*results, strict=True):
+            assert torch.equal(value, expected)
         grads = [torch.randn_like(result) for result in results[0]]
         for result in results:
             torch.autograd.backward(result, grads)
-        for (name, mine), theirs in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
-            assert torch.equal(mine, theirs), f"{name} after step {step}"
+        for (name, value), expected in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+            assert torch.equal(value, expected), f"{name} after step {step}"
     # A mean without its padding is a float32 sum first, so it goes with other sums of float32 tables only.
-    assert set(found.fused) == {members for members in MEMBERS if dtype == torch.float32 or "mean" not in members}
+    assert set(actual.fused) == {members for members in MEMBERS if dtype == torch.float32 or "mean" not in members}
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -182,14 +182,14 @@ def test_a_table_that_is_looked_up_twice_is_updated_once():
     twin = copy.deepcopy(model)
     for one in (model, twin):
         te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
-    found = Compiled(model, fullgraph=True)
+    result = Compiled(model, fullgraph=True)
     args = [torch.randint(0, ROWS, (5, 3)) for _ in range(2)]
-    for run in (found, twin):
+    for run in (result, twin):
         run(*args).sum().backward()
-    assert found.fused == [("a", "b", "a")] or found.fused == [("a", "a", "b")]
-    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+    assert result.fused == [("a", "b", "a")] or result.fused == [("a", "a", "b")]
+    for actual, expected in zip(model.parameters(), twin.parameters(), strict=True):
         # The gradient of each use is summed in another order: float32, some ten terms of size 1.
-        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
 
 
 class Scaled(nn.Module):
@@ -213,13 +213,13 @@ def test_a_result_may_be_changed_in_place_between_two_lookups():
     twin = copy.deepcopy(model)
     for one in (model, twin):
         te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
-    found = Compiled(model, fullgraph=True)
+    result = Compiled(model, fullgraph=True)
     args = [torch.randint(0, ROWS, (5, 3)) for _ in range(2)]
-    outputs = [run(*args) for run in (found, twin)]
+    outputs = [run(*args) for run in (result, twin)]
     torch.testing.assert_close(*outputs, rtol=2e-6, atol=2e-6)
     for output in outputs:
         output.sum().backward()
-    assert found.fused == [("items", "items")]
+    assert result.fused == [("items", "items")]
     torch.testing.assert_close(model.items.weight, twin.items.weight, rtol=2e-6, atol=2e-6)  # sums in another order
     assert not te.compiler.explain(model, *args).refused
 
@@ -236,9 +236,9 @@ class Apart(nn.Module):
 def test_a_fused_table_that_would_be_updated_twice_raises():
     model = Apart()
     te.fuse(model, te.optim.SGD(lr=0.1))
-    found = Compiled(model)
+    result = Compiled(model)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"table 'a\.weight' has a fused optimizer"):
-        found(torch.zeros(5, 3).long(), torch.zeros(4, 3).long())
+        result(torch.zeros(5, 3).long(), torch.zeros(4, 3).long())
 
 
 def test_explain_says_why_a_model_is_refused():
@@ -252,8 +252,8 @@ def test_explain_says_why_a_model_is_refused():
 
 def test_optimizers_of_their_own_are_not_merged():
     model = nn.ModuleList(te.nn.EmbeddingBag(ROWS, 4, optimizer=te.optim.SGD(lr=0.1)) for _ in range(2))
-    found = Compiled(lambda i: model[0](i) + model[1](i))
-    found(torch.zeros(5, 3).long()).sum().backward()
-    assert found.fused == []
-    assert len(found.reasons) == 2
-    assert all("optimizer" in reason for reason in found.reasons.values())
+    result = Compiled(lambda i: model[0](i) + model[1](i))
+    result(torch.zeros(5, 3).long()).sum().backward()
+    assert result.fused == []
+    assert len(result.reasons) == 2
+    assert all("optimizer" in reason for reason in result.reasons.values())

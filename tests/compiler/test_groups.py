@@ -35,9 +35,9 @@ def compiled(use, *args, fullgraph=True, options=None, **changes):
     for name, module in changes.items():
         setattr(model, name, module)
     twin = copy.deepcopy(model)
-    found = Compiled(model, fullgraph=fullgraph)
-    assert_same(found, model, twin, args)
-    return found
+    result = Compiled(model, fullgraph=fullgraph)
+    assert_same(result, model, twin, args)
+    return result
 
 
 def ids(*shape):
@@ -53,9 +53,9 @@ def test_a_lookup_of_another_ones_result_is_not_merged_with_it():
         first = m.a(i)
         return first, m.b(first.detach().abs().long().clamp(max=ROWS - 1)), m.c(i)
 
-    found = compiled(use, ids(5, 3))
-    assert found.fused == [("a", "c")]
-    assert "depends on a, c" in found.reasons["b"]
+    result = compiled(use, ids(5, 3))
+    assert result.fused == [("a", "c")]
+    assert "depends on a, c" in result.reasons["b"]
 
 
 def test_a_chain_of_lookups_is_merged_by_depth():
@@ -76,27 +76,27 @@ def test_groups_that_need_each_other_are_not_both_merged():
         b = m.b(other.detach().abs().long().clamp(max=ROWS - 1).flatten(1)[:, :3])
         return a, row, other, b
 
-    found = compiled(use, ids(5, 3))
-    assert found.fused == [("a", "b")]
-    assert set(found.reasons) == {"row", "other_row"}
+    result = compiled(use, ids(5, 3))
+    assert result.fused == [("a", "b")]
+    assert set(result.reasons) == {"row", "other_row"}
 
 
 def test_other_batch_sizes_are_other_groups():
-    found = compiled(lambda m, i, j: (m.a(i), m.b(j), m.c(i)), ids(5, 3), ids(4, 3))
-    assert found.fused == [("a", "c")]
-    assert found.reasons == {"b": "nothing to merge with"}
+    result = compiled(lambda m, i, j: (m.a(i), m.b(j), m.c(i)), ids(5, 3), ids(4, 3))
+    assert result.fused == [("a", "c")]
+    assert result.reasons == {"b": "nothing to merge with"}
 
 
 def test_a_lone_lookup_is_left_to_pytorch():
-    found = compiled(lambda m, i: m.a(i) + 1, ids(5, 3))
-    assert found.fused == []
-    assert found.reasons == {"a": "nothing to merge with"}
+    result = compiled(lambda m, i: m.a(i) + 1, ids(5, 3))
+    assert result.fused == []
+    assert result.reasons == {"a": "nothing to merge with"}
 
 
 def test_a_graph_without_lookups_is_not_touched():
-    found = compiled(lambda m, x: x @ x.t(), torch.randn(3, 4))
-    assert found.fused == []
-    assert not found.reasons
+    result = compiled(lambda m, x: x @ x.t(), torch.randn(3, 4))
+    assert result.fused == []
+    assert not result.reasons
 
 
 @pytest.mark.parametrize(
@@ -114,37 +114,37 @@ def test_what_is_not_served_is_left_alone(options, reason):
     if options.get("sparse"):
         model = Model(lambda m, i: m.a(i) + m.b(i) + m.c(i))
         model.b = odd
-        found = Compiled(model)
-        found(ids(5, 3)).sum().backward()
+        result = Compiled(model)
+        result(ids(5, 3)).sum().backward()
         assert model.b.weight.grad.layout == torch.sparse_coo
         assert model.a.weight.grad.layout == torch.strided
     else:
-        found = compiled(lambda m, i: (m.a(i), m.b(i), m.c(i)), ids(5, 3), b=odd)
+        result = compiled(lambda m, i: (m.a(i), m.b(i), m.c(i)), ids(5, 3), b=odd)
     if "max_norm" in options:  # it changes its weight, so that nothing is moved across it
-        assert found.fused == []
+        assert result.fused == []
     else:
-        assert found.fused == [("a", "c")]
-    assert reason in found.reasons["b"]
+        assert result.fused == [("a", "c")]
+    assert reason in result.reasons["b"]
 
 
 def test_a_computed_weight_is_left_alone():
     def use(m, i):
         return m.a(i), F.embedding_bag(i, m.b.weight * 2, mode="sum"), m.c(i)
 
-    found = compiled(use, ids(5, 3))
-    assert found.fused == [("a", "c")]
-    assert "computed" in next(iter(found.reasons.values()))
+    result = compiled(use, ids(5, 3))
+    assert result.fused == [("a", "c")]
+    assert "computed" in next(iter(result.reasons.values()))
 
 
 def looked_up(use, *args):
     """Without gradients, for which PyTorch wants ids as they were."""
     model = Model(use)
     twin = copy.deepcopy(model)
-    found = Compiled(model, fullgraph=True)
+    result = Compiled(model, fullgraph=True)
     with torch.no_grad():
-        for mine, theirs in zip(found(*args), twin(*args), strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
-    return found
+        for actual, expected in zip(result(*args), twin(*args), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
+    return result
 
 
 def test_nothing_is_moved_across_a_change_of_a_tensor_that_it_reads():
@@ -155,9 +155,9 @@ def test_nothing_is_moved_across_a_change_of_a_tensor_that_it_reads():
         i.clamp_(max=5)
         return first, m.b(i), m.c(i[:, :2])
 
-    found = looked_up(use, ids(5, 3))
-    assert found.fused == [("b", "c")]
-    assert "a tensor or a state" in found.reasons["a"]
+    result = looked_up(use, ids(5, 3))
+    assert result.fused == [("b", "c")]
+    assert "a tensor or a state" in result.reasons["a"]
 
 
 def test_nothing_is_moved_across_a_change_of_an_input():
@@ -215,34 +215,34 @@ def test_a_weight_that_changes_between_two_lookups():
 
     model = Model(use)
     twin = copy.deepcopy(model)
-    found = Compiled(model)
+    result = Compiled(model)
     with torch.no_grad():
-        for mine, theirs in zip(found(ids(5, 3) * 0 + 1), twin(torch.ones(5, 3).long()), strict=True):
-            assert torch.equal(mine, theirs)
-    assert found.fused == []
+        for actual, expected in zip(result(ids(5, 3) * 0 + 1), twin(torch.ones(5, 3).long()), strict=True):
+            assert torch.equal(actual, expected)
+    assert result.fused == []
 
 
 def test_results_that_are_changed_in_place_or_viewed_are_copies():
     def use(m, i, j):
         a, b, c = m.a(i), m.b(i), m.c(i)
-        together = torch.cat([a, b], 1)
+        combined = torch.cat([a, b], 1)
         a += 1
         b.mul_(3)
         row, other = m.row(j), m.other_row(j)
         row[0] = 0
-        return together, a.view(-1), b, c.view(2, -1), row.view(-1), other
+        return combined, a.view(-1), b, c.view(2, -1), row.view(-1), other
 
-    found = compiled(use, ids(6, 3), ids(6, 2))
-    assert ("a", "b", "c") in found.fused
-    assert ("row", "other_row") in found.fused
+    result = compiled(use, ids(6, 3), ids(6, 2))
+    assert ("a", "b", "c") in result.fused
+    assert ("row", "other_row") in result.fused
 
 
 def test_a_concatenation_that_is_changed_in_place():
     def use(m, i):
         a, b = m.a(i), m.b(i)
-        together = torch.cat([a, b], 1)
-        together += 1
-        return together, a * 2
+        combined = torch.cat([a, b], 1)
+        combined += 1
+        return combined, a * 2
 
     assert compiled(use, ids(6, 3)).fused == [("a", "b")]
 
@@ -252,17 +252,17 @@ def test_a_concatenation_decides_the_order_of_columns():
         a, b, c = m.a(i), m.b(i), m.c(i)
         return torch.cat([x, c, a, b, x], dim=-1) * 1
 
-    found = compiled(use, torch.randn(5, 2), ids(5, 3))
-    assert found.fused == [("a", "b", "c")]
-    (cat,) = [node for node in found.graphs[0].graph.nodes if node.target is torch.cat and node.args[1:] == ()
+    result = compiled(use, torch.randn(5, 2), ids(5, 3))
+    assert result.fused == [("a", "b", "c")]
+    (cat,) = [node for node in result.graphs[0].graph.nodes if node.target is torch.cat and node.args[1:] == ()
               and node.kwargs.get("dim") == -1]  # fmt: skip
     assert len(cat.args[0]) == 3
-    assert "split" not in ops_in(found)
+    assert "split" not in ops_in(result)
 
 
 def test_a_concatenation_of_all_results_is_the_lookups_own_output():
-    found = compiled(lambda m, i: torch.cat([m.b(i), m.a(i), m.c(i)], 1), ids(5, 3))
-    output = next(node for node in found.graphs[0].graph.nodes if node.op == "output")
+    result = compiled(lambda m, i: torch.cat([m.b(i), m.a(i), m.c(i)], 1), ids(5, 3))
+    output = next(node for node in result.graphs[0].graph.nodes if node.op == "output")
     assert output.args[0][0].target is torch.ops.tritonemb.embedding_bag.default
 
 
@@ -282,15 +282,15 @@ def test_random_numbers_keep_their_order():
 
     model = Model(use)
     twin = copy.deepcopy(model)
-    found = Compiled(model)
+    result = Compiled(model)
     i = ids(5, 3)
     torch.manual_seed(7)
-    mine = found(i)
+    actual = result(i)
     torch.manual_seed(7)
-    theirs = twin(i)
-    for one, other in zip(mine, theirs, strict=True):
+    expected = twin(i)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)  # sums in another order
-    assert found.fused == [("a", "c")]
+    assert result.fused == [("a", "c")]
 
 
 def test_what_is_not_used_has_no_gradient():
@@ -307,8 +307,8 @@ def test_lookups_on_both_sides_of_a_graph_break():
         torch._dynamo.graph_break()
         return first + m.c(i) + m.a(i)
 
-    found = compiled(use, ids(5, 3), fullgraph=False)
-    assert found.fused == [("a", "b"), ("c", "a")]
+    result = compiled(use, ids(5, 3), fullgraph=False)
+    assert result.fused == [("a", "b"), ("c", "a")]
 
 
 def test_a_checkpointed_region_is_left_alone():
@@ -316,18 +316,18 @@ def test_a_checkpointed_region_is_left_alone():
         inner = torch.utils.checkpoint.checkpoint(lambda j: m.a(j) + m.b(j), i, use_reentrant=False)
         return inner, m.c(i)
 
-    found = compiled(use, ids(5, 3))
-    assert found.fused == []
-    assert sum("inside" in reason for reason in found.reasons.values()) == 2
+    result = compiled(use, ids(5, 3))
+    assert result.fused == []
+    assert sum("inside" in reason for reason in result.reasons.values()) == 2
 
 
 def test_under_a_transform_of_torch_func_nothing_is_merged():
     def use(m, i):
         return torch.func.vmap(lambda j: m.row(j) + m.other_row(j))(i)
 
-    found = compiled(use, ids(5, 3), fullgraph=False)
-    assert found.fused == []
-    assert all("torch.func" in reason for reason in found.reasons.values())
+    result = compiled(use, ids(5, 3), fullgraph=False)
+    assert result.fused == []
+    assert all("torch.func" in reason for reason in result.reasons.values())
 
 
 def test_dynamic_sizes_need_no_graph_of_their_own():
@@ -336,17 +336,17 @@ def test_dynamic_sizes_need_no_graph_of_their_own():
 
     model = Model(use)
     twin = copy.deepcopy(model)
-    found = Compiled(model, dynamic=True, fullgraph=True)
+    result = Compiled(model, dynamic=True, fullgraph=True)
     for batch_size, length in ((5, 3), (7, 2), (2, 6), (31, 4), (9, 5)):
         offsets = torch.arange(batch_size) * 2
-        assert_same(found, model, twin, [ids(batch_size, length), ids(2 * batch_size), offsets, ids(batch_size)])
-    assert found.fused == [("a", "b", "c", "row")]
+        assert_same(result, model, twin, [ids(batch_size, length), ids(2 * batch_size), offsets, ids(batch_size)])
+    assert result.fused == [("a", "b", "c", "row")]
 
 
 def test_an_id_out_of_range_is_reported_with_its_table():
-    found = Compiled(Model(lambda m, i, j: m.a(i) + m.b(j)))
+    result = Compiled(Model(lambda m, i, j: m.a(i) + m.b(j)))
     with pytest.raises(ValueError, match=r"'b\.weight'.*id 11 of feature 'b', sample 1"):
-        found(ids(5, 3), torch.tensor([[1, 2], [3, ROWS], [0, 0], [1, 1], [2, 2]]))
+        result(ids(5, 3), torch.tensor([[1, 2], [3, ROWS], [0, 0], [1, 1], [2, 2]]))
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -367,11 +367,11 @@ def test_bad_offsets_give_no_ids_to_a_neighbour(ended, place):
         include_last_offset=ended,
     )
     with use_kernels("cpu"):  # the references take offsets as they are
-        found = Compiled(model)
-        found(ids(6), good, good, good)
+        result = Compiled(model)
+        result(ids(6), good, good, good)
         for one in bad:
             offsets = [good, good, good]
             offsets[place] = one if ended else one[:3]
             with pytest.raises(ValueError, match="offsets must"):
-                found(ids(6), *offsets)
-    assert len(found.fused[0]) == 3
+                result(ids(6), *offsets)
+    assert len(result.fused[0]) == 3

@@ -78,38 +78,38 @@ def ops_of(found):
 def test_as_models_write_it(interact):
     model = Model(interact)
     twin = copy.deepcopy(model)
-    found = Compiled(model, fullgraph=True, dynamic=True)
+    result = Compiled(model, fullgraph=True, dynamic=True)
     for batch_size in (6, 7):  # no other size: dynamo takes equal sizes for one
         args = [torch.randn(batch_size, 5), torch.randint(0, ROWS, (FEATURES, batch_size, 2))]
-        assert_same(found, model, twin, args, CLOSE)
-    assert len(found.reports) == 1
-    assert ("bags.0", "bags.1", "bags.2") in found.fused
-    served = torch.ops.tritonemb.interaction.default in ops_of(found)
+        assert_same(result, model, twin, args, CLOSE)
+    assert len(result.reports) == 1
+    assert ("bags.0", "bags.1", "bags.2") in result.fused
+    served = torch.ops.tritonemb.interaction.default in ops_of(result)
     assert served == (choose("interaction", torch.device("cpu")) != REFERENCE)
     if served:
-        assert torch.bmm not in ops_of(found)
-        assert torch.ops.tritonemb.embedding_bag.default in ops_of(found)
+        assert torch.bmm not in ops_of(result)
+        assert torch.ops.tritonemb.embedding_bag.default in ops_of(result)
     else:
-        assert any("no kernel" in reason for reason in found.reasons.values())
+        assert any("no kernel" in reason for reason in result.reasons.values())
 
 
 def compiled(interact, tolerance=CLOSE, again=lambda: None):
     """A model that interacts so, compiled and compared with itself, once more after `again`."""
     model = Model(interact)
     twin = copy.deepcopy(model)
-    found = Compiled(model, fullgraph=True)
+    result = Compiled(model, fullgraph=True)
     args = [torch.randn(5, 5), torch.randint(0, ROWS, (FEATURES, 5, 2))]
-    assert_same(found, model, twin, args, tolerance)
+    assert_same(result, model, twin, args, tolerance)
     again()
-    assert_same(found, model, twin, args, tolerance)
-    return found
+    assert_same(result, model, twin, args, tolerance)
+    return result
 
 
 @pytest.mark.usefixtures("served")
 def test_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = compiled(of_facebookresearch, {"rtol": 3e-2, "atol": 3e-2})  # bfloat16: three digits
-    assert torch.ops.tritonemb.interaction.default in ops_of(found)
+        result = compiled(of_facebookresearch, {"rtol": 3e-2, "atol": 3e-2})  # bfloat16: three digits
+    assert torch.ops.tritonemb.interaction.default in ops_of(result)
 
 
 def vectors_of(x, ly):
@@ -126,9 +126,9 @@ def vectors_of(x, ly):
     ],
 )
 def test_what_is_something_else_is_left_alone(interact, reason):
-    found = compiled(interact)
-    assert torch.ops.tritonemb.interaction.default not in ops_of(found)
-    assert any(reason in text for text in found.reasons.values())
+    result = compiled(interact)
+    assert torch.ops.tritonemb.interaction.default not in ops_of(result)
+    assert any(reason in text for text in result.reasons.values())
 
 
 @pytest.mark.usefixtures("served")
@@ -139,5 +139,5 @@ def test_indices_that_may_change_are_left_alone():
         both = vectors_of(x, ly)
         return torch.bmm(both, both.transpose(-1, -2))[:, rows, columns]
 
-    found = compiled(interact, again=lambda: columns[1].zero_())
-    assert any("may change" in text for text in found.reasons.values())
+    result = compiled(interact, again=lambda: columns[1].zero_())
+    assert any("may change" in text for text in result.reasons.values())

@@ -111,9 +111,9 @@ def test_ids_behind_the_last_offset_belong_to_no_bag(kind, optimizer):
         outputs = run(flat[:end], offsets, matrix)
         results.append([output.detach() for output in outputs])
         torch.autograd.backward([output.square().sum() for output in outputs])
-    states = [[p.detach() if p.grad is None else p.grad for p in each.parameters()] for each in (model, twin)]
-    for found, wanted in zip(results[0] + states[0], results[1] + states[1], strict=True):
-        torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
+    states = [[p.detach() if p.grad is None else p.grad for p in item.parameters()] for item in (model, twin)]
+    for actual, expected in zip(results[0] + states[0], results[1] + states[1], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
     assert [len(members) for members in compiled.fused] == [4]
     with pytest.raises(ValueError, match="offsets must ascend: feature 'tables"):
         compiled(flat, torch.tensor([0, 2, 2, 9]), matrix)
@@ -195,10 +195,10 @@ def test_without_gradients(context):
     compiled = Compiled(model, fullgraph=True)
     matrix = ids(5, 3)
     with context():
-        found, wanted = compiled(matrix), model(matrix)
+        result, required = compiled(matrix), model(matrix)
     assert [len(members) for members in compiled.fused] == [2]
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert torch.equal(mine, theirs)
+    for actual, expected in zip(result, required, strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_autocast_changes_nothing_in_lookups():
@@ -254,11 +254,11 @@ def test_mixtures(data):
 
         def forward(self, *flat):
             flat, outputs = list(flat), []
-            for module, own in zip(self.tables, args, strict=True):
-                outputs.append(module(*[flat.pop(0) for _ in own]))
+            for module, owned in zip(self.tables, args, strict=True):
+                outputs.append(module(*[flat.pop(0) for _ in owned]))
             return outputs
 
     with torch.enable_grad():
         model = Mixture()
         twin = copy.deepcopy(model)
-        assert_same(Compiled(model, fullgraph=True), model, twin, [arg for own in args for arg in own])
+        assert_same(Compiled(model, fullgraph=True), model, twin, [arg for local in args for arg in local])

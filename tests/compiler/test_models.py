@@ -134,9 +134,9 @@ class TestGraphs:
         model, plain = pair(case)
         recorded = Recorded(model, fullgraph=True, dynamic=True)
         steps = case.steps(12)
-        optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.05) for each in (model, plain)]
-        found = train(recorded, case, optimizers[:1], steps)
-        torch.testing.assert_close(found, train(plain, case, optimizers[1:], steps), **CLOSE)
+        optimizers = [torch.optim.Adagrad(item.parameters(), lr=0.05) for item in (model, plain)]
+        result = train(recorded, case, optimizers[:1], steps)
+        torch.testing.assert_close(result, train(plain, case, optimizers[1:], steps), **CLOSE)
         for forward, backward in graphs_of(recorded):
             assert forward["tritonemb.embedding_bag"] == case.num_lookups
             assert (forward + backward)["tritonemb.row_groups"] == case.num_lookups
@@ -152,9 +152,9 @@ class TestGraphs:
         fused = te.optim.fused(model, te.optim.Adagrad(lr=0.05, eps=1e-10))
         recorded = Recorded(model, fullgraph=True, dynamic=True)
         steps = case.steps(12)
-        found = train(recorded, case, [fused], steps)
+        result = train(recorded, case, [fused], steps)
         other = torch.optim.Adagrad(plain.parameters(), lr=0.05)
-        torch.testing.assert_close(found, train(plain, case, [other], steps), **CLOSE)
+        torch.testing.assert_close(result, train(plain, case, [other], steps), **CLOSE)
         for forward, backward in graphs_of(recorded):
             assert forward["tritonemb.embedding_bag_fused"] == case.num_lookups
             assert (forward + backward)["tritonemb.row_groups"] == 0
@@ -167,10 +167,10 @@ class TestGraphs:
         """The graph runs as it is; Inductor would sum the dense part in another order."""
         case = CASES[name]
         model, other = pair(case)
-        optimizers = [te.optim.fused(each, te.optim.RowWiseAdagrad(lr=0.05)) for each in (model, other)]
+        optimizers = [te.optim.fused(item, te.optim.RowWiseAdagrad(lr=0.05)) for item in (model, other)]
         steps = case.steps(3)
-        found = train(Recorded(model, fullgraph=True), case, optimizers[:1], steps)
-        torch.testing.assert_close(found, train(other, case, optimizers[1:], steps), rtol=1e-6, atol=0.0)
+        result = train(Recorded(model, fullgraph=True), case, optimizers[:1], steps)
+        torch.testing.assert_close(result, train(other, case, optimizers[1:], steps), rtol=1e-6, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["dlrm", *(pytest.param(n, marks=pytest.mark.slow) for n in CASES if n != "dlrm")])
@@ -180,11 +180,11 @@ def test_by_inductor_many_steps_have_the_same_losses(name):
     model, plain = pair(case)
     forward = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
     steps = case.steps(NUM_STEPS)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
-    found = train(forward, case, optimizers[:1], steps)
-    wanted = train(plain, case, optimizers[1:], steps)
-    assert sum(wanted[-10:]) < sum(wanted[:10])
-    torch.testing.assert_close(found, wanted, **CLOSE)
+    optimizers = [torch.optim.SGD(item.parameters(), lr=0.05) for item in (model, plain)]
+    actual = train(forward, case, optimizers[:1], steps)
+    expected = train(plain, case, optimizers[1:], steps)
+    assert sum(expected[-10:]) < sum(expected[:10])
+    torch.testing.assert_close(actual, expected, **CLOSE)
 
 
 class Bags(nn.Module):
@@ -204,7 +204,7 @@ def test_by_inductor_no_table_is_copied():
     te.fuse(model, te.optim.Adagrad(lr=0.05))
     twin = copy.deepcopy(model)
     pointers = [tensor.data_ptr() for bag in model.bags for tensor in (bag.weight, bag.sum, bag.step)]
-    before = [bag.weight.detach().clone() for bag in model.bags]
+    initial = [bag.weight.detach().clone() for bag in model.bags]
     args = torch.arange(6), torch.tensor([0, 2, 2])
     forward = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True)
     output, codes = run_fw_bw_and_get_code(lambda: forward(*args))
@@ -215,7 +215,7 @@ def test_by_inductor_no_table_is_copied():
     copied = re.compile(r"copy_|clone|\b(80056|80072|80296)L?\b")  # elements of a table
     assert [line for line in code.splitlines() if allocated.search(line) or copied.search(line)] == []
     assert pointers == [tensor.data_ptr() for bag in model.bags for tensor in (bag.weight, bag.sum, bag.step)]
-    assert not any(torch.equal(bag.weight, old) for bag, old in zip(model.bags, before, strict=True))
+    assert not any(torch.equal(bag.weight, old) for bag, old in zip(model.bags, initial, strict=True))
     expected = twin(*args)
     expected.sum().backward()
     torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-6)

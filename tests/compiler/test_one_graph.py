@@ -172,27 +172,29 @@ def trained(case: Case, prefetched: bool, compiled: bool, rank: int = 0, offload
     torch._dynamo.reset()
     torch.manual_seed(1)
     results: dict[str, Tensor] = {}
-    with case() as made:
-        parameters = [parameter for name, parameter in made.named_parameters() if name.startswith("top.")]
+    with case() as created:
+        parameters = [parameter for name, parameter in created.named_parameters() if name.startswith("top.")]
         optimizer: Any = torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.1)
         if offload == "before":
-            optimizer = te.offload(made, optimizer, params="host", activations="host", budget="8MiB")[1]
+            optimizer = te.offload(created, optimizer, params="host", activations="host", budget="8MiB")[1]
         if compiled:
-            made.compile(fullgraph=True, backend="aot_eager")
+            created.compile(fullgraph=True, backend="aot_eager")
         if offload == "after":
-            optimizer = te.offload(made, optimizer, params="host", activations="host", budget="8MiB")[1]
-        prefetch = made.prefetch if isinstance(made, te.HybridParallel) else lambda batch: te.nn.prefetch(made, batch)
+            optimizer = te.offload(created, optimizer, params="host", activations="host", budget="8MiB")[1]
+        prefetch = (
+            created.prefetch if isinstance(created, te.HybridParallel) else lambda batch: te.nn.prefetch(created, batch)
+        )
         for step, batch in enumerate(batches(4, rank)):
             with torch.set_grad_enabled(step < 3):
-                output = made(prefetch(batch) if prefetched else batch)
+                output = created(prefetch(batch) if prefetched else batch)
             results[f"output {step}"] = output.detach().clone()
             if step == 3:
                 break
             (output.square() + output).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        flush(made)
-        results |= whole_state(made)
+        flush(created)
+        results |= whole_state(created)
     torch._dynamo.reset()
     return results
 
@@ -222,8 +224,8 @@ def on_rank(rank: int, name: str, prefetched: bool) -> str | None:
 
 def cells(cases: dict[str, Any], quick: tuple[str, ...] = ()) -> Any:
     """One parameter per cell of the table; only those of `quick` with prefetched features run in `make test`."""
-    found = [(name, column, cells[column]) for name, *cells in CELLS if name in cases for column in (0, 1)]
-    chosen = [cell for cell in found if cell[2] not in ("", "-")]
+    results = [(name, column, cells[column]) for name, *cells in CELLS if name in cases for column in (0, 1)]
+    chosen = [cell for cell in results if cell[2] not in ("", "-")]
     marks = {True: (), False: pytest.mark.more}
     return [
         pytest.param(*cell, marks=marks[cell[0] in quick and cell[1] == 1], id=f"{cell[0]}-{cell[2]}")

@@ -43,11 +43,11 @@ def test_a_table_behind_detach_has_no_gradient(make):
 def test_a_fused_table_behind_detach_is_not_updated(make):
     model = Two()
     te.fuse(model, te.optim.Adam(lr=0.1))
-    before = model.b.weight.detach().clone()
+    initial = model.b.weight.detach().clone()
     compiled = make(model, fullgraph=True)
     for _ in range(2):
         compiled(IDS).sum().backward()
-    assert torch.equal(model.b.weight, before)
+    assert torch.equal(model.b.weight, initial)
     assert [int(bag.step) for bag in (model.a, model.b, model.c)] == [2, 0, 2]
 
 
@@ -56,9 +56,9 @@ def test_a_fused_table_that_is_frozen_later_is_not_updated(make):
     model = Two()
     te.fuse(model, te.optim.SGD(lr=1.0))
     model.a.weight.requires_grad_(False)
-    before = model.a.weight.clone()
+    initial = model.a.weight.clone()
     make(model, fullgraph=True)(IDS).sum().backward()
-    assert torch.equal(model.a.weight, before)
+    assert torch.equal(model.a.weight, initial)
     assert int(model.c.step) == 1
 
 

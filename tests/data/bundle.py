@@ -65,10 +65,10 @@ class Bundle:
         return ()
 
     def open(self, split: str, batch_size: int, **how: Any) -> Stream:
-        name, _, own = split.partition("/")
+        name, _, local = split.partition("/")
         if name in self.data:
-            return self.data[name].open(own, batch_size, **how)  # type: ignore[arg-type]
-        steps = getattr(self, f"_{name}")(own, batch_size)
+            return self.data[name].open(local, batch_size, **how)  # type: ignore[arg-type]
+        steps = getattr(self, f"_{name}")(local, batch_size)
         return Stream(steps, {"of": 0, "number": 0})
 
     def marks(self, name: str) -> Marks:
@@ -76,10 +76,10 @@ class Bundle:
 
     def _endless(self, mark: str, batch_size: int) -> Iterator[PositionedBatch]:
         """Mark every batch that it makes, and its end."""
-        made, ended = self.marks(f"made {mark}"), self.marks(f"ended {mark}")
+        created, ended = self.marks(f"made {mark}"), self.marks(f"ended {mark}")
         try:
             for number in itertools.count(1):
-                made.add()
+                created.add()
                 yield self._step(number, batch_size)
         finally:
             ended.add()

@@ -22,9 +22,9 @@ def rows(dtype: torch.dtype = torch.int32) -> Rows:
 def test_a_batch_is_what_its_rows_are(dtype, chosen):
     whole = rows(dtype)
     batch = gather_batch(whole, KEYS, torch.tensor(chosen, dtype=torch.int64).numpy())
-    taken = whole.take(torch.tensor(chosen, dtype=torch.int64)).columns
-    lengths = [torch.ones(len(chosen), dtype=torch.int64) if c.offsets is None else c.offsets.diff() for c in taken]
-    values = torch.cat([column.values for column in taken])
+    selection = whole.take(torch.tensor(chosen, dtype=torch.int64)).columns
+    lengths = [torch.ones(len(chosen), dtype=torch.int64) if c.offsets is None else c.offsets.diff() for c in selection]
+    values = torch.cat([column.values for column in selection])
     expected = KeyedJaggedTensor.from_lengths(KEYS, values, torch.cat(lengths).int())
     assert torch.equal(batch.dense, whole.dense[chosen])
     assert torch.equal(batch.labels, whole.labels[chosen])
@@ -96,14 +96,14 @@ def test_rows_are_put_together_and_taken_apart():
         assert (a.offsets is None and b.offsets is None) or torch.equal(a.offsets, b.offsets)
     assert torch.equal(joined.dense, whole.dense)
     shuffled = concat_rows(parts, torch.tensor([3, 0]).numpy())
-    taken = whole.take(torch.tensor([3, 0]))
+    selection = whole.take(torch.tensor([3, 0]))
     assert shuffled.columns[1].values.tolist() == [0, 5, 1, 2, 3]
     assert shuffled.columns[1].offsets.tolist() == [0, 2, 5]
     assert (shuffled.columns[0].values.tolist(), shuffled.labels.tolist()) == ([3, 0], [1, 0])
     assert torch.equal(shuffled.dense, whole.dense[[3, 0]])
-    assert taken.columns[1].values.tolist() == [0, 5, 1, 2, 3]
-    assert taken.columns[1].offsets.tolist() == [0, 2, 5]
-    assert taken.labels.tolist() == [1, 0]
+    assert selection.columns[1].values.tolist() == [0, 5, 1, 2, 3]
+    assert selection.columns[1].offsets.tolist() == [0, 2, 5]
+    assert selection.labels.tolist() == [1, 0]
 
 
 @pytest.mark.gpu

@@ -51,8 +51,8 @@ def test_it_is_written_once(tmp_path):
     assert second.files == first.files
     with first.open("train", 8, shuffle=True) as stream:
         next(stream)
-        position, rest = stream.position, list(stream)
-    assert same(second.open("train", 8, shuffle=True, position=position), rest)
+        position, remainder = stream.position, list(stream)
+    assert same(second.open("train", 8, shuffle=True, position=position), remainder)
     for changed in (options(sparse=("cat_1",), label="label"), options(SplitRule()), options(on_bad_row="skip")):
         cached_as_parquet(ClickLog(path, changed), tmp_path / "cache", lambda *rows: seen.append(rows))
         assert seen

@@ -16,17 +16,17 @@ def test_a_file_keeps_its_values(tmp_path, compression):
         line("0", {1: "7", 2: "-", 3: "1"}),
         line("0", {1: "7", 2: "0", 3: "1"}, {1: "f", 2: "ffffffff"}),
     ]
-    path, told = write(tmp_path, lines), []
+    path, messages = write(tmp_path, lines), []
     report = convert(
         path,
         tmp_path / "log.parquet",
         options=options(on_bad_row="skip"),
         compression=compression,
-        progress=told.append,
+        progress=messages.append,
     )
     assert (report.rows, report.skipped) == (2, 1)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["log.parquet", "train.txt"]
-    assert told[-1] == 2
+    assert messages[-1] == 2
     table = parquet.read_table(tmp_path / "log.parquet")
     columns = table.to_pydict()
     assert columns["label"] == [1, 0]

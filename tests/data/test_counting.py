@@ -67,12 +67,12 @@ def test_rare_values_and_large_vocabularies_are_cut(tmp_path):
     values = "aaaabbbcc" + "def"
     path = write(tmp_path, [line(categories={1: value}) for value in values])
     target = tmp_path / "vocabulary.parquet"
-    for how, expected in (
+    for kwargs, expected in (
         ({"min_count": 2}, [1, 1, 1, 1, 2, 2, 2, 3, 3, 0, 0, 0]),
         ({"max_size": 2}, [1, 1, 1, 1, 2, 2, 2, 0, 0, 0, 0, 0]),
         ({"min_count": 9}, [0] * 12),
     ):
-        build_vocabulary(ClickLog(path, options()), target, **how)
+        build_vocabulary(ClickLog(path, options()), target, **kwargs)
         log = ClickLog(path, options(vocabulary=target))
         assert [row[14] for row in rows_of(log)] == expected
         assert log.features[0].num_embeddings == max(2, max(expected) + 1)
@@ -100,8 +100,8 @@ def test_many_values_over_many_chunks(tmp_path):
     order = sorted(Counter(users).items(), key=lambda entry: (-entry[1], entry[0]))
     ids = {value: id for id, (value, _) in enumerate(order, start=1)}
     log = ClickLog(path, options(**SCHEMA, vocabulary=target, chunk_bytes=256 * 100))
-    found = [bag[0] for batch in log.open("train", 128) for bag in batch.sparse.to_lists()["user"]]
-    assert found == [ids[user] for user in users]
+    results = [bag[0] for batch in log.open("train", 128) for bag in batch.sparse.to_lists()["user"]]
+    assert results == [ids[user] for user in users]
 
 
 def test_memory_is_bounded_and_frequent_values_are_kept(tmp_path):
@@ -111,8 +111,8 @@ def test_memory_is_bounded_and_frequent_values_are_kept(tmp_path):
     log = ClickLog(path, options(chunk_bytes=4000))
     report = build_vocabulary(log, target, max_size=5, capacity=50)
     assert report.forgotten["cat_1"] > 0
-    found = load_vocabulary(target)["cat_1"]
-    assert found.num_embeddings == 6
+    result = load_vocabulary(target)["cat_1"]
+    assert result.num_embeddings == 6
     stored = parquet.read_table(target).filter(pa.compute.field("feature") == "cat_1").to_pydict()
     assert sorted(stored["value"]) == ["0", "1", "2", "3", "4"]
     assert all(150 - report.forgotten["cat_1"] <= count <= 150 for count in stored["count"])
@@ -177,8 +177,8 @@ def test_the_encoding_follows_what_makes_numbers_of_a_row(tmp_path):
     for vocabulary, min_count in zip(vocabularies, (1, 1, 2), strict=True):
         build_vocabulary(ClickLog(path, options()), vocabulary, min_count=min_count)
 
-    def encoding(file=path, **how):
-        return ClickLog(file, options(**how)).encoding
+    def encoding(file=path, **kwargs):
+        return ClickLog(file, options(**kwargs)).encoding
 
     other = write(tmp_path, random_lines(50, seed=1), "other.txt")
     assert (

@@ -71,8 +71,8 @@ def test_lists_are_those_of_parquet(tmp_path, chunk_bytes):
     assert same(*(log.open("train", 2) for log in logs))
     convert(path, tmp_path / "converted.parquet", options(**SCHEMA, list_separator="|"))
     assert same(reader(tmp_path / "converted.parquet").open("train", 2), logs[0].open("train", 2))
-    some = reader(path, list_separator="|", lists=("user",), integers=())
-    assert [feature.multi_hot for feature in some.features] == [True, False]
+    subset = reader(path, list_separator="|", lists=("user",), integers=())
+    assert [feature.multi_hot for feature in subset.features] == [True, False]
     bad = reader(write(tmp_path, "1,a,1,u,1", "1,a,1,u|v,1|x"), list_separator="|", chunk_bytes=chunk_bytes)
     with pytest.raises(ValueError, match=r"line 3: field 5 \(item\) is '1\|x', expected an integer or nothing"):
         rows_of(bad)
@@ -101,9 +101,9 @@ def test_rows_are_split_by_a_time_column(tmp_path, times, bounds):
             reports.append(stream.report.skipped)
     assert reports == [1, 0, 0]  # a bad line has no time, like the fourth row
     convert(path, tmp_path / "log.parquet", options(rule, **SCHEMA, on_bad_row="skip"))
-    kept = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "log.parquet")
-    assert kept.column_names == ["click", "price", "user", "item", "note"]
-    assert str(kept.schema.field("note").type) == ("int64" if times[0] == "5" else "string")
+    retained = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "log.parquet")
+    assert retained.column_names == ["click", "price", "user", "item", "note"]
+    assert str(retained.schema.field("note").type) == ("int64" if times[0] == "5" else "string")
     converted = reader(tmp_path / "log.parquet", split=rule)
     assert all(same(log.open(split, 2), converted.open(split, 2)) for split in log.splits())
 
@@ -230,10 +230,10 @@ def test_a_line_is_accepted_alone_if_and_only_if_it_is_among_others(tmp_path, da
     )
     lines = data.draw(st.lists(st.lists(pieces, max_size=12).map("".join), min_size=1, max_size=8))
     lines += ["1,a,1.5,u,1", "0,b,2,v,2"]
-    how = {"on_bad_row": "skip", "chunk_bytes": data.draw(st.sampled_from((1, 60, 10_000)))}
-    together = rows_of(reader(write(tmp_path, *lines, name="all.csv"), **how))
-    alone = [row for line in lines[:-2] for row in rows_of(reader(write(tmp_path, line, lines[-1]), **how))[:-1]]
-    assert together[:-2] == alone
+    kwargs = {"on_bad_row": "skip", "chunk_bytes": data.draw(st.sampled_from((1, 60, 10_000)))}
+    combined = rows_of(reader(write(tmp_path, *lines, name="all.csv"), **kwargs))
+    single = [row for line in lines[:-2] for row in rows_of(reader(write(tmp_path, line, lines[-1]), **kwargs))[:-1]]
+    assert combined[:-2] == single
 
 
 def test_strings_and_integers_have_hashes_of_their_own(tmp_path):
@@ -260,8 +260,8 @@ def test_line_ends_inside_quotes(tmp_path):
     assert rows_of(log) + rows_of(log, "test") == expected
     with log.open("test", 4) as stream:
         next(stream)
-        position, rest = stream.position, list(stream)
-    assert same(log.open("test", 4, position=position), rest)
+        position, remainder = stream.position, list(stream)
+    assert same(log.open("test", 4, position=position), remainder)
 
 
 def test_lines_are_counted_where_quotes_contain_line_ends(tmp_path):
@@ -296,9 +296,9 @@ def test_lines_are_read_alone_as_among_others(quoted, text):
     schema = Schema("click", sparse=("user",))
     form = CsvFormat(("click", "user"), LogOptions(schema, delimiter=",", quoted_newlines=quoted), True, ())
     lines = list(iter(partial(read_line, io.BytesIO(text.encode()), quoted), b""))
-    whole, alone = parse(form, text.encode()), [parse(form, line) for line in lines]
-    assert whole.batch.to_pylist() == [row for each in alone for row in each.batch.to_pylist()]
-    assert len(whole.bad_rows) == sum(len(each.bad_rows) for each in alone)
+    whole, single = parse(form, text.encode()), [parse(form, line) for line in lines]
+    assert whole.batch.to_pylist() == [row for item in single for row in item.batch.to_pylist()]
+    assert len(whole.bad_rows) == sum(len(item.bad_rows) for item in single)
     assert sorted([*whole.rows, *whole.bad_rows]) == list(range(len(whole.lines)))
     assert count_rows(text.encode(), quoted) == len(whole.lines)
     places = list(zip(itertools.accumulate((line.count(b"\n") for line in lines), initial=0), lines, strict=False))
@@ -347,8 +347,8 @@ def test_shards_and_positions(tmp_path, name, rule):
     assert sorted(row[1] for shard in rows for row in shard) == list(range(200))
     with log.open("train", 8, shuffle=True) as stream:
         batches = [next(stream) for _ in range(7)]
-        position, rest = stream.position, list(stream)
-    assert same(log.open("train", 8, shuffle=True, position=position), rest)
+        position, remainder = stream.position, list(stream)
+    assert same(log.open("train", 8, shuffle=True, position=position), remainder)
     assert len(batches) == 7
 
 
@@ -360,8 +360,8 @@ def test_a_long_line_of_a_quoted_file_moves_no_row_to_another_split(tmp_path, na
         write(tmp_path, *rows, name=name), split=SplitRule(split_by="end", test_share=0.5), quoted_newlines=True,
         on_bad_row="skip",
     )  # fmt: skip
-    found = [row[1] for split in ("train", "test") for row in rows_of(log, split)]
-    assert found == [row for row in range(400) if row != 100]
+    results = [row[1] for split in ("train", "test") for row in rows_of(log, split)]
+    assert results == [row for row in range(400) if row != 100]
     shards = [row[1] for index in range(3) for row in rows_of(log, "train", shard=(index, 3))]
     assert sorted(shards) == [row[1] for row in rows_of(log, "train")]
 
@@ -370,10 +370,10 @@ def test_a_converted_file_gives_the_same_batches(tmp_path):
     random = np.random.default_rng(0)
     lines = [f"{row % 2},n,{random.normal()},{random.choice(['', 'a', 'b é'])},{row}" for row in range(100)]
     path = write(tmp_path, *lines, "bad")
-    how = {"schema": options(**SCHEMA).schema, "on_bad_row": "skip"}
+    kwargs = {"schema": options(**SCHEMA).schema, "on_bad_row": "skip"}
     report = convert(path, tmp_path / "log.parquet", options(**SCHEMA, on_bad_row="skip"))
     assert (report.rows, report.skipped) == (100, 1)
-    logs = [ClickLog(source, options(**how)) for source in (path, tmp_path / "log.parquet")]
+    logs = [ClickLog(source, options(**kwargs)) for source in (path, tmp_path / "log.parquet")]
     assert same(*(log.open("train", 7, shuffle=True) for log in logs))
     table = __import__("pyarrow.parquet").parquet.read_table(tmp_path / "log.parquet")
     assert dict(zip(table.schema.names, map(str, table.schema.types), strict=True)) == {
@@ -383,9 +383,9 @@ def test_a_converted_file_gives_the_same_batches(tmp_path):
 
 def test_labels_of_rows_to_score_are_not_read(tmp_path):
     log = reader(write(tmp_path, "1,a,1,u,1", "0,b,2,v,2"))
-    for labels, kept in ((("", "-1"), [None, -1.0]), (("unknown", "1"), [])):
+    for labels, retained in ((("", "-1"), [None, -1.0]), (("unknown", "1"), [])):
         path = write(tmp_path, *(f"{label},a,1,u,1" for label in labels), name="score.csv")
-        scored = open_for_scoring(path, log.options, log.features, extra_columns=("click",) if kept else ())
+        scored = open_for_scoring(path, log.options, log.features, extra_columns=("click",) if retained else ())
         assert [row[:2] for row in rows_of(scored, "test")] == [(0, 1), (0, 1)]
         (block,) = scored.scan(
             "test",
@@ -393,7 +393,7 @@ def test_labels_of_rows_to_score_are_not_read(tmp_path):
                 value for name in batch.schema.names for value in batch[name].to_pylist() if name == "click"
             ],
         )
-        assert block.rows == kept
+        assert block.rows == retained
     with pytest.raises(ValueError, match=r"field 1 \(click\) is 'unknown', expected a number or nothing"):
         open_for_scoring(path, log.options, log.features, extra_columns=("click",))
 

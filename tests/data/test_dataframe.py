@@ -62,13 +62,13 @@ def log(tmp_path):
     ids=["end", "random", "time"],
 )
 def test_rows_are_those_of_parquet(log, kind, rule):
-    found, expected = from_dataframe(frames()[kind], options(rule, **SCHEMA, shuffle_rows=30)), log(rule)
-    assert found.encoding == expected.encoding
-    assert found.splits() == expected.splits()
+    actual, expected = from_dataframe(frames()[kind], options(rule, **SCHEMA, shuffle_rows=30)), log(rule)
+    assert actual.encoding == expected.encoding
+    assert actual.splits() == expected.splits()
     for split in expected.splits():
-        assert found.num_rows(split) == expected.num_rows(split)
-        assert same(found.open(split, 8, shuffle=True), expected.open(split, 8, shuffle=True))
-        shards = [rows_of(found, split, shard=(index, 3)) for index in range(3)]
+        assert actual.num_rows(split) == expected.num_rows(split)
+        assert same(actual.open(split, 8, shuffle=True), expected.open(split, 8, shuffle=True))
+        shards = [rows_of(actual, split, shard=(index, 3)) for index in range(3)]
         assert sorted(row for shard in shards for row in shard) == sorted(rows_of(expected, split))
 
 
@@ -83,21 +83,25 @@ def test_lists_of_strings_are_multi_hot(tmp_path):
 
 
 def test_a_stream_goes_on_at_its_position(log):
-    found = from_dataframe(polars.DataFrame(COLUMNS), options(ALL_TRAIN, **SCHEMA, shuffle_rows=30, chunk_bytes=2000))
-    with found.open("train", 8, shuffle=True) as stream:
+    result = from_dataframe(polars.DataFrame(COLUMNS), options(ALL_TRAIN, **SCHEMA, shuffle_rows=30, chunk_bytes=2000))
+    with result.open("train", 8, shuffle=True) as stream:
         for _ in range(6):
             next(stream)
-        position, rest = stream.position, list(stream)
-    assert same(found.open("train", 8, shuffle=True, position=position), rest)
-    assert same(found.open("train", 8, shuffle=True), log().open("train", 8, shuffle=True))
+        position, remainder = stream.position, list(stream)
+    assert same(result.open("train", 8, shuffle=True, position=position), remainder)
+    assert same(result.open("train", 8, shuffle=True), log().open("train", 8, shuffle=True))
 
 
 def test_held_out_frames(log):
     frame = polars.DataFrame(COLUMNS)
-    found = from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), validation=frame[60:80], test=frame[80:])
+    result = from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), validation=frame[60:80], test=frame[80:])
     everything = rows_of(log())
-    assert found.splits() == ("train", "validation", "test")
-    assert [rows_of(found, split) for split in found.splits()] == [everything[:60], everything[60:80], everything[80:]]
+    assert result.splits() == ("train", "validation", "test")
+    assert [rows_of(result, split) for split in result.splits()] == [
+        everything[:60],
+        everything[60:80],
+        everything[80:],
+    ]
     assert from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), test=frame[80:]).splits() == ("train", "test")
 
 
@@ -105,35 +109,35 @@ def test_held_out_frames(log):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_strings_of_integers_are_scored_as_the_integers_that_were_trained(integer, dynamic):
     frame = pandas.DataFrame(COLUMNS)[["click", "price", "item", "user"]]
-    how = options(ALL_TRAIN, **SCHEMA, dynamic=dynamic)
-    trained = from_dataframe(frame.astype({"item": integer}), how)
+    kwargs = options(ALL_TRAIN, **SCHEMA, dynamic=dynamic)
+    trained = from_dataframe(frame.astype({"item": integer}), kwargs)
     kinds = {feature.name: feature.kind for feature in trained.features}
     assert kinds == {"user": "strings", "item": "integers"}
-    strings = from_dataframe(frame.astype({"item": str}), how)
+    strings = from_dataframe(frame.astype({"item": str}), kwargs)
     assert not same(strings.open("train", 64), trained.open("train", 64))
     for texts in (frame["item"].astype(str), frame["item"].astype(str).astype("category")):
-        scored = from_dataframe(frame.assign(item=texts), how).read_as(kinds)
+        scored = from_dataframe(frame.assign(item=texts), kwargs).read_as(kinds)
         assert same(scored.open("train", 64), trained.open("train", 64))
     large = ["-9223372036854775808", "9223372036854775807"]
-    scored = from_dataframe(pandas.DataFrame({"click": [0, 1], "price": [0, 1], "user": "u", "item": large}), how)
+    scored = from_dataframe(pandas.DataFrame({"click": [0, 1], "price": [0, 1], "user": "u", "item": large}), kwargs)
     numbers = from_dataframe(
-        pandas.DataFrame({"click": [0, 1], "price": [0, 1], "user": "u", "item": list(map(int, large))}), how
+        pandas.DataFrame({"click": [0, 1], "price": [0, 1], "user": "u", "item": list(map(int, large))}), kwargs
     )
     assert same(scored.read_as(kinds).open("train", 2), numbers.open("train", 2))
     for value in ("", "1.0", "0x10", " 1", "9223372036854775808", "1\n"):
-        bad = from_dataframe(frame.assign(item=[*texts[:-1].astype(str), value]), how)
+        bad = from_dataframe(frame.assign(item=[*texts[:-1].astype(str), value]), kwargs)
         with pytest.raises(ValueError, match=r"feature 'item' was trained with integers, has .*string '"):
             rows_of(bad.read_as(kinds))
     with pytest.raises(ValueError, match="feature 'user' was trained with strings, has int64 '0'"):
-        rows_of(from_dataframe(frame.assign(user=range(100)), how).read_as(kinds))
+        rows_of(from_dataframe(frame.assign(user=range(100)), kwargs).read_as(kinds))
 
 
 def test_strings_are_looked_up_in_a_vocabulary_of_integers(tmp_path):
     frame = pandas.DataFrame(COLUMNS)[["click", "price", "item", "user"]]
     build_vocabulary(from_dataframe(frame, options(ALL_TRAIN, **SCHEMA)), tmp_path / "v.parquet")
-    how = options(ALL_TRAIN, **SCHEMA, vocabulary=tmp_path / "v.parquet")
-    trained = from_dataframe(frame, how)
-    scored = from_dataframe(frame.astype({"item": str}), how).read_as({"item": "integers"})
+    kwargs = options(ALL_TRAIN, **SCHEMA, vocabulary=tmp_path / "v.parquet")
+    trained = from_dataframe(frame, kwargs)
+    scored = from_dataframe(frame.astype({"item": str}), kwargs).read_as({"item": "integers"})
     assert same(scored.open("train", 64), trained.open("train", 64))
 
 
@@ -144,7 +148,7 @@ def test_mistakes_are_named():
     bad = frame.with_columns(click=polars.Series([0] * 99 + [2]))
     with pytest.raises(ValueError, match=r"clicks, row 100: field 1 \(click\) is '2', expected 0 or 1"):
         rows_of(from_dataframe(bad, options(**SCHEMA), name="clicks"))
-    for wrong, how, message in (
+    for wrong, kwargs, message in (
         ([1, 2], {}, "data frame: list is not a data frame with the method __arrow_c_stream__"),
         (frame[:0], {}, "data frame is empty: it has no rows"),
         (frame.drop("user"), {}, "data frame: the schema's sparse column 'user' is missing; columns: click, price"),
@@ -159,4 +163,4 @@ def test_mistakes_are_named():
         (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow cannot represent its columns"),
     ):
         with pytest.raises(ValueError, match=message):
-            from_dataframe(wrong, **({"options": options(SplitRule(), **SCHEMA)} | how))
+            from_dataframe(wrong, **({"options": options(SplitRule(), **SCHEMA)} | kwargs))

@@ -113,11 +113,11 @@ def test_partitions_take_turns(cluster):
     assert cluster.configs[0]["bootstrap.servers"] == "one:9092,two:9092"
     assert cluster.configs[0]["security.protocol"] == "ssl"
     with log.open("train", 64) as stream:
-        found = prices(take(stream, 24))
+        actual = prices(take(stream, 24))
     expected = [
         1000 * p + number for block in range(2) for p in range(3) for number in range(256 * block, 256 * block + 256)
     ]
-    assert found == expected
+    assert actual == expected
     assert cluster.consumers == 0
 
 

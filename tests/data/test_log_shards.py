@@ -111,22 +111,22 @@ def test_every_row_of_a_log_is_in_one_shard(logs, kind, size, count, rule, split
 @pytest.mark.more
 def test_a_shard_goes_on_with_the_same_bits(logs, kind, count, data, batch_size, chunk_bytes, rule):
     shard = (data.draw(st.integers(0, count - 1)), count)
-    how = {"seed": 1, "epoch": 2, "shuffle": True, "shard": shard}
+    kwargs = {"seed": 1, "epoch": 2, "shuffle": True, "shard": shard}
     first, second = (reader(logs[kind, 300], rule, chunk_bytes=size, shuffle_rows=60) for size in chunk_bytes)
-    with first.open("train", batch_size, **how) as stream:
+    with first.open("train", batch_size, **kwargs) as stream:
         whole = list(stream)
         report = stream.report
     stop = data.draw(st.integers(0, len(whole)))
-    with first.open("train", batch_size, **how) as stream:
+    with first.open("train", batch_size, **kwargs) as stream:
         assert same(itertools.islice(stream, stop), whole[:stop])
         position = json.loads(json.dumps(stream.position))
-    with second.open("train", batch_size, **how, position=position) as stream:
+    with second.open("train", batch_size, **kwargs, position=position) as stream:
         assert stream.report.rows == sum(map(len, whole[:stop]))
         assert same(stream, whole[stop:])
         assert (stream.report.rows, stream.report.skipped) == (report.rows, report.skipped)
     other = (shard[0], count + 1)
     with pytest.raises(ValueError, match="seed, epoch, order and shard that it was opened with"):
-        first.open("train", batch_size, **(how | {"shard": other}), position=position)
+        first.open("train", batch_size, **(kwargs | {"shard": other}), position=position)
 
 
 @given(
@@ -138,24 +138,24 @@ def test_a_shard_goes_on_with_the_same_bits(logs, kind, count, data, batch_size,
 )
 def test_every_row_in_memory_is_in_one_shard_of_its_epochs_order(num_rows, count, batch_size, shuffle, seed):
     data = numbered_in_memory(num_rows)
-    how = {"seed": seed, "epoch": 1, "shuffle": shuffle}
-    whole = [row for batch in data.open("train", batch_size, **how) for row in batch.dense[:, 0].int().tolist()]
-    found = []
+    kwargs = {"seed": seed, "epoch": 1, "shuffle": shuffle}
+    whole = [row for batch in data.open("train", batch_size, **kwargs) for row in batch.dense[:, 0].int().tolist()]
+    results = []
     for index in range(count):
-        with data.open("train", batch_size, **how, shard=(index, count)) as stream:
+        with data.open("train", batch_size, **kwargs, shard=(index, count)) as stream:
             batches = list(stream)
             sizes = list(map(len, batches))
             assert all(size == batch_size for size in sizes[:-1])
             assert stream.report.rows == sum(sizes)
-            found.append([row for batch in batches for row in batch.dense[:, 0].int().tolist()])
+            results.append([row for batch in batches for row in batch.dense[:, 0].int().tolist()])
         if batches:
             stop = len(batches) // 2
-            with data.open("train", batch_size, **how, shard=(index, count)) as stream:
+            with data.open("train", batch_size, **kwargs, shard=(index, count)) as stream:
                 list(itertools.islice(stream, stop))
                 position = stream.position
-            with data.open("train", batch_size, **how, shard=(index, count), position=position) as stream:
+            with data.open("train", batch_size, **kwargs, shard=(index, count), position=position) as stream:
                 assert same(stream, batches[stop:])
-    assert found == [whole[index::count] for index in range(count)]
+    assert results == [whole[index::count] for index in range(count)]
 
 
 def numbered_in_memory(num_rows):
@@ -178,8 +178,8 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
     for kind in KINDS:
         source = parquet_files.ArrowSource if "parquet" in kind else text.TextSource
         with monkeypatch.context() as patched:
-            before = source.parse
-            patched.setattr(source, "parse", lambda *args, b=before: seen.append(args[1]) or b(*args))
+            initial = source.parse
+            patched.setattr(source, "parse", lambda *args, b=initial: seen.append(args[1]) or b(*args))
             log = reader(logs[kind, 40], chunk_bytes=400)
             numbers(log)
             whole = rows_seen(seen)
@@ -216,12 +216,12 @@ def test_bad_rows_of_a_shard_have_their_lines(tmp_path, logs, kind):
     for path in strict.files:
         plain = path.read_bytes() if path.suffix == ".txt" else text_of(path)
         expected |= {f"{path}, line {n}" for n, entry in enumerate(plain.split(b"\n"), start=1) if entry == b"bad"}
-    found = set()
+    actual = set()
     for index in range(11):  # each tells at most ten in full
         with reader(logs[kind, 300], chunk_bytes=2000).open("train", 16, shard=(index, 11)) as stream:
             list(stream)
-            found |= {problem.partition(": ")[0] for problem in stream.report.problems}
-    assert found == expected
+            actual |= {problem.partition(": ")[0] for problem in stream.report.problems}
+    assert actual == expected
 
 
 @pytest.mark.parametrize("name", ["plain.txt", "packed.txt.gz"])
@@ -255,19 +255,19 @@ def by_time(folder, times, kind, statistics=True, **rule):
 def test_a_shard_of_rows_by_time(tmp_path, count, statistics):
     log = by_time(tmp_path, list(range(100)), pa.int64(), statistics)
     for split, expected in (("train", range(60)), ("validation", range(60, 80)), ("test", range(80, 100))):
-        found = [numbers(log, split, shard=(index, count)) for index in range(count)]
-        assert [row for mine in found for row in mine] == list(expected)
+        results = [numbers(log, split, shard=(index, count)) for index in range(count)]
+        assert [row for local in results for row in local] == list(expected)
         if statistics:  # only the row groups at the bounds have rows of others
-            assert max(map(len, found)) <= (len(expected) + 7) / count + 2
+            assert max(map(len, results)) <= (len(expected) + 7) / count + 2
 
 
 @pytest.mark.parametrize("split", ["validation", "test"])
 def test_a_shard_of_rows_by_time_with_one_bound(tmp_path, split):
     log = by_time(tmp_path, list(range(100)), pa.int64(), **{f"{split}_from": "70"})
-    for each, expected in (("train", range(70)), (split, range(70, 100))):
-        found = [numbers(log, each, shard=(index, 3)) for index in range(3)]
-        assert [row for mine in found for row in mine] == list(expected)
-        assert max(map(len, found)) < 30
+    for item, expected in (("train", range(70)), (split, range(70, 100))):
+        results = [numbers(log, item, shard=(index, 3)) for index in range(3)]
+        assert [row for local in results for row in local] == list(expected)
+        assert max(map(len, results)) < 30
 
 
 @given(
@@ -280,31 +280,31 @@ def test_no_row_is_lost_where_times_are_in_any_order(tmp_path_factory, times, ki
         scale = {"s": 1, "ms": 1000, "ns": 10**9}[kind.unit]
         times = [None if time is None else time * 3000 * scale for time in times]
     log = by_time(tmp_path_factory.mktemp("log"), times, kind)
-    found = []
+    results = []
     for split in ("train", "validation", "test"):
         whole = []
         with suppress(ValueError):  # there are none
             whole = numbers(log, split)
-        mine = [row for index in range(count) for row in numbers(log, split, shard=(index, count))]
-        assert mine == whole
-        found += mine
-    assert sorted(found) == list(range(len(times)))
+        local = [row for index in range(count) for row in numbers(log, split, shard=(index, count))]
+        assert local == whole
+        results += local
+    assert sorted(results) == list(range(len(times)))
 
 
 def test_numbers_of_rows_stay_those_of_the_split(logs):
     for kind in ("plain", "parquet"):
         log = reader(logs[kind, 300])
-        before = log.estimated_rows("train")
+        initial = log.estimated_rows("train")
         numbers(log, shard=(0, 2))
-        assert log.estimated_rows("train") == before
+        assert log.estimated_rows("train") == initial
         assert log.num_rows("train") is None
 
 
 def test_row_groups_stay_whole_where_there_are_enough():
     parts = [Part(0, 0, None), Part(1, 0, 500)]
     ends = [*range(10, 501, 10), *range(510, 1001, 10)]
-    found = [files.even_shard(parts, [500, 500], (index, 3), ends) for index in range(3)]
-    assert found == [[Part(0, 0, 330)], [Part(0, 330, None), Part(1, 0, 170)], [Part(1, 170, 500)]]
+    results = [files.even_shard(parts, [500, 500], (index, 3), ends) for index in range(3)]
+    assert results == [[Part(0, 0, 330)], [Part(0, 330, None), Part(1, 0, 170)], [Part(1, 170, 500)]]
     few = [files.even_shard([Part(0, 0, None)], [1000], (index, 2), [400, 1000]) for index in range(2)]
     assert few == [[Part(0, 0, 500)], [Part(0, 500, None)]]
 
@@ -325,8 +325,8 @@ def test_runs_are_disjoint_and_complete(sizes, count, data):
 def test_whole_files_are_dealt_out_by_size():
     parts = [Part(file, 0, None) for file in range(5)]
     sizes = [10, 50, 20, 30, 10]
-    found = [files.whole_file_shard(parts, sizes, (index, 2)) for index in range(2)]
-    assert [[part.file for part in mine] for mine in found] == [[0, 1], [2, 3, 4]]
+    results = [files.whole_file_shard(parts, sizes, (index, 2)) for index in range(2)]
+    assert [[part.file for part in local] for local in results] == [[0, 1], [2, 3, 4]]
 
 
 def test_packed_files_are_dealt_out_whole_if_there_are_enough(logs):

@@ -98,13 +98,13 @@ def test_history_holds_only_earlier_training_rows(tmp_path, tables):
 
 def test_held_out_ratings_touch_nothing_but_their_labels(tmp_path, tables):
     ratings, _, _ = tables
-    before = read_movielens_100k(tmp_path)
+    initial = read_movielens_100k(tmp_path)
     held_out = np.random.RandomState(0).permutation(NUM_ROWS)[80:]
     ratings["rating"][held_out] = 9 - ratings["rating"][held_out].clip(4)
     parquet.write_table(pa.table(ratings), tmp_path / RATINGS)
-    after = read_movielens_100k(tmp_path)
-    assert not torch.equal(before.test.labels, after.test.labels)
-    for old, new in ((before.train, after.train), (before.validation, after.validation), (before.test, after.test)):
+    final = read_movielens_100k(tmp_path)
+    assert not torch.equal(initial.test.labels, final.test.labels)
+    for old, new in ((initial.train, final.train), (initial.validation, final.validation), (initial.test, final.test)):
         assert torch.equal(old.dense, new.dense)
         for a, b in zip(old.columns, new.columns, strict=True):
             assert torch.equal(a.values, b.values)

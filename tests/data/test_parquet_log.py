@@ -83,16 +83,16 @@ def test_lists_of_integers_shuffled_and_resumed(tmp_path):
         user=pa.array(bags, pa.list_(pa.int16())),
     )
     log = ClickLog(path, options(**SCHEMA, log_transform=False, shuffle_rows=90, chunk_bytes=256 * 31))
-    how = {"shuffle": True, "seed": 4}
-    whole = list(log.open("train", 16, **how))
+    kwargs = {"shuffle": True, "seed": 4}
+    whole = list(log.open("train", 16, **kwargs))
     for batch in whole:
         for row, bag in zip(batch.dense[:, 0].int().tolist(), batch.sparse.to_lists()["user"], strict=True):
             assert bag == [id for (id,) in of_integers(*bags[row])]
     assert sorted(torch.cat([batch.dense[:, 0] for batch in whole]).int().tolist()) == list(range(500))
-    stream = log.open("train", 16, **how)
+    stream = log.open("train", 16, **kwargs)
     for _ in range(11):
         next(stream)
-    assert same(log.open("train", 16, **how, position=stream.position), whole[11:])
+    assert same(log.open("train", 16, **kwargs, position=stream.position), whole[11:])
 
 
 def test_numbers_of_every_kind(tmp_path):

@@ -14,18 +14,18 @@ from tritonemb.data.protocol import Prefetcher, end_all
 
 
 def test_items_come_in_order_and_no_further_ahead_than_asked():
-    made: list[int] = []
+    created: list[int] = []
 
     def count():
         for number in range(20):
-            made.append(number)
+            created.append(number)
             yield number
 
     items = Prefetcher(count(), 4, "tritonemb-test")
-    for taken in range(3):
+    for selection in range(3):
         items.settle()
-        assert len(made) == 4 + taken
-        assert next(items) == taken
+        assert len(created) == 4 + selection
+        assert next(items) == selection
     assert list(items) == list(range(3, 20))
     assert list(items) == []
     assert not running()
@@ -70,20 +70,20 @@ def test_closing_ends_the_thread_and_the_source():
 
 @pytest.mark.parametrize("leave", ["close", "drop"])
 def test_a_source_that_waits_is_told_to_give_up(leave):
-    told = threading.Event()
+    messages = threading.Event()
 
     def waiting():
         yield 1
-        told.wait(DEADLINE)
+        messages.wait(DEADLINE)
 
-    items = Prefetcher(waiting(), 2, "tritonemb-test", told.set)
+    items = Prefetcher(waiting(), 2, "tritonemb-test", messages.set)
     next(items)
     if leave == "drop":
         del items
         gc.collect()
     else:
         items.close()
-    assert told.is_set()
+    assert messages.is_set()
     assert threads_end()
 
 
@@ -120,9 +120,9 @@ def test_a_log_that_is_left_ends_its_threads(tmp_path):
     from tritonemb.data import ClickLog
 
     log = ClickLog(write(tmp_path, random_lines(500)), options(chunk_bytes=2000, shuffle_rows=20))
-    for taken in (0, 1, 30):
+    for selection in (0, 1, 30):
         stream = log.open("train", 4, shuffle=True)
-        assert len(list(itertools.islice(stream, taken))) == taken
+        assert len(list(itertools.islice(stream, selection))) == selection
         stream.close()
         assert not running()
     stream = log.open("train", 4)

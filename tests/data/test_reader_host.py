@@ -34,36 +34,39 @@ def served():
 def test_remote_data_describe_themselves_as_the_data_do(served):
     data, host = served
     remote = RemoteData(host.address, token="secret")
-    for found in (remote, pickle.loads(pickle.dumps(remote))):
-        assert found.features == data.features
-        assert (found.name, found.num_dense, found.encoding) == (data.name, data.num_dense, data.encoding)
-        assert (found.best_auc, found.splits()) == (data.best_auc, data.splits())
-        assert found.contents == data.contents == {"train": "500 rows", "test": "100 rows"}
-        assert found.tables(8) == data.tables(8)
-        assert (found.num_rows("train"), found.estimated_rows("test")) == (500, 100)
+    for result in (remote, pickle.loads(pickle.dumps(remote))):
+        assert result.features == data.features
+        assert (result.name, result.num_dense, result.encoding) == (data.name, data.num_dense, data.encoding)
+        assert (result.best_auc, result.splits()) == (data.best_auc, data.splits())
+        assert result.contents == data.contents == {"train": "500 rows", "test": "100 rows"}
+        assert result.tables(8) == data.tables(8)
+        assert (result.num_rows("train"), result.estimated_rows("test")) == (500, 100)
     with pytest.raises(ValueError, match="has no 'validation' rows"):
         remote.num_rows("validation")
 
 
 @pytest.mark.parametrize("split", ["tsv-60/train", "gz-60/train", "parquet-60/train", "memory-60/train"])
 def test_remote_batches_are_those_of_the_data(bundle, remote, split):
-    how = {"shuffle": True, "seed": 2, "epoch": 1}
+    options = {"shuffle": True, "seed": 2, "epoch": 1}
     for shard in ((0, 1), (1, 3)):
-        with remote.open(split, 8, shard=shard, **how) as there, bundle.open(split, 8, shard=shard, **how) as here:
-            assert same([next(there), next(there)], [next(here), next(here)])
-            assert there.position == here.position
-            position = there.position
-            assert same(there, here)
-            assert there.report == here.report
-        how_resumed = {**how, "shard": shard, "position": position}
-        with remote.open(split, 8, **how_resumed) as there, bundle.open(split, 8, **how_resumed) as here:
-            assert same(there, here)
+        with (
+            remote.open(split, 8, shard=shard, **options) as second,
+            bundle.open(split, 8, shard=shard, **options) as local,
+        ):
+            assert same([next(second), next(second)], [next(local), next(local)])
+            assert second.position == local.position
+            position = second.position
+            assert same(second, local)
+            assert second.report == local.report
+        how_resumed = {**options, "shard": shard, "position": position}
+        with remote.open(split, 8, **how_resumed) as second, bundle.open(split, 8, **how_resumed) as local:
+            assert same(second, local)
     with (
-        open_shards(remote, split, 8, 0, 2, 5, **how) as there,
-        open_shards(bundle, split, 8, 0, 2, 5, **how) as here,
+        open_shards(remote, split, 8, 0, 2, 5, **options) as second,
+        open_shards(bundle, split, 8, 0, 2, 5, **options) as local,
     ):
-        assert same(there, here)
-        assert there.position == here.position
+        assert same(second, local)
+        assert second.position == local.position
     assert not running()
 
 
@@ -108,7 +111,7 @@ def test_hosts_need_the_same_data(served):
 
 
 def test_the_command_listens_on_this_machine_and_says_a_token_that_it_has_made(capsys, monkeypatch):
-    monkeypatch.setattr(open_, "open_dataset", lambda *args, **how: make_synthetic(10, 50))
+    monkeypatch.setattr(open_, "open_dataset", lambda *args, **options: make_synthetic(10, 50))
     monkeypatch.setattr(ReaderHost, "wait", lambda host: None)
     options = open_.ReaderOptions("synthetic")
     assert options.address == "grpc://127.0.0.1:8815"
@@ -148,11 +151,11 @@ def test_another_host_continues_for_one_that_is_killed(caplog):
         subprocess.Popen([sys.executable, "-c", HOST], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    data, how = make_synthetic(ROWS_OF_HOST, 100), {"shuffle": True, "seed": 3}
+    data, options = make_synthetic(ROWS_OF_HOST, 100), {"shuffle": True, "seed": 3}
     try:
         addresses = [host.stdout.readline().strip() for host in hosts]
         remote = RemoteData(addresses, token="secret")
-        shard = {**how, "shard": (0, 2)}
+        shard = {**options, "shard": (0, 2)}
         with remote.open("train", 64, **shard) as stream, data.open("train", 64, **shard) as local:
             read = [next(stream) for _ in range(20)]
             hosts[0].kill()
@@ -166,8 +169,8 @@ def test_another_host_continues_for_one_that_is_killed(caplog):
         for late in (remote, RemoteData(addresses, token="secret")):
             for rank in range(2):
                 with (
-                    open_shards(late, "train", 4096, rank, 2, 4, **how) as stream,
-                    open_shards(data, "train", 4096, rank, 2, 4, **how) as local,
+                    open_shards(late, "train", 4096, rank, 2, 4, **options) as stream,
+                    open_shards(data, "train", 4096, rank, 2, 4, **options) as local,
                 ):
                     assert same(stream, local)
                     assert stream.position == local.position
@@ -186,13 +189,16 @@ def test_another_host_continues_for_one_that_is_killed(caplog):
 @pytest.mark.parametrize("split", ["tsv-60/train", "memory-60/train"])
 @pytest.mark.parametrize("number", [0, 3])
 def test_a_stream_continues_at_another_host(bundle, split, number):
-    how = {"shuffle": True, "seed": 2}
+    options = {"shuffle": True, "seed": 2}
     with ReaderHost(bundle) as first, ReaderHost(bundle, token=first.token) as second:
         remote = RemoteData([first.address, second.address], token=first.token)
-        with remote.open(split, 7, shard=(2, 3), **how) as stream, bundle.open(split, 7, shard=(2, 3), **how) as local:
+        with (
+            remote.open(split, 7, shard=(2, 3), **options) as stream,
+            bundle.open(split, 7, shard=(2, 3), **options) as local,
+        ):
             first.close()
             assert same(stream, local)
-        with remote.open(split, 4, **how) as stream, bundle.open(split, 4, **how) as local:
+        with remote.open(split, 4, **options) as stream, bundle.open(split, 4, **options) as local:
             read = [next(stream) for _ in range(number)]
             assert same([*read, *stream], local)
             assert stream.report == local.report

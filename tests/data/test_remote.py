@@ -51,8 +51,8 @@ def test_a_remote_file_is_read_as_a_local_one(tmp_path, bucket, name):
     if name.endswith("parquet"):
         convert(text, tmp_path / name, row_group_rows=60)
     put(tmp_path / name, f"one/{name}")
-    how = options(SplitRule(), chunk_bytes=3000, shuffle_rows=50)
-    logs = [ClickLog(source, how) for source in (uri(f"one/{name}"), tmp_path / name)]
+    kwargs = options(SplitRule(), chunk_bytes=3000, shuffle_rows=50)
+    logs = [ClickLog(source, kwargs) for source in (uri(f"one/{name}"), tmp_path / name)]
     assert logs[0].name == name
     assert "test:test" not in str(logs[0].files)
     for split in ("train", "test"):
@@ -60,8 +60,8 @@ def test_a_remote_file_is_read_as_a_local_one(tmp_path, bucket, name):
         assert same(*(log.open(split, 16, shard=(1, 3)) for log in logs))
     with logs[0].open("train", 16, shuffle=True) as stream:
         next(stream)
-        position, rest = stream.position, list(stream)
-    assert same(logs[1].open("train", 16, shuffle=True, position=position), rest)
+        position, remainder = stream.position, list(stream)
+    assert same(logs[1].open("train", 16, shuffle=True, position=position), remainder)
 
 
 def test_a_remote_folder_has_its_data_files_in_order(tmp_path, bucket):

@@ -44,7 +44,7 @@ def logs(tmp_path_factory):
     seed=st.integers(0, 3),
 )
 def test_the_rest_has_the_same_bits(logs, name, batch_size, shuffle_rows, chunk_bytes, split, rule, stop, seed):
-    how = {"seed": seed, "epoch": 1, "shuffle": True}
+    kwargs = {"seed": seed, "epoch": 1, "shuffle": True}
     first, second = (
         ClickLog(
             logs / name,
@@ -52,14 +52,14 @@ def test_the_rest_has_the_same_bits(logs, name, batch_size, shuffle_rows, chunk_
         )
         for size, threads in zip(chunk_bytes, (1, 3), strict=True)
     )
-    with first.open(split, batch_size, **how) as stream:
+    with first.open(split, batch_size, **kwargs) as stream:
         whole = list(stream)
         report = stream.report
     stop = min(stop, len(whole))
-    with first.open(split, batch_size, **how) as stream:
+    with first.open(split, batch_size, **kwargs) as stream:
         assert same(itertools.islice(stream, stop), whole[:stop])
         position = json.loads(json.dumps(stream.position))
-    with second.open(split, batch_size, **how, position=position) as stream:
+    with second.open(split, batch_size, **kwargs, position=position) as stream:
         assert stream.position == position
         assert stream.report.rows == sum(map(len, whole[:stop]))
         assert same(stream, whole[stop:])
@@ -70,13 +70,13 @@ def test_the_rest_has_the_same_bits(logs, name, batch_size, shuffle_rows, chunk_
 @pytest.mark.parametrize("stop", [0, 1, 5, 8])
 def test_a_data_set_in_memory_goes_on_too(shuffle, stop):
     data = make_synthetic(1000, 500)
-    how = {"seed": 3, "epoch": 2, "shuffle": shuffle}
-    with data.open("train", 128, **how) as stream:
+    kwargs = {"seed": 3, "epoch": 2, "shuffle": shuffle}
+    with data.open("train", 128, **kwargs) as stream:
         assert len(list(itertools.islice(stream, stop))) == stop
         position = json.loads(json.dumps(stream.position))
-    whole = list(data.open("train", 128, **how))
+    whole = list(data.open("train", 128, **kwargs))
     assert len(whole) == 8
-    with data.open("train", 128, **how, position=position) as stream:
+    with data.open("train", 128, **kwargs, position=position) as stream:
         assert same(stream, whole[stop:])
         assert stream.report.rows == 1000
 
@@ -102,8 +102,8 @@ def test_shuffling_stays_inside_windows_and_follows_seed_and_epoch(tmp_path):
     lines = [line(integers={1: str(number)}) for number in range(100)]
     log = ClickLog(write(tmp_path, lines), options(shuffle_rows=25, log_transform=False, chunk_bytes=700))
 
-    def order(**how):
-        return [int(row[1]) for row in rows_of(log, batch_size=10, **how)]
+    def order(**kwargs):
+        return [int(row[1]) for row in rows_of(log, batch_size=10, **kwargs)]
 
     assert order() == list(range(100))
     shuffled = order(shuffle=True)
@@ -124,7 +124,7 @@ def test_a_position_of_something_else_is_refused(tmp_path):
     with log.open("train", 4, shuffle=True) as stream:
         next(stream)
         position = stream.position
-    for data, split, batch_size, how in (
+    for data, split, batch_size, kwargs in (
         (log, "test", 4, {"shuffle": True}),
         (log, "train", 5, {"shuffle": True}),
         (log, "train", 4, {"shuffle": True, "seed": 1}),
@@ -133,7 +133,7 @@ def test_a_position_of_something_else_is_refused(tmp_path):
         (other, "train", 4, {"shuffle": True}),
     ):
         with pytest.raises(ValueError, match="this position is of a stream of other data or with other settings"):
-            data.open(split, batch_size, **how, position=position)
+            data.open(split, batch_size, **kwargs, position=position)
     for wrong, message in (
         ({}, "is not a position of this data set, whose fields are"),
         (position | {"more": 1}, "is not a position of this data set"),
@@ -198,21 +198,21 @@ def test_a_run_that_a_bad_row_stopped_goes_on_without_it(tmp_path):
     lines = random_lines(80)
     path = write(tmp_path, [*lines[:50], b"bad", *lines[50:]])
     strict, lenient = (
-        ClickLog(path, options(on_bad_row=how, chunk_bytes=1000, shuffle_rows=16)) for how in ("raise", "skip")
+        ClickLog(path, options(on_bad_row=kwargs, chunk_bytes=1000, shuffle_rows=16)) for kwargs in ("raise", "skip")
     )
     whole = list(lenient.open("train", 8, shuffle=True))
     with strict.open("train", 8, shuffle=True) as stream:
-        before = list(itertools.islice(stream, 2))
+        initial = list(itertools.islice(stream, 2))
         position = stream.position
     with lenient.open("train", 8, shuffle=True, position=position) as stream:
-        assert same([*before, *stream], whole)
+        assert same([*initial, *stream], whole)
         assert stream.report.skipped == 1
 
 
 def test_a_run_that_left_out_rows_can_not_become_strict(tmp_path):
     lines = random_lines(80)
     path = write(tmp_path, [*lines[:40], b"bad", *lines[40:], b"bad"])
-    strict, lenient = (ClickLog(path, options(on_bad_row=how, chunk_bytes=1000)) for how in ("raise", "skip"))
+    strict, lenient = (ClickLog(path, options(on_bad_row=kwargs, chunk_bytes=1000)) for kwargs in ("raise", "skip"))
     with lenient.open("train", 8) as stream:
         list(itertools.islice(stream, 3))
         early = stream.position
@@ -230,14 +230,14 @@ def test_a_run_that_left_out_rows_can_not_become_strict(tmp_path):
 def test_every_place_of_a_larger_log(tmp_path):
     lines = random_lines(4000, seed=5)
     log = ClickLog(write(tmp_path, lines, "log.txt.gz"), options(shuffle_rows=700, chunk_bytes=60_000))
-    how = {"seed": 1, "epoch": 0, "shuffle": True}
+    kwargs = {"seed": 1, "epoch": 0, "shuffle": True}
     whole, positions = [], []
-    with log.open("train", 64, **how) as stream:
+    with log.open("train", 64, **kwargs) as stream:
         positions.append(stream.position)
         for batch in stream:
             whole.append(batch)
             positions.append(stream.position)
     for place, position in enumerate(positions):
-        with log.open("train", 64, **how, position=position) as stream:
+        with log.open("train", 64, **kwargs, position=position) as stream:
             for a, b in zip(stream, whole[place : place + 3], strict=False):
                 assert all(torch.equal(x, y) for x, y in zip(contents(a), contents(b), strict=True))

@@ -25,8 +25,8 @@ def epoch(data, split, batch_size, world, reading, positions=None, rounds=None, 
     drawn = [[] for _ in streams]
     for _ in itertools.count() if rounds is None else range(rounds):
         batches = [next(stream, None) for stream in streams]
-        for mine, batch in zip(drawn, batches, strict=True):
-            mine += [] if batch is None else [batch]
+        for local, batch in zip(drawn, batches, strict=True):
+            local += [] if batch is None else [batch]
         if not any(batches):
             break
     ranks = [json.loads(json.dumps(stream.position)) for stream in streams]
@@ -38,7 +38,7 @@ def epoch(data, split, batch_size, world, reading, positions=None, rounds=None, 
 
 
 def rows_of(drawn):
-    return [int(row) for mine in drawn for batch in mine for row in batch.dense[:, 0]]
+    return [int(row) for local in drawn for batch in local for row in batch.dense[:, 0]]
 
 
 @settings(max_examples=30)
@@ -68,11 +68,11 @@ def test_every_row_is_seen_once(workers, bundle, kind, size, batch_size, world, 
         seen += rows_of(parts)
         assert rows == len(seen)
     position = json.loads(json.dumps(position))
-    rest, _, rows = epoch(bundle, split, batch_size, world, other, position, **how)
+    remainder, _, rows = epoch(bundle, split, batch_size, world, other, position, **how)
     assert rows == size
-    assert sorted([*seen, *rows_of(rest)]) == list(range(size))
+    assert sorted([*seen, *rows_of(remainder)]) == list(range(size))
     if not worlds:  # as if it had not been interrupted
-        assert all(same(mine[rounds:], after) for mine, after in zip(drawn, rest, strict=True))
+        assert all(same(local[rounds:], final) for local, final in zip(drawn, remainder, strict=True))
 
 
 @pytest.mark.slow
@@ -85,16 +85,16 @@ def test_every_row_is_seen_once(workers, bundle, kind, size, batch_size, world, 
     rounds=st.integers(0, 5),
 )
 def test_every_row_is_seen_once_whatever_happens(workers, bundle, kind, batch_size, shards, worlds, rounds):
-    seen, position, how = [], None, {"shuffle": True}
+    seen, position, kwargs = [], None, {"shuffle": True}
     for number, world in enumerate(worlds):
         reading = workers[(0, 1, 3)[number % 3]]
         parts, position, _ = epoch(
-            bundle, f"{kind}-60/train", batch_size, world, reading, position, rounds, shards, **how
+            bundle, f"{kind}-60/train", batch_size, world, reading, position, rounds, shards, **kwargs
         )
         seen += rows_of(parts)
-    rest, _, rows = epoch(bundle, f"{kind}-60/train", batch_size, 2, None, position, **how)
+    remainder, _, rows = epoch(bundle, f"{kind}-60/train", batch_size, 2, None, position, **kwargs)
     assert rows == 60
-    assert sorted([*seen, *rows_of(rest)]) == list(range(60))
+    assert sorted([*seen, *rows_of(remainder)]) == list(range(60))
 
 
 def test_a_shard_is_drawn_from_in_turn(bundle):
@@ -111,12 +111,12 @@ def test_a_shard_is_drawn_from_in_turn(bundle):
 
 @pytest.mark.parametrize("rounds", [0, 1, 4, 5, 9, 30])
 def test_ranks_with_several_shards_resume_in_their_turn(bundle, rounds):
-    how = {"shards": 5, "shuffle": True}
-    whole, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, **how)
-    before, position, _ = epoch(bundle, "tsv-60/train", 2, 2, None, rounds=rounds, **how)
-    after, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, position, **how)
-    for mine, first, rest in zip(whole, before, after, strict=True):
-        assert same(mine, [*first, *rest])
+    kwargs = {"shards": 5, "shuffle": True}
+    whole, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, **kwargs)
+    initial, position, _ = epoch(bundle, "tsv-60/train", 2, 2, None, rounds=rounds, **kwargs)
+    final, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, position, **kwargs)
+    for local, first, remainder in zip(whole, initial, final, strict=True):
+        assert same(local, [*first, *remainder])
 
 
 def test_one_shard_is_the_stream_itself(bundle):
@@ -191,8 +191,8 @@ def test_bad_rows_of_shards_that_have_ended_are_reported_after_a_resume(tmp_path
     """Of three shards of 20 lines the first begins and ends with 6 bad ones; it ends first, and may be another rank's
     then."""
     lines = [line() if 6 <= number < 14 or number >= 20 else "0\tbad".ljust(len(line())) for number in range(60)]
-    some = {"chunk_bytes": 2 * len(line()), "shuffle_rows": 8}  # those at its end are read after its last batch
-    log = ClickLog(write(tmp_path, lines), options(on_bad_row="skip", **some))
+    subset = {"chunk_bytes": 2 * len(line()), "shuffle_rows": 8}  # those at its end are read after its last batch
+    log = ClickLog(write(tmp_path, lines), options(on_bad_row="skip", **subset))
     position, at = None, 0
     for world, rounds in zip(worlds, (15, 2, None), strict=True):
         streams = [open_shards(log, "train", 2, rank, world, 3, position, shuffle=True) for rank in range(world)]

@@ -47,14 +47,14 @@ def test_splits_are_disjoint_and_complete(tmp_path_factory, num_rows, num_files,
         source = folder / "parquet"
     test, validation = shares
     log = reader(source, SplitRule(by, test, validation), chunk_bytes=chunk_bytes)
-    found = {split: numbers(log, split) for split in ("train", "validation", "test")}
-    assert sorted(itertools.chain(*found.values())) == list(range(num_rows * num_files))
-    assert (bool(found["test"]), bool(found["validation"])) == (test > 0, validation > 0) or by == "random"
-    assert all(rows == sorted(rows) for rows in found.values())
+    actual = {split: numbers(log, split) for split in ("train", "validation", "test")}
+    assert sorted(itertools.chain(*actual.values())) == list(range(num_rows * num_files))
+    assert (bool(actual["test"]), bool(actual["validation"])) == (test > 0, validation > 0) or by == "random"
+    assert all(rows == sorted(rows) for rows in actual.values())
     if by == "end":
-        assert [*found["train"], *found["validation"], *found["test"]] == list(range(num_rows * num_files))
+        assert [*actual["train"], *actual["validation"], *actual["test"]] == list(range(num_rows * num_files))
         expected = test * num_rows * num_files
-        assert abs(len(found["test"]) - expected) <= (0.5 if kind == ".parquet" else 2 + 0.02 * expected)
+        assert abs(len(actual["test"]) - expected) <= (0.5 if kind == ".parquet" else 2 + 0.02 * expected)
 
 
 def test_parquet_is_cut_by_rows_exactly_and_knows_their_number(tmp_path):
@@ -88,14 +88,14 @@ def test_random_rows_do_not_depend_on_chunks_or_splits_of_bad_rows(tmp_path):
     lines = [*numbered(400), "bad"]
     path = write(tmp_path, lines)
     rule = SplitRule("random", 0.25, 0.25)
-    found = [
+    results = [
         {split: numbers(reader(path, rule, chunk_bytes=size, on_bad_row="skip"), split) for split in ("train", "test")}
         for size in (300, 100_000)
     ]
-    assert found[0] == found[1]
-    assert 60 < len(found[0]["test"]) < 140
+    assert results[0] == results[1]
+    assert 60 < len(results[0]["test"]) < 140
     for split, low, high in (("train", 0.0, 0.5), ("test", 0.75, 1.0)):
-        assert found[0][split] == [row for row in range(400) if low <= place_of(row) < high]
+        assert results[0][split] == [row for row in range(400) if low <= place_of(row) < high]
     skipped = 0
     for split in ("train", "validation", "test"):
         with reader(path, rule, on_bad_row="skip").open(split, 64) as stream:
@@ -119,9 +119,9 @@ def test_random_rows_of_a_text_are_those_of_its_copy(tmp_path, quoted):
     assert sorted(itertools.chain(*shards)) == expected
     with text.open("train", 8) as stream:
         next(stream)
-        position, rest = stream.position, [batch.dense[:, 0].tolist() for batch in stream]
+        position, remainder = stream.position, [batch.dense[:, 0].tolist() for batch in stream]
     with text.open("train", 8, position=position) as stream:
-        assert [batch.dense[:, 0].tolist() for batch in stream] == rest
+        assert [batch.dense[:, 0].tolist() for batch in stream] == remainder
 
 
 def test_random_rows_of_earlier_runs_stay_what_they_were(tmp_path):

@@ -84,7 +84,7 @@ def test_batches_are_those_of_the_files_in_their_order(folder):
 def test_a_stream_resumes_while_files_come_and_go(folder, batches):
     log = ClickLog(folder, FOLLOW)
     with log.open("train", 32) as stream:
-        before = [next(stream) for _ in range(batches)]
+        initial = [next(stream) for _ in range(batches)]
         position = json.loads(json.dumps(stream.position))
     contents = log.contents
     plain = ClickLog(folder, LogOptions(SCHEMA))
@@ -93,7 +93,7 @@ def test_a_stream_resumes_while_files_come_and_go(folder, batches):
     move_in(folder, 11, 12)
     end(folder)
     whole = list(ClickLog(folder, FOLLOW).open("train", 32))
-    assert same(before, whole[:batches])
+    assert same(initial, whole[:batches])
     current = int(next(iter(position["offset"] or {"part-8.": 0})).partition("-")[2].partition(".")[0])
     for number in range(8, current):
         (folder / f"part-{number}.parquet").unlink()
@@ -149,8 +149,8 @@ def test_shards_divide_each_file(folder):
     first, second = (open_shards(log, "train", 7, rank, 2, 3) for rank in range(2))
     read = [next(first), next(second), next(first)]
     position = merge_positions([first.position, second.position])
-    rest = list(open_shards(log, "train", 7, positions=json.loads(json.dumps(position))))
-    assert sorted(prices([*read, *rest])) == sorted(prices(log.open("train", 7)))
+    remainder = list(open_shards(log, "train", 7, positions=json.loads(json.dumps(position))))
+    assert sorted(prices([*read, *remainder])) == sorted(prices(log.open("train", 7)))
 
 
 def test_held_out_rows_are_those_of_files(folder, tmp_path):

@@ -15,11 +15,11 @@ def test_best_auc_leaves_room_for_learning_and_for_chance():
 
 @given(st.lists(st.tuples(st.sampled_from([-1e30, -1.0, 0.0, 36.0, 37.0, 1e30]), st.booleans()), min_size=2))
 def test_auc_is_the_share_of_pairs_in_order(rows):
-    clicks, others = ([logit for logit, label in rows if label == wanted] for wanted in (True, False))
-    assume(clicks and others)
-    wins = sum((click > other) + (click == other) / 2 for click in clicks for other in others)
+    clicks, peers = ([logit for logit, label in rows if label == expected] for expected in (True, False))
+    assume(clicks and peers)
+    wins = sum((click > other) + (click == other) / 2 for click in clicks for other in peers)
     logits, labels = torch.tensor([row[0] for row in rows]), torch.tensor([float(row[1]) for row in rows])
-    assert synthetic.exact_auc(logits, labels) == wins / (len(clicks) * len(others))
+    assert synthetic.exact_auc(logits, labels) == wins / (len(clicks) * len(peers))
 
 
 def test_labels_follow_the_hidden_effects():

@@ -71,8 +71,8 @@ def test_workers_keep_few_threads_and_none_of_streams_that_are_gone(workers):
 def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with DataLoaderWorkers(bundle, 2) as workers:
-        with read(workers, "memory-60/train", 8, 1, 2, shuffle=True) as there:
-            assert same(there, bundle.open("memory-60/train", 8, shard=(1, 2), shuffle=True))
+        with read(workers, "memory-60/train", 8, 1, 2, shuffle=True) as remote:
+            assert same(remote, bundle.open("memory-60/train", 8, shard=(1, 2), shuffle=True))
         other = read(workers, "memory-60/train", 4, 1, 2)
         first = read(workers, "slow/killed", 4)  # without a second batch
         next(first)
@@ -192,11 +192,11 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
 def test_workers_that_nobody_else_has_end_with_their_stream():
     """Shards are dealt to them, and the tensors of a data set are in memory once."""
     data = make_synthetic(20_000, 1000)
-    how = {"shards": 5, "shuffle": True}
-    expected = list(open_shards(data, "train", 512, **how))
-    stream = open_shards(data, "train", 512, workers=DataLoaderWorkers(data, 2), **how)
+    options = {"shards": 5, "shuffle": True}
+    expected = list(open_shards(data, "train", 512, **options))
+    stream = open_shards(data, "train", 512, workers=DataLoaderWorkers(data, 2), **options)
     streams = [shard.stream for shard in stream._shards]
-    names = [each.worker.name for each in streams]
+    names = [stream.worker.name for stream in streams]
     assert len(set(names)) == 2
     assert names == (names[:2] * 3)[:5]
     pids = streams[0].workers.pids
@@ -208,7 +208,7 @@ def test_workers_that_nobody_else_has_end_with_their_stream():
         assert all(tensor.is_shared() for tensor in tensors)
     del stream
     assert all(map(process_ends, pids))
-    assert same(open_shards(data, "train", 512, **how), expected)
+    assert same(open_shards(data, "train", 512, **options), expected)
 
 
 class Unpicklable:

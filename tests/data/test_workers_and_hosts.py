@@ -37,15 +37,15 @@ def read(place, request):
 
 
 def test_loose_batches_with_several_ids_arrive_whole(bundle, read):
-    with read("endless/loose", 5) as there, bundle.open("endless/loose", 5) as here:
+    with read("endless/loose", 5) as remote, bundle.open("endless/loose", 5) as local:
         for _ in range(3):
-            a, b = next(there), next(here)
+            a, b = next(remote), next(local)
             assert a.sparse.keys() == b.sparse.keys()
             assert a.sparse.to_lists() == b.sparse.to_lists()
             assert a.sparse.values().dtype == torch.int64
             assert torch.equal(a.dense, b.dense)
             assert torch.equal(a.labels, b.labels)
-            assert (there.position, there.report) == (here.position, here.report)
+            assert (remote.position, remote.report) == (local.position, local.report)
 
 
 @pytest.mark.parametrize(("place", "error"), list(itertools.product(PLACES, ERRORS)))
@@ -66,17 +66,17 @@ def test_errors_come_with_their_type(bundle, place, read, error):
 
 def test_streams_do_not_run_away_from_a_slow_trainer(bundle, place, read):
     """While this process makes many batches of another stream, few are made of this one."""
-    made = bundle.marks(f"made slow trainer {place}")
+    created = bundle.marks(f"made slow trainer {place}")
     with read(f"endless/slow trainer {place}", 20_000) as stream:
         next(stream)
-        made.wait_for(6)
+        created.wait_for(6)
         with bundle.open(f"endless/fast trainer {place}", 20_000) as other:
             for _ in range(60):
                 next(other)
-        assert made.count() <= {"worker": 14, "host": 20}[place]  # those that wait, and some on their way
+        assert created.count() <= {"worker": 14, "host": 20}[place]  # those that wait, and some on their way
         for _ in range(30):  # the network opens its window again when a part of it is empty
             next(stream)
-        made.wait_for(31 + 5)
+        created.wait_for(31 + 5)
 
 
 @pytest.mark.parametrize(

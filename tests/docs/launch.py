@@ -69,8 +69,8 @@ def torchrun(words: list[str]) -> str:
 
     options = get_args_parser().parse_args(words)
     number = min(int(options.nproc_per_node), 2 if options.module else MOST_PROCESSES)
-    what = ["-m"] * options.module + [options.training_script, *map(_on_cpu, options.training_script_args)]
-    return _run([*_launcher(), "--standalone", "--nproc-per-node", str(number), *what])
+    kind = ["-m"] * options.module + [options.training_script, *map(_on_cpu, options.training_script_args)]
+    return _run([*_launcher(), "--standalone", "--nproc-per-node", str(number), *kind])
 
 
 def torchrun_options() -> set[str]:
@@ -90,13 +90,13 @@ def sbatch(text: str) -> str:
         if line.startswith("#SBATCH"):
             option = line.removeprefix("#SBATCH --").partition("=")[0].strip()
             assert option in SBATCH, line
-    for real, here in (
+    for real, local in (
         ("--device cuda", "--device cpu"),
         ("--nproc-per-node 8", "--nproc-per-node 1"),
         ("29500", str(free_port())),
     ):
         assert real in text, real
-        text = text.replace(real, here)
+        text = text.replace(real, local)
     stubs = Path("stubs").absolute()
     stubs.mkdir(exist_ok=True)
     for name, body in {

@@ -37,12 +37,12 @@ def _has(text: str, parts: list[str]) -> bool:
 @cache
 def _texts() -> frozenset[str]:
     """Every text in the source, with holes where values are put in."""
-    found = set()
+    result = set()
     for path in sorted((ROOT / "tritonemb").rglob("*.py")):
         nodes = list(ast.walk(ast.parse(path.read_text())))
         docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-        found.update(text for node in nodes if id(node) not in docstrings for text in _text(node) if text)
-    return frozenset(found)
+        result.update(text for node in nodes if id(node) not in docstrings for text in _text(node) if text)
+    return frozenset(result)
 
 
 def _text(node: ast.AST) -> Iterator[str]:

@@ -152,8 +152,8 @@ class Page:
             missing = [line for line in lines if line.strip() not in source]
             assert not missing, f"{block.name}: {block.title} has no such lines: {missing}"
         elif block.title:
-            there = [Path(block.title, line.split()[0]) for line in lines]
-            missing = [str(path) for path in there if not path.exists()]
+            remote = [Path(block.title, line.split()[0]) for line in lines]
+            missing = [str(path) for path in remote if not path.exists()]
             assert not missing, f"{block.name}: {missing} is not there"
         else:
             raise AssertionError(f"{block.name}: a text block needs a title, which says how it is proven")
@@ -204,10 +204,10 @@ def run_command(command: str, may_fail: bool) -> str:
 def check_output(where: str, expected: list[str], output: str) -> None:
     """AssertionError unless the lines are in the output, in their order, whatever numbers they have."""
     lines = iter(output.splitlines())
-    for wanted in expected:
-        pattern = re.compile(_pattern(wanted))
-        if wanted.strip() != "...":
-            assert any(pattern.fullmatch(line.rstrip()) for line in lines), f"{where}\n{wanted!r} is not in\n{output}"
+    for required in expected:
+        pattern = re.compile(_pattern(required))
+        if required.strip() != "...":
+            assert any(pattern.fullmatch(line.rstrip()) for line in lines), f"{where}\n{required!r} is not in\n{output}"
 
 
 def _pattern(line: str) -> str:
@@ -223,7 +223,7 @@ def _pattern(line: str) -> str:
 
 def _parts(command: str) -> list[list[str]]:
     """The words of the commands between `&&`, without a comment at the end. `<a placeholder>` is one word."""
-    words = shlex.split(re.sub(r"<([^>]*)>", lambda found: f"'{found[0]}'", command), comments=True)
+    words = shlex.split(re.sub(r"<([^>]*)>", lambda result: f"'{result[0]}'", command), comments=True)
     parts: list[list[str]] = [[]]
     for word in words:
         if word == "&&":
@@ -261,19 +261,19 @@ def _check_pip(words: list[str]) -> None:
     names = [word for word in words if not word.startswith("-")]
     assert names, words
     for name in names:
-        found = re.fullmatch(r"(?:tritonemb|\.)(?:\[([a-z,]+)\])?", name)
-        assert found, f"pip install {name}: not this package"
-        unknown = set((found[1] or "").split(",")) - {"", *extras}
+        result = re.fullmatch(r"(?:tritonemb|\.)(?:\[([a-z,]+)\])?", name)
+        assert result, f"pip install {name}: not this package"
+        unknown = set((result[1] or "").split(",")) - {"", *extras}
         assert not unknown, f"pip install {name}: there is no extra {unknown}"
 
 
 @contextmanager
 def _inside(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
+    initial = Path.cwd()
     os.chdir(folder)
     sys.path.insert(0, str(folder))  # as it is for whoever types the blocks there
     try:
         yield
     finally:
         sys.path.remove(str(folder))
-        os.chdir(before)
+        os.chdir(initial)

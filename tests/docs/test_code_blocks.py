@@ -101,15 +101,15 @@ def test_options_that_the_text_names_exist():
 
 
 def options_of_commands() -> set[str]:
-    found = {"--help", "--help-all", "--version", "--preset", "--config", "--resume"}
+    result = {"--help", "--help-all", "--version", "--preset", "--config", "--resume"}
     for command in COMMANDS:
         for flag in ("--help", "--help-all"):
             output = io.StringIO()
             to = contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)
             with to[0], to[1], contextlib.suppress(SystemExit):
                 main([command, flag])
-            found |= set(re.findall(r"--[a-z][a-z-]*", output.getvalue()))
-    return found
+            result |= set(re.findall(r"--[a-z][a-z-]*", output.getvalue()))
+    return result
 
 
 def test_output_is_compared_by_its_words_and_not_by_its_numbers():

@@ -177,10 +177,10 @@ class TestAccelerate:
         resumed = self.prepared(accelerator)
         accelerator.load_state(str(tmp_path / "state"))
         assert self.train(accelerator, resumed, 2) == expected
-        found, whole = (accelerator.unwrap_model(each[0]) for each in (resumed, parts))
-        assert_same_bits(found.state_dict(), whole.state_dict())
+        actual, whole = (accelerator.unwrap_model(item[0]) for item in (resumed, parts))
+        assert_same_bits(actual.state_dict(), whole.state_dict())
         if accelerator.mixed_precision == "no":
-            assert_same_bits(found.state_dict(), trained_by_hand(4).state_dict())
+            assert_same_bits(actual.state_dict(), trained_by_hand(4).state_dict())
 
     def test_a_loss_scale_is_refused(self, accelerator):
         accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -281,11 +281,11 @@ def test_fused_without_an_optimizer_processes_train_as_one(tmp_path: Path):
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
     assert_same_bits(first, second)
     torch.manual_seed(0)
-    alone = Clicks()
-    optimizer = torch.optim.Adagrad(alone.parameters(), lr=0.1)
+    single = Clicks()
+    optimizer = torch.optim.Adagrad(single.parameters(), lr=0.1)
     for user, item, clicked in loader(16):
         optimizer.zero_grad()
-        (alone(user, item) - clicked).square().mean().backward()
+        (single(user, item) - clicked).square().mean().backward()
         optimizer.step()
     # Sums of 16 gradients in another order; Adagrad divides by their size, so that small ones' rounding counts more.
-    torch.testing.assert_close(dict(first), dict(alone.state_dict()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dict(first), dict(single.state_dict()), rtol=1e-4, atol=1e-5)

@@ -67,18 +67,18 @@ def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path)
 
     loads = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc="?https?:|<link\b[^>]*\bhref="?https?:|url\("?https?:""")
     texts = [*tmp_path.rglob("*.html"), *tmp_path.rglob("*.css")]
-    found = {path.name: loads.findall(path.read_text(encoding="utf-8")) for path in texts}
+    result = {path.name: loads.findall(path.read_text(encoding="utf-8")) for path in texts}
     assert texts
-    assert not {name: addresses for name, addresses in found.items() if addresses}
+    assert not {name: addresses for name, addresses in result.items() if addresses}
 
 
 def test_the_pages_ask_for_every_public_name():
     """As the test of the built reference, where mkdocs is not installed."""
-    asked = {
+    requests = {
         line.removeprefix("::: ").strip()
         for page in (ROOT / "docs" / "api").glob("*.md")
         for line in page.read_text().splitlines()
         if line.startswith("::: ")
     }
-    missing = set(public_names()) - asked
+    missing = set(public_names()) - requests
     assert not missing

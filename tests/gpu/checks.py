@@ -156,10 +156,10 @@ def compare(check: Check, device: torch.device) -> None:
     """Raise where results differ."""
     results, expected = check.results(device), check.expected(device)
     assert results, "there is nothing to compare"
-    for number, (actual, wanted) in enumerate(zip(results, expected, strict=True)):
-        units = check.units if wanted is not None and wanted.is_floating_point() else 0
+    for number, (actual, target) in enumerate(zip(results, expected, strict=True)):
+        units = check.units if target is not None and target.is_floating_point() else 0
         torch.testing.assert_close(
-            actual, wanted, rtol=0, atol=units and units * torch.finfo(wanted.dtype).eps * float(wanted.abs().max()),
+            actual, target, rtol=0, atol=units and units * torch.finfo(target.dtype).eps * float(target.abs().max()),
             equal_nan=True, check_device=False, msg=lambda text, number=number: f"{number}: {text}",
         )  # fmt: skip
     te.check_errors()

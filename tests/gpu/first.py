@@ -65,7 +65,7 @@ def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
     speed += ["--commit", commit.read_text()] if commit.exists() else []
     host = ["benchmarks/gpu/launch_cost.py", "--tables", "1", "26", "1000", "--rounds", "3" if rehearse else "100"]
     path = os.pathsep.join(filter(None, (str(PEERS), os.environ.get("PYTHONPATH"))))
-    rest = ["--files", "tests/kernels/test_initial.py"] if rehearse else []
+    remainder = ["--files", "tests/kernels/test_initial.py"] if rehearse else []
     return [
         Stage("device", 0.05, ["benchmarks/gpu/launch_cost.py", "--about"]),
         suite("smoke", 0.16, 10, *smoke, "launches or captured"),
@@ -73,7 +73,7 @@ def stages(out: Path, jobs: int, rehearse: bool, left: bool) -> list[Stage]:
         Stage("speed", 0.32, speed, 20, {"PYTHONPATH": path, "TORCH_COMPILE_DISABLE": "1"}),
         Stage("host", 0.06, host, 3),
         suite("compiled", 0.12, 3, *smoke, "compiled_dlrm_takes"),
-        suite("suite", 0.15, 10, *rest, TRITON_INTERPRET=str(int(rehearse))),
+        suite("suite", 0.15, 10, *remainder, TRITON_INTERPRET=str(int(rehearse))),
     ]
 
 

@@ -61,7 +61,7 @@ def hash_kernels() -> None:
     """Have the keys of all kernels alike in every process: Triton's depend on which were hashed before."""
     from triton.runtime import JITFunction
 
-    for op in (each for each in ops() if TRITON in kernels_of(each)):
+    for op in (item for item in ops() if TRITON in kernels_of(item)):
         for value in list(vars(sys.modules[load(op, TRITON).__module__]).values()):
             if isinstance(value, JITFunction):
                 _ = value.cache_key

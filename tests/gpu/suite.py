@@ -135,12 +135,12 @@ class Suite:
 
     def ended(self, file: str, outcome: Outcome) -> None:
         """Note and print what became of the tests of a file."""
-        tests, before = processes.read_record(outcome.job.record), self.results.get(file, {"seconds": 0.0, "log": ""})
+        tests, initial = processes.read_record(outcome.job.record), self.results.get(file, {"seconds": 0.0, "log": ""})
         counts = Counter(tests.values())
         wrong = {test: became for test, became in tests.items() if became not in (PASSED, SKIPPED, NOT_RUN)}
         status = FAILED if wrong and outcome.status == PASSED else outcome.status  # an earlier process may have failed
-        log = before["log"] if outcome.status == PASSED else outcome.tail
-        seconds = before["seconds"] + outcome.seconds
+        log = initial["log"] if outcome.status == PASSED else outcome.tail
+        seconds = initial["seconds"] + outcome.seconds
         self.results[file] = {
             "status": status, "seconds": seconds, "counts": counts, "wrong": wrong, "log": log,
             "skipped": [test.rpartition("::")[2] for test, became in tests.items() if became == SKIPPED],

@@ -38,9 +38,9 @@ def test_a_hundred_runs_have_the_same_bits(spec, dtype):
         collection = copy.deepcopy(start)
         disturb(stream, 64 + 16 * run)
         outputs = [run_step(collection, *step) for step in steps]
-        found = contents(collection) | {f"output {index}": output for index, output in enumerate(outputs)}
-        expected = expected or found
-        assert_same_bits(found, expected, f"run {run}")
+        actual = contents(collection) | {f"output {index}": output for index, output in enumerate(outputs)}
+        expected = expected or actual
+        assert_same_bits(actual, expected, f"run {run}")
     moved = expected["aligned.weight"] != contents(start)["aligned.weight"]
     assert moved.any()
 
@@ -66,7 +66,7 @@ def test_compiled_steps_have_the_bits_of_eager_ones():
     compiled = torch.compile(twin, fullgraph=True, dynamic=True)
     for batch, grad in on_gpu(hot_steps(collection, 3)):
         expected = run_step(collection, batch, grad)
-        found = compiled(batch)
-        found.backward(grad)
-        assert torch.equal(found, expected)
+        actual = compiled(batch)
+        actual.backward(grad)
+        assert torch.equal(actual, expected)
     assert_same_bits(contents(twin), contents(collection))

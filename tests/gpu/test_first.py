@@ -139,6 +139,6 @@ def test_machine_code_of_other_architectures_is_cleared(tmp_path):
     fat = HEADER.pack(struct.unpack("<I", MAGIC)[0], 1, 16, len(entries)) + entries
     library.write_bytes(b"host code" + MAGIC + b"happens to be here" + fat + b"more")
     assert clear_other_code(library, 90) == (100, 120)
-    found = library.read_bytes()
+    actual = library.read_bytes()
     expected = b"".join(entry(*key, p if key == (2, 90) else bytes(len(p))) for key, p in payloads.items())
-    assert found == b"host code" + MAGIC + b"happens to be here" + fat[:16] + expected + b"more"
+    assert actual == b"host code" + MAGIC + b"happens to be here" + fat[:16] + expected + b"more"

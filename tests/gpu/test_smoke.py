@@ -43,9 +43,9 @@ def test_launches_have_the_references_results(name, device):
     if not rehearsing():
         compare(checks.LAUNCHES[name], device)
         return
-    before = num_launches()
+    initial = num_launches()
     checks.LAUNCHES[name].results(device)
-    assert num_launches() > before
+    assert num_launches() > initial
 
 
 @pytest.mark.triton
@@ -105,23 +105,23 @@ def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     names = ["group-int64", "forward-dim128"]
     variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": "build/cache"}
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    subprocess.run(["git", "init", "-q", here], check=True)
+    local, remote = tmp_path / "here", tmp_path / "there"
+    local.mkdir()
+    subprocess.run(["git", "init", "-q", local], check=True)
     first, *parts, sizes = run_archives(
-        "--cache", "build/cache", "--out", "build/out", *names, cwd=here, **variables
+        "--cache", "build/cache", "--out", "build/out", *names, cwd=local, **variables
     ).splitlines()
     assert first.startswith("For sm_90, triton ")
     assert sum(int(part.split("compiled: ")[1].split(",")[0]) for part in parts) == 4
     assert sizes.startswith("gpu-cache.tar.xz 0.")
-    (there / "build").mkdir(parents=True)
-    with tarfile.open(here / "build" / "out" / "gpu-cache.tar.xz") as tar:
-        tar.extractall(there / "build", filter="data")
+    (remote / "build").mkdir(parents=True)
+    with tarfile.open(local / "build" / "out" / "gpu-cache.tar.xz") as tar:
+        tar.extractall(remote / "build", filter="data")
     for order in (names, names[::-1]):
-        assert run_archives("--here", *order, cwd=there, **variables) == "kernels compiled: 0, from the cache: 4\n"
+        assert run_archives("--here", *order, cwd=remote, **variables) == "kernels compiled: 0, from the cache: 4\n"
     arguments = ("--cache", "build/cache", "--out", "build/out", "--max-mib", "0.001", names[0])
     with pytest.raises(AssertionError, match=r"more than --max-mib 0\.001"):
-        run_archives(*arguments, cwd=here, **variables)
+        run_archives(*arguments, cwd=local, **variables)
 
 
 BANNER = "========= COMPUTE-SANITIZER\n"
@@ -146,8 +146,8 @@ RAN = "===== 1 passed in 2.0s =====\n"
     ],
 )
 def test_a_verdict_is_read_from_the_log(verdict, status, log):
-    found, why = sanitize.verdict(Outcome(Job("memcheck-group", []), status, 1.0, log))
-    assert found == verdict
+    result, why = sanitize.verdict(Outcome(Job("memcheck-group", []), status, 1.0, log))
+    assert result == verdict
     assert (why == "") == (verdict == "clean")
 
 

@@ -71,9 +71,9 @@ def test_lookups_and_gradients_of_weights_do_not_wait_either():
 def test_a_captured_step_has_the_bits_of_eager_ones(name):
     spec = OPTIMIZERS[name](lr=0.05)
     collection, twin = make_gpu_collection(spec), make_gpu_collection(spec)
-    first, *others = on_gpu(hot_steps(collection, 4))
+    first, *peers = on_gpu(hot_steps(collection, 4))
     # A graph replays on the same memory: batches of one size take turns in it.
-    length = min(batch.values().numel() for batch, _ in (first, *others))
+    length = min(batch.values().numel() for batch, _ in (first, *peers))
     batch = te.KeyedJaggedTensor(
         first[0].keys(),
         first[0].values()[:length].clone(),
@@ -81,7 +81,7 @@ def test_a_captured_step_has_the_bits_of_eager_ones(name):
         offsets=first[0].offsets().clamp(max=length),
     )
     grad = first[1].clone()
-    steps = [(values[:length], gradient) for (other, gradient) in others for values in (_shared_ids(other),)]
+    steps = [(values[:length], gradient) for (other, gradient) in peers for values in (_shared_ids(other),)]
     warm_up(lambda: run_step(twin, batch, grad))
     run_step(collection, batch, grad)
     graph = torch.cuda.CUDAGraph()
@@ -182,8 +182,8 @@ def test_forward_and_backward_may_be_captured_in_two_graphs():
     """No stream stays forked where the first capture ends."""
     collection, twin = (make_gpu_collection(te.optim.RowWiseAdagrad(lr=0.1), DLRM_TABLES) for _ in range(2))
     batch, grad = one_id_each(), torch.randn(128, 64, device="cuda")
-    for each in (collection, twin):
-        warm_up(lambda each=each: run_step(each, batch, grad))
+    for entry in (collection, twin):
+        warm_up(lambda item=entry: run_step(item, batch, grad))
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.cuda.graph(forward):
         out = twin(batch)
@@ -238,11 +238,11 @@ def test_a_bad_id_reads_as_zero(one_bad_id):
 
 def test_a_bad_id_that_is_ignored_reads_as_zero_and_updates_nothing(one_bad_id):
     collection = make_gpu_collection(te.optim.SGD(lr=1.0), DLRM_TABLES, bounds_check="ignore")
-    before = contents(collection)
+    initial = contents(collection)
     out = collection(one_bad_id)
-    assert torch.equal(out[1, 32:], before["b.weight"][6] / 2)
+    assert torch.equal(out[1, 32:], initial["b.weight"][6] / 2)
     out.backward(torch.ones_like(out))
     te.check_errors()
-    after = contents(collection)
-    changed = (after["b.weight"] != before["b.weight"]).any(1).nonzero().flatten()
+    final = contents(collection)
+    changed = (final["b.weight"] != initial["b.weight"]).any(1).nonzero().flatten()
     assert changed.tolist() == [5, 6, 7]

@@ -112,20 +112,20 @@ def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, A
     kernel, backend = launch.kernel, make_backend(target)
     options = triton_utils.compiler_options(launch.num_warps, target.backend == "cuda")
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, given = bind(*launch.args, **launch.constants, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
+    bound, specialization, inputs = bind(*launch.args, **launch.constants, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, inputs, bound, specialization, inputs)
     return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
 
 
 def compile_all(case: str, launches: Iterable[Launch], target: str) -> list[Code]:
     """The code of every distinct specialisation among `launches`, in the order of launches."""
-    found: dict[str, Code] = {}
+    result: dict[str, Code] = {}
     for launch in launches:
         source, options = source_of(launch, TARGETS[target])
         key = f"{source.hash()} {launch.num_warps}"
-        if key not in found:
-            found[key] = _compile(case, launch, source, options, target)
-    return list(found.values())
+        if key not in result:
+            result[key] = _compile(case, launch, source, options, target)
+    return list(result.values())
 
 
 def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, Any], target: str) -> Code:
@@ -211,7 +211,7 @@ def in_flight(sass: str) -> tuple[int, int]:
     for instruction in re.findall(r"\*/([^;]*);", sass):
         named = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}
         waits = "DEPBAR" in instruction and "LDGDEPBAR" not in instruction
-        waiting = [each for each in waiting if (named.isdisjoint(each[0]) if each[0] else not waits)]
+        waiting = [item for item in waiting if (named.isdisjoint(item[0]) if item[0] else not waits)]
         load = re.search(r"\bLDG((?:STS)?)((?:\.\w+)*)\s+\D*(\d+)", instruction)
         if load:
             width, first = _width(load[2]), int(load[3])
@@ -228,7 +228,7 @@ def read_amdgcn(assembly: str) -> Figures:
     """With none in flight."""
 
     def number(name: str) -> int:
-        return max([0, *(int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", assembly))])
+        return max([0, *(int(result) for result in re.findall(rf"\.{name}:\s+(\d+)", assembly))])
 
     counts: dict[int, int] = {}
     for name in re.findall(r"\b(?:global|buffer|flat)_load_(\w+)", assembly):
@@ -248,8 +248,8 @@ def _run(tool: str, *arguments: str) -> str:
 
 @functools.cache
 def _tool(name: str) -> str:
-    own = _TOOLS / name
-    return str(own) if own.exists() else name
+    local = _TOOLS / name
+    return str(local) if local.exists() else name
 
 
 def keep(codes: Sequence[Code], case: str, target: str) -> None:

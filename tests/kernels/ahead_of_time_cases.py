@@ -58,12 +58,12 @@ _kernels = TRITON
 def on(device: torch.device | str, kernels: str = TRITON) -> Iterator[None]:
     """Make the problems of cases that are called inside on `device`, the same on each, and serve them by `kernels`."""
     global _device, _kernels
-    before, _device, _kernels = (_device, _kernels), torch.device(device), kernels
+    initial, _device, _kernels = (_device, _kernels), torch.device(device), kernels
     torch.manual_seed(0)
     try:
         yield
     finally:
-        _device, _kernels = before
+        _device, _kernels = initial
 
 
 class Problem(NamedTuple):
@@ -195,7 +195,7 @@ def jagged(weighted: bool, ids: torch.dtype) -> list[Tensor | None]:
 
 def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
     """Two batches of a cache whose tables have these numbers of sets, the second with other rows."""
-    p, found = problem([16] * len(num_sets), num_rows=200), []
+    p, result = problem([16] * len(num_sets), num_rows=200), []
     tags, used, pins = [], [], []
     for sets in num_sets:
         tags.append(torch.full((sets * 32,), -1, device=_device))
@@ -210,8 +210,8 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
         evicted = load("row_cache_allocate_", _kernels)(directory, distinct, slots, now, policy)
         by_group = torch.full_like(rows, -1)
         by_group[: slots.numel()] = slots
-        found += [slots, evicted, load("row_cache_translate", _kernels)(by_group, starts, order, num_groups)]
-    return [*found, *tags, *used, *pins]
+        result += [slots, evicted, load("row_cache_translate", _kernels)(by_group, starts, order, num_groups)]
+    return [*result, *tags, *used, *pins]
 
 
 def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Tensor]:
@@ -220,14 +220,14 @@ def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Te
     assert index.num_sets.numel() == num_partitions
     ids = torch.randint(-(2**63), 2**63 - 1, (capacity * 3 // 2,)).unique().to(_device)
     first, second = (part[: capacity * 3 // 5] for part in (ids[::2], ids[1::2]))
-    found, halves = several_indexes([index], first, [0], 1, half_life), torch.cat([first[:20], second, first[:20]])
-    found += several_indexes([index], halves, [0], 2, half_life)
-    found.append(load("dynamic_remove_", _kernels)(index, ids[::3]))
+    result, halves = several_indexes([index], first, [0], 1, half_life), torch.cat([first[:20], second, first[:20]])
+    result += several_indexes([index], halves, [0], 2, half_life)
+    result.append(load("dynamic_remove_", _kernels)(index, ids[::3]))
     for step in (3, 4):
         indexes = [index, make_index(60, _device, 1)]
-        found += several_indexes(indexes, ids[30 * (step - 3) :][:60], [0, -1, 1], step, half_life)
+        result += several_indexes(indexes, ids[30 * (step - 3) :][:60], [0, -1, 1], step, half_life)
     ids, rows = dynamic_rows(index)
-    return [*found, expired_ids(index, 0, 1), ids, rows, index.uses[rows], *index[4:]]
+    return [*result, expired_ids(index, 0, 1), ids, rows, index.uses[rows], *index[4:]]
 
 
 def several_indexes(
@@ -257,8 +257,10 @@ def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]], tables: Sequence[
     """Pairs of these dtypes, widths and numbers of elements between rows, of tables of 40 moves together."""
     tensors = []
     for rows in (40, 60):
-        made = [torch.randint(100, (rows, width + gap)).to(_device, dtype)[:, :width] for dtype, width, gap in rows_of]
-        tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in made])
+        created = [
+            torch.randint(100, (rows, width + gap)).to(_device, dtype)[:, :width] for dtype, width, gap in rows_of
+        ]
+        tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in created])
     rows = torch.arange(40, device=_device)
     starts = torch.tensor([0, 3, 40, 40], device=_device) if tables else None
     load("move_rows_", _kernels)(*tensors, rows, rows - 1, starts, tables)

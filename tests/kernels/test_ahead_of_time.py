@@ -74,17 +74,17 @@ def most_spilled(code: ahead_of_time.Code, core: bool) -> int:
 
 def complaints(code: ahead_of_time.Code, aligned: bool, core: bool = True) -> list[str]:
     """What is wrong with the code of a launch; `aligned` if its rows begin at multiples of 16 bytes."""
-    found = []
+    results = []
     most = MOST_REGISTERS if code.target.startswith("sm_") else MOST_VECTOR_REGISTERS
     if code.spilled > most_spilled(code, core):
-        found.append(f"spills {code.spilled}, more than {most_spilled(code, core)}")
+        results.append(f"spills {code.spilled}, more than {most_spilled(code, core)}")
     if code.registers > most:
-        found.append(f"needs {code.registers} registers, more than {most}")
+        results.append(f"needs {code.registers} registers, more than {most}")
     if aligned and not code.wide_loads:
-        found.append(f"has no 16-byte load though rows are aligned: {code.loads}")
+        results.append(f"has no 16-byte load though rows are aligned: {code.loads}")
     if aligned and code.in_flight < least_in_flight(code, core):
-        found.append(f"has {code.in_flight} loads in flight, fewer than {least_in_flight(code, core)}")
-    return [f"{code.kernel} for {code.target} {problem} ({code.constants})" for problem in found]
+        results.append(f"has {code.in_flight} loads in flight, fewer than {least_in_flight(code, core)}")
+    return [f"{code.kernel} for {code.target} {problem} ({code.constants})" for problem in results]
 
 
 def says_aligned(launch: Launch, target: str) -> bool:
@@ -143,14 +143,14 @@ def marks(case: Case, target: str) -> tuple[pytest.MarkDecorator, ...]:
 def test_kernels_compile_well(case: Case, target: str) -> None:
     launches = ahead_of_time.record(case.call, target)
     assert launches, "the case launched nothing"
-    codes, found = [], []
+    codes, result = [], []
     for aligned in (True, False):
         chosen = [launch for launch in launches if says_aligned(launch, target) == aligned]
-        made = ahead_of_time.compile_all(case.name, chosen, target)
-        codes += made
-        found += [complaint for code in made for complaint in complaints(code, aligned, case.core)]
+        created = ahead_of_time.compile_all(case.name, chosen, target)
+        codes += created
+        result += [complaint for code in created for complaint in complaints(code, aligned, case.core)]
     ahead_of_time.keep(codes, case.name, target)
-    assert not found, "\n".join(found)
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.more
@@ -176,7 +176,9 @@ def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
 def test_few_registers_are_enough(name, kernel, most):
     """With 64 of them, as many programs of a warp are resident as a processor takes. ptxas gives them out by 8."""
     launches = ahead_of_time.record({case.name: case for case in CASES}[name].call)
-    codes = ahead_of_time.compile_all(name, [each for each in launches if each.kernel.__name__ == kernel], "sm_90")
+    codes = ahead_of_time.compile_all(
+        name, [launch for launch in launches if launch.kernel.__name__ == kernel], "sm_90"
+    )
     assert codes
     assert [code for code in codes if code.registers > most] == []
 
@@ -286,8 +288,8 @@ def test_launches_are_specialised_as_triton_does():
     """Integers equal to 1 and divisible by 16 make a difference, others none."""
     launches = [launch for factor in (1, 16, 3, 5, 32) for launch in toy(256, factor)]
     codes = ahead_of_time.compile_all("toy", launches, "sm_90")
-    found = [code.constants.split()[2] for code in codes]
-    assert found == ["factor=1", "factor%16", "factor"]
+    results = [code.constants.split()[2] for code in codes]
+    assert results == ["factor=1", "factor%16", "factor"]
 
 
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
@@ -354,9 +356,9 @@ def test_the_first_checks_compile_fewer_than_sixty_variants() -> None:
     cpu, variants = torch.device("cpu"), set[tuple[str, int]]()
 
     def count(call: Callable[[], object]) -> None:
-        for each in ahead_of_time.record(call):
-            source, _ = ahead_of_time.source_of(each, ahead_of_time.TARGETS["sm_90"])
-            variants.add((source.hash(), each.num_warps))
+        for item in ahead_of_time.record(call):
+            source, _ = ahead_of_time.source_of(item, ahead_of_time.TARGETS["sm_90"])
+            variants.add((source.hash(), item.num_warps))
 
     for case in CASES:
         if case.name in checks.CORE:

@@ -39,8 +39,8 @@ def test_gradients_are_the_derivative(batch_size, width):
     inputs, product, crossed, grad, bias = problem(batch_size, width, (torch.float64,) * 4)
     leaves = [tensor.requires_grad_() for tensor in (inputs, product, bias)]
     expected = torch.autograd.grad(by_formula(*leaves, crossed), leaves, grad)
-    for mine, theirs in zip(gradient_by_formula(grad, *leaves), expected, strict=True):
-        torch.testing.assert_close(mine, theirs)  # float64 sums in another order
+    for actual, reference in zip(gradient_by_formula(grad, *leaves), expected, strict=True):
+        torch.testing.assert_close(actual, reference)  # float64 sums in another order
 
 
 @given(st.integers(0, 70), st.sampled_from(WIDTHS), st.tuples(DTYPES, DTYPES, DTYPES, DTYPES))
@@ -48,9 +48,9 @@ def test_cpu_kernels_have_the_formulas_bits(batch_size, width, dtypes):
     inputs, product, crossed, grad, bias = problem(batch_size, width, dtypes)
     out, expected = cross_reference(inputs, product, bias, crossed), by_formula(inputs, product, bias, crossed)
     actual, exact = (kernel(grad, inputs, product, bias) for kernel in (cross_gradient_reference, gradient_by_formula))
-    for mine, theirs in zip((out, *actual), (expected, *exact), strict=True):
-        assert mine.dtype == theirs.dtype
-        assert torch.equal(mine, theirs)
+    for value, reference in zip((out, *actual), (expected, *exact), strict=True):
+        assert value.dtype == reference.dtype
+        assert torch.equal(value, reference)
 
 
 @pytest.mark.triton
@@ -81,12 +81,12 @@ class TestTriton:
         monkeypatch.setattr("tritonemb.kernels.cross._MAX_RUNS", 4)
         num_rows = 4 * 32 + 5
         inputs, product, _, grad, bias = (tensor.to(device) for tensor in problem(num_rows, 1, (torch.float32,) * 4))
-        found = cross_gradient(grad, inputs, product, bias)
-        for mine, again in zip(found, cross_gradient(grad, inputs, product, bias), strict=True):
-            assert torch.equal(mine, again)
+        result = cross_gradient(grad, inputs, product, bias)
+        for local, again in zip(result, cross_gradient(grad, inputs, product, bias), strict=True):
+            assert torch.equal(local, again)
         terms = (grad.double() * inputs.double()).cpu()
         # At most 64 / 8 + log2(8) + log2(4) roundings lie between a term and the result.
-        assert_rounded_sums(found[2], terms.sum(0), terms.abs().sum(0), 8 + 3 + 2)
+        assert_rounded_sums(result[2], terms.sum(0), terms.abs().sum(0), 8 + 3 + 2)
 
     @pytest.mark.parametrize("dtype", ROUNDING)
     def test_float32_results_are_rounded_once(self, device, dtype):

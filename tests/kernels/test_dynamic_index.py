@@ -118,8 +118,8 @@ class Model:
         """Victims; and how many ids find no room: then nothing changes."""
         missing = 0
         for partition in self.partitions:
-            wanted = sum(self.of(id) is partition for id in ids)
-            missing += max(0, wanted - partition.room(last))
+            expected = sum(self.of(id) is partition for id in ids)
+            missing += max(0, expected - partition.room(last))
         if missing:
             return [], missing
         new = ids.items()
@@ -196,9 +196,9 @@ def find(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> torch.Tensor:
 def mark(kernels: str, index: DynamicIndex, ids: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`dynamic_find_` of one table; the keys say which rows there are."""
     bounds = torch.tensor([0, ids.numel()], device=ids.device)
-    rows, before, keys = served(kernels, "dynamic_find_")([index], ids, bounds, [0], [step])
+    rows, initial, keys = served(kernels, "dynamic_find_")([index], ids, bounds, [0], [step])
     assert torch.equal(keys == NO_KEY, rows >= 0)
-    return rows, before
+    return rows, initial
 
 
 def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> PendingInsert:
@@ -247,11 +247,11 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> t
         first = rng.randint(0, len(pool) - size)
         ids = rng.sample(pool, size) if rng.random() < 0.6 else pool[first : first + size]  # ids come back, or are new
         met += size
-        action, wanted = rng.random(), torch.tensor(ids, dtype=torch.int64, device=device)
+        action, expected = rng.random(), torch.tensor(ids, dtype=torch.int64, device=device)
         if action < 0.2:
-            assert find(kernels, index, wanted).tolist() == [row_of.get(id, -1) for id in ids]
+            assert find(kernels, index, expected).tolist() == [row_of.get(id, -1) for id in ids]
         elif action < 0.3:
-            gone = served(kernels, "dynamic_remove_")(index, wanted)
+            gone = served(kernels, "dynamic_remove_")(index, expected)
             assert gone.tolist() == [row_of.pop(id, -1) for id in ids]
             for id in ids:
                 model.remove(id)
@@ -276,25 +276,25 @@ def use(
     copies = [part.clone() for part in index]
     known, times = [id for id in ids if id in row_of], random.Random(step).choice((1, 1, 1, MAX_USES))
     new = {id: ids.count(id) * times for id in sorted({*ids} - {*known})}
-    rows, before = mark(kernels, index, torch.tensor(ids, dtype=torch.int64, device=device), step)
+    rows, initial = mark(kernels, index, torch.tensor(ids, dtype=torch.int64, device=device), step)
     assert rows.tolist() == [row_of.get(id, -1) for id in ids]
     steps: dict[int, list[int]] = {}
-    for id, used in zip(ids, before.tolist(), strict=True):
+    for id, used in zip(ids, initial.tolist(), strict=True):
         steps.setdefault(id, []).append(used)
     for id, old in steps.items():
         assert min(old) == (int(DynamicIndex(*copies).last_used[row_of[id]]) if id in row_of else 0)
         assert {*old} <= {min(old), step}
-    found = model.rows()
+    result = model.rows()
     model.mark(known, step)
     victims, missing = model.insert(new, *rule)
     new_ids, counts = (torch.tensor([*part], dtype=torch.int64, device=device) for part in (new.keys(), new.values()))
     assert missing_rows(kernels, index, new_ids, rule[1]) == missing
     if missing:
-        undo_use(index, rows, before)
+        undo_use(index, rows, initial)
         for id in known:
             partition = model.of(id)
-            partition.sets[partition.home(id)][id] = found[id]
-            index.counts[row_of[id]] = found[id].count  # it may have been MAX_USES
+            partition.sets[partition.home(id)][id] = result[id]
+            index.counts[row_of[id]] = result[id].count  # it may have been MAX_USES
         assert all(torch.equal(part, copy) for part, copy in zip(index, copies, strict=True))
         return
     done = add(kernels, index, new_ids, counts, *rule)
@@ -304,14 +304,14 @@ def use(
 
 
 def check_index(index: DynamicIndex, model: Model, row_of: dict[int, int]) -> None:
-    ids, rows = (each.tolist() for each in dynamic_rows(index))
+    ids, rows = (dynamic_row.tolist() for dynamic_row in dynamic_rows(index))
     assert dict(zip(ids, rows, strict=True)) == row_of
     assert {id: Row(int(index.last_used[row]), int(index.counts[row])) for id, row in row_of.items()} == model.rows()
     partitions = model.partitions
     assert all(model.of(id) is partitions[row % len(partitions)] for id, row in row_of.items())
     slots = index.digests.nonzero()[:, 0]
-    held = index.ids[index.rows[slots].long()].tolist()
-    assert index.digests[slots].tolist() == [max(1, of(id) >> 46 & 255) for id in held]
+    occupied = index.ids[index.rows[slots].long()].tolist()
+    assert index.digests[slots].tolist() == [max(1, of(id) >> 46 & 255) for id in occupied]
     assert index.num_sets.tolist() == [len(partition.sets) for partition in partitions]
     assert index.num_rows.tolist() == [len(partition.rows()) for partition in partitions]
     # A row is in an overflow slot only if its set is full.
@@ -356,7 +356,7 @@ def assert_alike(one: DynamicIndex, other: DynamicIndex) -> None:
     def facts(index: DynamicIndex) -> list[torch.Tensor]:
         ids, rows = dynamic_rows(index)
         in_order = index.free.view(-1, index.num_sets.numel()).T
-        free = [each[:n] for each, n in zip(in_order, (index.num_allocated - index.num_rows).tolist(), strict=True)]
+        free = [item[:n] for item, n in zip(in_order, (index.num_allocated - index.num_rows).tolist(), strict=True)]
         return [ids, rows, index.uses[rows], *free, *index[4:]]
 
     for actual, expected in zip(facts(one), facts(other), strict=True):
@@ -375,11 +375,11 @@ def test_ids_of_a_full_partition_are_missing_and_evict_when_they_may(device, ker
     of_partition = [ids[partitions_of(ids, num_partitions) == number] for number in range(num_partitions)]
     ones = torch.ones_like(ids)
     add(kernels, index, of_partition[0][:room], ones[:room], 1, 0, 0)
-    before = [part.clone() for part in index]
+    initial = [part.clone() for part in index]
     new = torch.cat([of_partition[0][room : room + 2], of_partition[-1][-3:]]).sort().values
     missing = 2 if num_partitions > 1 else 5
     assert missing_rows(kernels, index, new, 0) == missing
-    assert all(torch.equal(part, copy) for part, copy in zip(index, before, strict=True))
+    assert all(torch.equal(part, copy) for part, copy in zip(index, initial, strict=True))
     done = add(kernels, index, new, ones[:5], 2, 1, 0)
     assert len(done.evicted_ids) == missing
     assert torch.isin(done.evicted_ids, of_partition[0][:room]).all()
@@ -406,13 +406,13 @@ def test_triton_gives_the_same_rows(device, ids, half_life):
 def test_triton_has_a_part_of_an_index(device):
     ids = torch.randint(-(2**63), 2**63 - 1, (200,)).unique()
     batches = ids[partitions_of(ids, 3) > 0].chunk(2)
-    parts = [make_index(150, each, 3, (1, 2)) for each in ("cpu", device)]
+    parts = [make_index(150, item, 3, (1, 2)) for item in ("cpu", device)]
     for step, batch in enumerate(batches, 1):
         one, other = (
-            insert(part, batch.tolist(), step, kernels=each)
-            for each, part in zip(("cpu", "triton"), parts, strict=True)
+            insert(part, batch.tolist(), step, kernels=item)
+            for item, part in zip(("cpu", "triton"), parts, strict=True)
         )
-        assert [each.tolist() for each in one] == [each.tolist() for each in other]
+        assert [item.tolist() for item in one] == [item.tolist() for item in other]
     assert one.evicted_ids.numel()
     assert_alike(*parts)
 
@@ -423,10 +423,10 @@ def test_an_id_is_used_many_times_at_once(device):
     insert(index, ids.tolist(), 1, kernels="triton")
     index.counts[3] = MAX_USES - 5
     batch = torch.cat([ids, ids.new_full((300,), 7), ids.new_full((90,), 3)])
-    rows, before = mark("triton", index, batch, 2)
+    rows, initial = mark("triton", index, batch, 2)
     assert index.counts[:10].tolist() == [2, 2, 2, MAX_USES, 2, 2, 2, 302, 2, 2]
     assert index.last_used[:10].tolist() == [2] * 10
-    undo_use(index, rows, before)
+    undo_use(index, rows, initial)
     assert index.last_used[:10].tolist() == [1] * 10
     assert index.counts[:10].tolist() == [1, 1, 1, MAX_USES - 91, 1, 1, 1, 1, 1, 1]
 
@@ -443,7 +443,7 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         admitted = torch.rand(90, generator=generator) < 0.8 if step > 2 else None
         clocks = [step, step + 2**30, step]
         rules = [(clock, clock - 2, life) for clock, life in zip(clocks, (0, 4, 0), strict=True)]
-        rows, before, keys = served(kernels, "dynamic_find_")(
+        rows, initial, keys = served(kernels, "dynamic_find_")(
             indexes, values.to(device), bounds.to(device), of_key, clocks
         )
         known = torch.tensor(
@@ -458,16 +458,16 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
             new.admitted[:size] = torch.empty(size, dtype=torch.bool).index_copy_(0, place, admitted[:size]).to(device)
         counts = torch.zeros(3, 5, dtype=torch.int64, device=device)
         starts = served(kernels, "dynamic_room")(indexes, new, rules, counts)
-        assert not before[~known].any()
-        results += [rows.tolist(), (before > 0).tolist(), known.tolist(), counts.tolist()]
-        assert not before[30:40].any()
+        assert not initial[~known].any()
+        results += [rows.tolist(), (initial > 0).tolist(), known.tolist(), counts.tolist()]
+        assert not initial[30:40].any()
         assert counts[:, 3].tolist() == [0, 0, 0]
         new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
         done = served(kernels, "dynamic_commit_insert_")(indexes, new, starts, rules, rows)
         of_ids = new.ids, new.begins.diff(), new.tables, done[0], done[1][:, 1]
         results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
-        found = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]
-        assert torch.equal(found, rows)
+        result = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]
+        assert torch.equal(result, rows)
     return [*results, *indexes]
 
 
@@ -475,9 +475,9 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
 @pytest.mark.usefixtures("poisoned")
 def test_several_tables_at_once_are_as_by_the_reference(request, kernels):
     device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
-    ours, expected = several(kernels, device, 3), several("reference", "cpu", 3)
-    assert ours[:-3] == expected[:-3]
-    for index, reference in zip(ours[-3:], expected[-3:], strict=True):
+    fused, expected = several(kernels, device, 3), several("reference", "cpu", 3)
+    assert fused[:-3] == expected[:-3]
+    for index, reference in zip(fused[-3:], expected[-3:], strict=True):
         assert_alike(DynamicIndex(*(part.cpu() for part in index)), reference)
     evicted = [of_step[8] for of_step in zip(*[iter(expected[:-3])] * 10, strict=True)]
     assert any(row >= 0 for rows in evicted for row in rows)
@@ -488,8 +488,8 @@ def insert(
     index: DynamicIndex, ids: list[int], step: int, protect: int = 0, half_life: int = 0, kernels: str = "cpu"
 ) -> Insertion:
     """Use the known ones and insert the others."""
-    wanted = torch.tensor(sorted(ids), device=index.ids.device)
-    new = wanted[mark(kernels, index, wanted, step)[0] < 0]
+    expected = torch.tensor(sorted(ids), device=index.ids.device)
+    new = expected[mark(kernels, index, expected, step)[0] < 0]
     assert missing_rows(kernels, index, new, step - 1 - protect) == 0
     rule = step, step - 1 - protect, half_life
     return add(kernels, index, new, torch.ones_like(new), *rule)
@@ -589,18 +589,18 @@ def test_overflow_rows_are_found_behind_holes_of_their_list(request, kernels):
 def test_large_batches_are_inserted_alike_on_any_number_of_threads():
     def results(num_threads: int) -> list[torch.Tensor]:
         torch.set_num_threads(num_threads)
-        generator, index, found = torch.Generator().manual_seed(3), make_index(40_000), []
+        generator, index, result = torch.Generator().manual_seed(3), make_index(40_000), []
         for step in range(1, 9):
             ids = torch.randint(-(2**63), 2**63 - 1, (9_000,), generator=generator)
             ids = torch.cat([ids, torch.arange(1_000) << 32]).unique()
-            found += insert(index, ids.tolist(), step, 2)[:3]
-            found.append(find("cpu", index, ids.flip(0)))
-        held = index.digests != 0
-        return [*found, *dynamic_rows(index), index.digests, index.rows[held], *index[5:-1]]
+            result += insert(index, ids.tolist(), step, 2)[:3]
+            result.append(find("cpu", index, ids.flip(0)))
+        occupied = index.digests != 0
+        return [*result, *dynamic_rows(index), index.digests, index.rows[occupied], *index[5:-1]]
 
-    alone, together = results(1), results(2)
-    assert all(torch.equal(one, other) for one, other in zip(alone, together, strict=True))
-    assert any(part.numel() for part in alone[1:32:4])  # rows were evicted
+    single, combined = results(1), results(2)
+    assert all(torch.equal(one, other) for one, other in zip(single, combined, strict=True))
+    assert any(part.numel() for part in single[1:32:4])  # rows were evicted
 
 
 @pytest.mark.slow

@@ -67,12 +67,12 @@ def check_sample_weight_gradients(configs, batch, seed, pooled):
     args = (weights, batch.values(), batch.offsets(), grad, layout)
     # Dot products of up to 257 · 3 normal pairs: float32 loses a few units of the last of about 6 bits of growth.
     tolerance = {"rtol": 1e-5, "atol": 1e-4}
-    found = sample_weight_gradient(*args)
-    torch.testing.assert_close(found, sample_weight_gradient_reference(*args), **tolerance)
+    result = sample_weight_gradient(*args)
+    torch.testing.assert_close(result, sample_weight_gradient_reference(*args), **tolerance)
     scales = torch.ones(batch.values().numel(), dtype=torch.float64, requires_grad=True)
     look_up = plain.pooled_lookup if pooled else plain.unpooled_lookup
     look_up(configs, [weight.double() for weight in weights], batch, scales).backward(grad.double())
-    torch.testing.assert_close(found.double(), scales.grad, **tolerance)
+    torch.testing.assert_close(result.double(), scales.grad, **tolerance)
 
 
 @any_pooling
@@ -87,18 +87,18 @@ def test_a_bag_does_not_depend_on_its_batch(problem, random):
     configs, batch = problem
     layout = make_layout(configs, batch.keys(), True)
     weights = random_weights(configs)
-    together = embedding_bag(weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout, True)
+    combined = embedding_bag(weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout, True)
     for sample in random.sample(range(batch.stride()), min(3, batch.stride())):
         bags = [key * batch.stride() + sample for key in range(len(batch.keys()))]
         positions = torch.cat([torch.arange(batch.offsets()[bag], batch.offsets()[bag + 1]) for bag in bags])
-        alone = te.KeyedJaggedTensor(
+        single = te.KeyedJaggedTensor(
             batch.keys(),
             batch.values()[positions],
             None if batch.weights_or_none() is None else batch.weights()[positions],
             lengths=batch.lengths()[bags],
         )
-        found = embedding_bag(weights, alone.values(), alone.offsets(), alone.weights_or_none(), layout, True)
-        assert torch.equal(found[0], together[sample])
+        result = embedding_bag(weights, single.values(), single.offsets(), single.weights_or_none(), layout, True)
+        assert torch.equal(result[0], combined[sample])
 
 
 @any_pooling

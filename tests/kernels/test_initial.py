@@ -40,11 +40,11 @@ def test_kernels_draw_what_the_reference_draws(
 ):
     rows = None
     if named:
-        some = st.lists(st.integers(0, 2**40), min_size=num_rows, max_size=num_rows)
-        rows = torch.tensor(data.draw(some), dtype=torch.int64)
+        subset = st.lists(st.integers(0, 2**40), min_size=num_rows, max_size=num_rows)
+        rows = torch.tensor(data.draw(subset), dtype=torch.int64)
     args, options = (seed, 0.125), {"first_row": first_row, "first_column": first_column, "rows": rows}
-    found = drawn(implementation, device, (num_rows, dim), *args, **options)
-    assert torch.equal(found, drawn("reference", device, (num_rows, dim), *args, **options))
+    result = drawn(implementation, device, (num_rows, dim), *args, **options)
+    assert torch.equal(result, drawn("reference", device, (num_rows, dim), *args, **options))
 
 
 def test_values_are_philox_of_their_place():
@@ -105,4 +105,4 @@ def test_rows_of_several_tables_are_initialized_at_once(device, implementation, 
 
     results, expected = initialized(implementation, device), initialized("reference", torch.device("cpu"))
     assert all(torch.equal(one, other) for one, other in zip(results, expected, strict=True))
-    assert [int((each != 7.0).flatten(1).any(1).sum()) for each in results[:3]] == [1, 2, 2]
+    assert [int((result != 7.0).flatten(1).any(1).sum()) for result in results[:3]] == [1, 2, 2]

@@ -52,8 +52,8 @@ def test_references_are_a_loop_and_its_derivative(batch_size, num_features, dim)
     torch.testing.assert_close(interaction_reference(dense, sparse), expected, **sums)
     if batch_size:
         expected_grads = torch.autograd.grad(expected, inputs, grad)
-        for mine, theirs in zip(interaction_gradient_reference(grad, dense, sparse), expected_grads, strict=True):
-            torch.testing.assert_close(mine, theirs, **sums)
+        for actual, reference in zip(interaction_gradient_reference(grad, dense, sparse), expected_grads, strict=True):
+            torch.testing.assert_close(actual, reference, **sums)
 
 
 @pytest.mark.triton
@@ -87,8 +87,8 @@ class TestTriton:
         def results(inputs: list[Tensor]) -> tuple[Tensor, ...]:
             return interaction(*inputs[1:]), *interaction_gradient(*inputs)
 
-        alone = results([tensor[2:3] for tensor in inputs])
-        for first, again, single in zip(results(inputs), results(inputs), alone, strict=True):
+        baseline = results([tensor[2:3] for tensor in inputs])
+        for first, again, single in zip(results(inputs), results(inputs), baseline, strict=True):
             assert torch.equal(first, again)
             assert torch.equal(first[2:3], single)
 
@@ -96,8 +96,10 @@ class TestTriton:
         grad, dense, sparse = (tensor.to(device) for tensor in problem(3, 4, 5, torch.float32))
         expanded = grad[:1].expand(3, -1)
         expected = interaction_gradient(expanded.contiguous(), dense, sparse)
-        for mine, theirs in zip(interaction_gradient(expanded, dense.T.contiguous().T, sparse), expected, strict=True):
-            assert torch.equal(mine, theirs)
+        for actual, reference in zip(
+            interaction_gradient(expanded, dense.T.contiguous().T, sparse), expected, strict=True
+        ):
+            assert torch.equal(actual, reference)
 
     def test_not_a_number_stays_in_its_sample(self, device):
         _, dense, sparse = (tensor.to(device) for tensor in problem(3, 4, 5, torch.float32))

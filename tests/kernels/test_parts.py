@@ -60,12 +60,12 @@ def cut(whole: TableCollection, rows: Sequence[Run], columns: Sequence[Run]) -> 
     """The tables of one that has a single table, cut along `rows` and `columns`; with its weights."""
     (config,), (table,) = whole.configs, whole.tables
     parts = []
-    for index, (mine, its) in enumerate(itertools.product(rows, columns)):
-        parts.append(config.shard(f"part{index}", mine, its, [f"part{index}"]))
+    for index, (local, its) in enumerate(itertools.product(rows, columns)):
+        parts.append(config.shard(f"part{index}", local, its, [f"part{index}"]))
     collection = make_collection(parts, whole.optimizer)
     with torch.no_grad():
-        for part, own in zip(parts, collection.tables, strict=True):
-            own.weight.copy_(table.weight[place_of(part)])
+        for part, owned in zip(parts, collection.tables, strict=True):
+            owned.weight.copy_(table.weight[place_of(part)])
     return collection
 
 
@@ -82,23 +82,25 @@ def check_parts_have_the_wholes_bits(
     parts = cut(whole, rows, columns)
     steps = random_steps(whole, NUM_STEPS, batch_size=fewer(30, 9), seed=seed)
     cut_steps = [cut_step(step, parts.configs) for step in steps]
-    before = whole.tables[0].weight.detach().clone()
+    initial = whole.tables[0].weight.detach().clone()
     device = device if implementation == "triton" else torch.device("cpu")
     with use_kernels(implementation):
         for collection, given_steps in ((whole, steps), (parts, cut_steps)):
             collection.to(device)
             train(collection, [(batch.to(device), grad.to(device)) for batch, grad in given_steps])
     te.check_errors()
-    assert not torch.equal(whole.tables[0].weight.cpu(), before)
-    for part, own in zip(parts.configs, parts.tables, strict=True):
+    assert not torch.equal(whole.tables[0].weight.cpu(), initial)
+    for part, local in zip(parts.configs, parts.tables, strict=True):
         where = place_of(part)
         expected = {"weight": whole.tables[0].weight, **dict(whole.tables[0].named_buffers())}
-        actual = {"weight": own.weight, **dict(own.named_buffers())}
+        actual = {"weight": local.weight, **dict(local.named_buffers())}
         assert actual.keys() == expected.keys()
         for name, tensor in expected.items():
-            mine = tensor.detach()[where[: tensor.dim()]].contiguous()
-            same = torch.equal(actual[name].detach().view(torch.uint8), mine.view(torch.uint8))
-            assert same, f"{name} of rows and columns {where}: {(actual[name] != mine).sum()} of {mine.numel()} differ"
+            value = tensor.detach()[where[: tensor.dim()]].contiguous()
+            same = torch.equal(actual[name].detach().view(torch.uint8), value.view(torch.uint8))
+            assert same, (
+                f"{name} of rows and columns {where}: {(actual[name] != value).sum()} of {value.numel()} differ"
+            )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -142,7 +144,7 @@ def test_a_row_and_column_far_from_the_origin(device, implementation, dtype):
     device = device if implementation == "triton" else torch.device("cpu")
     whole = te.TableConfig("whole", 2**35, 2**24, dtype=dtype)
     shard_bounds = (2**33 + 2**31 + 3, 5), (2**23 + 8, 16)
-    found = {}
+    result = {}
     for serving in (implementation, "reference"):
         table = make_collection([whole.shard("part", *shard_bounds, ["part"])], te.optim.SGD(lr=0.1))
         steps = random_steps(table, NUM_STEPS)
@@ -150,8 +152,8 @@ def test_a_row_and_column_far_from_the_origin(device, implementation, dtype):
         table.to(where)
         with use_kernels(serving):
             train(table, [(batch.to(where), grad.to(where)) for batch, grad in steps])
-        found[serving] = table.tables[0].weight.detach().cpu()
-    assert torch.equal(found[implementation], found["reference"])
+        result[serving] = table.tables[0].weight.detach().cpu()
+    assert torch.equal(result[implementation], result["reference"])
     (part,) = table.configs
     layout = make_layout([part], ["part"], True)
     numbers = layout.tables[0, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]].tolist()
@@ -186,8 +188,8 @@ def test_equal_rows_in_other_places_round_differently(device, implementation, co
 
 def held(whole: te.TableConfig, rows: torch.Tensor) -> tuple[torch.Tensor, Layout]:
     """A layout of a table that holds these rows of another, as a cache does; and the tensor that names them."""
-    own = te.TableConfig(whole.name, rows.numel(), whole.embedding_dim, dtype=whole.dtype)
-    layout = make_layout([own], [whole.name], True, rows.device)
+    local = te.TableConfig(whole.name, rows.numel(), whole.embedding_dim, dtype=whole.dtype)
+    layout = make_layout([local], [whole.name], True, rows.device)
     layout.tables[0, ROW_IDS] = rows.data_ptr()
     return rows, layout
 

@@ -117,9 +117,9 @@ def test_int8_is_off_by_at_most_half_a_step(problem):
     matrix = matrix.float().nan_to_num(nan=1.0).clamp(-1e30, 1e30)
     packing = make_packing(parts, matrix.shape[1], INT8)
     message = kernels.quantize_pack_reference(matrix, packing, counter())
-    found = kernels.quantize_unpack_reference(message, packing, torch.float32, counter())
+    result = kernels.quantize_unpack_reference(message, packing, torch.float32, counter())
     for column, width, *_ in packing.pieces.tolist():
-        piece, arrived = matrix[:, column : column + width].double(), found[:, column : column + width].double()
+        piece, arrived = matrix[:, column : column + width].double(), result[:, column : column + width].double()
         if piece.numel():
             extent = piece.amax(1, keepdim=True) - piece.amin(1, keepdim=True)
             # Half a step; eight roundings to float32 of values up to the largest; a range that is too small to divide.
@@ -132,10 +132,10 @@ def test_a_row_that_is_not_finite_arrives_as_nan(bad):
     matrix = torch.randn(3, 7)
     matrix[1, 2] = bad
     saturated, packing = counter(), make_packing([[(0, 4), (4, 3)]], 7, INT8)
-    found = quantize_unpack(quantize_pack(matrix, packing, saturated), packing, torch.float32, saturated)
-    assert found[1, :4].isnan().all()
-    assert found[1, 4:].isfinite().all()
-    assert found[[0, 2]].isfinite().all()
+    result = quantize_unpack(quantize_pack(matrix, packing, saturated), packing, torch.float32, saturated)
+    assert result[1, :4].isnan().all()
+    assert result[1, 4:].isfinite().all()
+    assert result[[0, 2]].isfinite().all()
     assert int(saturated) == 0
 
 
@@ -144,9 +144,9 @@ def test_a_row_that_is_not_finite_arrives_as_nan(bad):
 def test_what_is_finite_stays_finite_and_is_counted(codec, dtype):
     matrix = torch.tensor([EXTREMES]).to(dtype)
     packing, saturated = make_packing([[(0, len(EXTREMES))]], len(EXTREMES), codec), counter()
-    found = quantize_unpack(quantize_pack(matrix, packing, saturated), packing, torch.float32, counter())
-    assert torch.equal(found.isfinite(), matrix.isfinite())
-    assert torch.equal(found.isnan(), matrix.isnan() | (matrix.isinf() & (codec == "fp8_e4m3")))
+    result = quantize_unpack(quantize_pack(matrix, packing, saturated), packing, torch.float32, counter())
+    assert torch.equal(result.isfinite(), matrix.isfinite())
+    assert torch.equal(result.isnan(), matrix.isnan() | (matrix.isinf() & (codec == "fp8_e4m3")))
     largest = LARGEST[codec]
     finite = matrix[matrix.isfinite()].double()
     half_gap = {"fp16": 16.0, "bf16": 2.0**119, "fp8_e4m3": 16.0, "fp8_e5m2": 4096.0}[codec]
@@ -175,8 +175,8 @@ def test_scaling_saturates_on_both_sides():
     largest = torch.finfo(torch.float32).max
     assert message.view(torch.float32).tolist() == [largest, -largest, float(torch.tensor(1e20)), torch.inf]
     assert int(sent) == 2
-    found = quantize_unpack(message, packing, torch.float16, arrived, torch.tensor(0.5))
-    assert found.tolist() == [[65504.0, -65504.0, 65504.0, torch.inf]]
+    result = quantize_unpack(message, packing, torch.float16, arrived, torch.tensor(0.5))
+    assert result.tolist() == [[65504.0, -65504.0, 65504.0, torch.inf]]
     assert int(arrived) == 3
 
 
@@ -191,10 +191,10 @@ def test_rows_say_which_row_of_the_message_is_which(codec, dtype):
     assert torch.equal(message, quantize_pack(moved, packing, counter()))
     plain = quantize_unpack(message, packing, torch.float32, counter())
     several = torch.tensor([3, 3, 0, 10, -1, 11, 7], dtype=dtype)
-    found = quantize_unpack(message, packing, torch.float32, counter(), rows=several)
+    result = quantize_unpack(message, packing, torch.float32, counter(), rows=several)
     known = (several >= 0) & (several < 11)
-    assert torch.equal(found[known], plain[several[known]])
-    assert (found[~known] == 0).all()
+    assert torch.equal(result[known], plain[several[known]])
+    assert (result[~known] == 0).all()
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -241,8 +241,8 @@ def pack_by_hand(
         for columns, codes, parameters in pieces_of(message, packing, num_rows, to):
             x = scale_and_saturate(matrix[row, columns].float(), scale, dtype, saturated)
             if packing.codec == INT8:
-                found, scale_and_offset = row_codes(x.unsqueeze(0))
-                codes.zero_()[: x.numel()] = found[0]
+                result, scale_and_offset = row_codes(x.unsqueeze(0))
+                codes.zero_()[: x.numel()] = result[0]
                 parameters.copy_(scale_and_offset[0].view(torch.uint8))
             else:
                 codes.copy_(cast_by_torch(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
@@ -348,8 +348,8 @@ def test_triton_rounds_to_fp8_like_pytorch(device, codec):
     packing = make_packing([[(0, matrix.shape[1])]], matrix.shape[1], codec, device)
     message = kernels.quantize_pack(matrix, packing, counter(device))
     assert torch.equal(message, matrix[0].to(CODECS[codec].dtype).view(torch.uint8))
-    found = kernels.quantize_unpack(message, packing, torch.float32, counter(device))
-    assert torch.equal(found[0], message.view(CODECS[codec].dtype).float())
+    result = kernels.quantize_unpack(message, packing, torch.float32, counter(device))
+    assert torch.equal(result[0], message.view(CODECS[codec].dtype).float())
 
 
 def test_user_mistakes_have_a_name():

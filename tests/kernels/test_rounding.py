@@ -122,13 +122,13 @@ def test_rounding_to_nearest_is_pytorchs_but_saturates(dtype):
     values = special_values(dtype)
     bits = np.zeros(values.numel(), dtype=np.uint16)
     _narrow(values.numpy(), CODES[dtype], bits)
-    found = torch.from_numpy(bits.view(np.int16)).view(dtype)
-    assert torch.equal(found.view(torch.int16), narrow_by_torch(values, dtype).view(torch.int16))
+    result = torch.from_numpy(bits.view(np.int16)).view(dtype)
+    assert torch.equal(result.view(torch.int16), narrow_by_torch(values, dtype).view(torch.int16))
     plain, largest = values.to(dtype), torch.finfo(dtype).max
     overflowed = plain.isinf() & values.isfinite()
     assert overflowed.any()
-    assert torch.equal(found[~overflowed].view(torch.int16), plain[~overflowed].view(torch.int16))
-    assert (found[overflowed].float().abs() == largest).all()
+    assert torch.equal(result[~overflowed].view(torch.int16), plain[~overflowed].view(torch.int16))
+    assert (result[overflowed].float().abs() == largest).all()
 
 
 @pytest.mark.parametrize("dtype", CODES)
@@ -199,20 +199,20 @@ def test_small_steps_are_not_lost(dtype):
 @pytest.mark.parametrize("dtype", CODES)
 def test_a_rows_rounding_does_not_depend_on_its_batch_or_collection(dtype):
     """Alone in a batch, or with other rows and other tables around it: the same bits."""
-    mine = te.TableConfig("mine", 50, 60, dtype=dtype)
+    local = te.TableConfig("mine", 50, 60, dtype=dtype)
     other = te.TableConfig("other", 70, 60, dtype=dtype)
-    alone = make_collection([mine], te.optim.SGD(lr=0.1))
-    crowd = make_collection([other, mine], te.optim.SGD(lr=0.1))
-    crowd.tables[1].weight.data.copy_(alone.tables[0].weight.data)
+    single = make_collection([local], te.optim.SGD(lr=0.1))
+    crowd = make_collection([other, local], te.optim.SGD(lr=0.1))
+    crowd.tables[1].weight.data.copy_(single.tables[0].weight.data)
     for step in range(5):
         grad = torch.randn(3, 60, generator=torch.Generator().manual_seed(step)).to(dtype)
-        alone(te.KeyedJaggedTensor.from_lists({"mine": [[step], [7], [7]]})).backward(grad)
+        single(te.KeyedJaggedTensor.from_lists({"mine": [[step], [7], [7]]})).backward(grad)
         lists = {"other": [[1], [1, 2], [3], [4]], "mine": [[step], [7], [7], [20, 21, 22]]}
-        rest = torch.randn(4, 120, generator=torch.Generator().manual_seed(99)).to(dtype)
-        rest[:3, 60:] = grad
-        crowd(te.KeyedJaggedTensor.from_lists(lists)).backward(rest)
+        remainder = torch.randn(4, 120, generator=torch.Generator().manual_seed(99)).to(dtype)
+        remainder[:3, 60:] = grad
+        crowd(te.KeyedJaggedTensor.from_lists(lists)).backward(remainder)
     rows = [0, 1, 2, 3, 4, 7]
-    assert torch.equal(contents(alone)["mine.weight"][rows], contents(crowd)["mine.weight"][rows])
+    assert torch.equal(contents(single)["mine.weight"][rows], contents(crowd)["mine.weight"][rows])
 
 
 def test_tables_round_by_streams_of_their_own():
@@ -223,6 +223,6 @@ def test_tables_round_by_streams_of_their_own():
     ids = batch["a"]
     both = te.KeyedJaggedTensor.concat([ids, te.KeyedJaggedTensor(["b"], ids.values(), lengths=ids.lengths())])
     collection(both).backward(torch.cat([grad[:, :64]] * 2, dim=1))
-    after = contents(collection)
-    assert not torch.equal(after["a.weight"], after["b.weight"])
-    torch.testing.assert_close(after["a.weight"], after["b.weight"], rtol=2**-7, atol=1e-4)  # one gap of bfloat16
+    final = contents(collection)
+    assert not torch.equal(final["a.weight"], final["b.weight"])
+    torch.testing.assert_close(final["a.weight"], final["b.weight"], rtol=2**-7, atol=1e-4)  # one gap of bfloat16

@@ -131,9 +131,9 @@ def problems(draw: st.DrawFn, max_steps: int = 6) -> Problem:
     for _ in range(draw(st.integers(1, max_steps))):
         share = draw(st.sampled_from((0.0, 0.1, 0.4, 1.0)))
         chosen = (torch.rand(len(known), generator=generator) < share).tolist()
-        steps.append(sorted(row for row, taken in zip(known, chosen, strict=True) if taken))
-    kept, policy = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from(POLICIES))
-    return Problem(num_rows, num_sets, policy, steps, kept, draw(seeds))
+        steps.append(sorted(row for row, selection in zip(known, chosen, strict=True) if selection))
+    retained, policy = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from(POLICIES))
+    return Problem(num_rows, num_sets, policy, steps, retained, draw(seeds))
 
 
 def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> Model:
@@ -278,9 +278,9 @@ def test_every_position_gets_the_slot_of_its_row(monkeypatch, request, kernels, 
     slot_of = {row: 1000 + index * 7 for index, row in enumerate(groups[0][: int(groups[3])].tolist())}
     slots[: len(slot_of)] = torch.tensor(list(slot_of.values()), dtype=torch.int64)
     translate = served(kernels, "row_cache", "row_cache_translate")
-    found = translate(*(tensor.to(device) for tensor in (slots, *groups[1:])))
-    assert found.dtype == torch.int64
-    assert found.tolist() == [slot_of.get(id, -1) for id in values.tolist()]
+    result = translate(*(tensor.to(device) for tensor in (slots, *groups[1:])))
+    assert result.dtype == torch.int64
+    assert result.tolist() == [slot_of.get(id, -1) for id in values.tolist()]
 
 
 class Pair(NamedTuple):
@@ -363,8 +363,8 @@ def check_moves(kernels: str, problem: TableMoves, device: torch.device | str = 
     of_table = (starts, problem.tables) if len(problem.moves) > 1 else ()
     move = served(kernels, "row_cache", "move_rows_")
     move([pair.to for pair in actual], [pair.source for pair in actual], to, source, *of_table)
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert torch.equal(mine.to_memory.cpu(), theirs.to_memory)  # what lies between rows too
+    for value, reference in zip(actual, expected, strict=True):
+        assert torch.equal(value.to_memory.cpu(), reference.to_memory)  # what lies between rows too
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])

@@ -81,10 +81,10 @@ def test_reference_equals_the_oracle(problem):
 @given(problems())
 def test_cpu_kernel_equals_the_oracle(problem):
     args, values = problem
-    found = filled(cpu_kernels.row_gradients_, args, False)
-    torch.testing.assert_close(found.double(), oracle(args, values), rtol=1e-5, atol=2e-3)
+    result = filled(cpu_kernels.row_gradients_, args, False)
+    torch.testing.assert_close(result.double(), oracle(args, values), rtol=1e-5, atol=2e-3)
     count = int(args[3][3])
-    assert torch.equal(filled(cpu_kernels.row_gradients_, args, True)[:count], found[args[3][0][:count]])
+    assert torch.equal(filled(cpu_kernels.row_gradients_, args, True)[:count], result[args[3][0][:count]])
 
 
 @pytest.mark.parametrize("weighted", [False, True])

@@ -94,8 +94,8 @@ def large_problem(num_rows: Sequence[int], num_values: int, seed: int = 0) -> tu
 def test_large_batches_and_tables_group_alike_on_any_number_of_threads(num_rows, num_threads):
     layout, values, offsets = large_problem(num_rows, 45_001)
     torch.set_num_threads(num_threads)
-    found = row_groups(values, offsets, layout)
-    assert all(torch.equal(*pair) for pair in zip(found, row_groups_reference(values, offsets, layout), strict=True))
+    result = row_groups(values, offsets, layout)
+    assert all(torch.equal(*pair) for pair in zip(result, row_groups_reference(values, offsets, layout), strict=True))
 
 
 def test_pairs_of_up_to_32_bits_have_4_bytes_and_others_8():

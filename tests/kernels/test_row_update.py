@@ -63,15 +63,15 @@ def test_twenty_steps_equal_the_references_thoroughly(name, pooled, data, weight
 def check_custom(configs, name, options, weighted, seed, pooled=True):
     """Against the built-in one. What has one arithmetic has its bits; means of a row and powers may be a unit off."""
     custom, built_in = formulas.custom(name, lr=0.1, **options), OPTIMIZERS[name](lr=0.1, **options)
-    mine, twin = make_collection(configs, custom, pooled), make_collection(configs, built_in, pooled)
-    steps = random_steps(mine, 4, batch_size=7, weighted=weighted, seed=seed)
-    train(mine, steps)
+    local, twin = make_collection(configs, custom, pooled), make_collection(configs, built_in, pooled)
+    steps = random_steps(local, 4, batch_size=7, weighted=weighted, seed=seed)
+    train(local, steps)
     train(twin, steps)
     if name in ("sgd", "adagrad") and "max_norm" not in options:
-        assert_same_bits(contents(mine), contents(twin), title=repr(custom))
+        assert_same_bits(contents(local), contents(twin), title=repr(custom))
     else:
         gap = 0.0 if all(table.dtype == torch.float32 for table in configs) else 0.02  # a 16-bit unit, a few times
-        assert_close(contents(mine), contents(twin), rtol=1e-6 + gap, atol=1e-6 + gap, title=repr(custom))
+        assert_close(contents(local), contents(twin), rtol=1e-6 + gap, atol=1e-6 + gap, title=repr(custom))
 
 
 @pytest.mark.parametrize("elements", [1, 50, 1 << 18])
@@ -137,14 +137,14 @@ def test_a_mistake_in_a_custom_step_names_the_table_and_changes_nothing(implemen
     monkeypatch.setattr(row_update_op, "ELEMENTS_AT_ONCE", 16)
     spec = te.optim.Custom(step=step, states={"sum": "element", "count": "row"})
     collection = make_collection([te.TableConfig("first", 9, 8), te.TableConfig("second", 9, 3)], spec)
-    before = contents(collection)
+    initial = contents(collection)
     with (
         use_kernels(implementation),
         pytest.raises(kind, match=f"^table 'second', all tables are unchanged: .*{message}"),
     ):
         train(collection, random_steps(collection, 1))
     assert 8 in calls
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
 
 
 def test_a_custom_optimizer_may_have_three_states_and_change_what_it_is_given():
@@ -154,18 +154,18 @@ def test_a_custom_optimizer_may_have_three_states_and_change_what_it_is_given():
     batch = te.KeyedJaggedTensor.from_lists({"table": [[1], [4, 1]]})
     for _ in range(2):
         train(collection, [(batch, torch.tensor([[1.0, 2.0, 3.0], [0.0, 2.0, 0.0]]))])
-    found = contents(collection)
-    assert found["table.count"].tolist() == [0, 2, 0, 0, 2, 0]
-    assert found["table.last"][[1, 4]].tolist() == [[1, 4, 3], [0, 2, 0]]
-    assert found["table.sum"][[1, 4]].tolist() == [[2, 8, 6], [0, 4, 0]]
-    assert found["table.weight"][[1, 4]].tolist() == [[-0.75, -3, -2.25], [0, -1.5, 0]]
-    assert not found["table.weight"][[0, 2, 3, 5]].any()
+    result = contents(collection)
+    assert result["table.count"].tolist() == [0, 2, 0, 0, 2, 0]
+    assert result["table.last"][[1, 4]].tolist() == [[1, 4, 3], [0, 2, 0]]
+    assert result["table.sum"][[1, 4]].tolist() == [[2, 8, 6], [0, 4, 0]]
+    assert result["table.weight"][[1, 4]].tolist() == [[-0.75, -3, -2.25], [0, -1.5, 0]]
+    assert not result["table.weight"][[0, 2, 3, 5]].any()
 
 
 @pytest.mark.parametrize("on_nonfinite", ["skip", "raise", "ignore"])
 def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(on_nonfinite):
     configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 5, dtype=torch.bfloat16)]
-    found = []
+    results = []
     for spec in (formulas.custom("adagrad", on_nonfinite=on_nonfinite), te.optim.Adagrad(on_nonfinite=on_nonfinite)):
         collection = make_collection(configs, spec)
         steps = random_steps(collection, 3)
@@ -176,10 +176,10 @@ def test_a_custom_optimizer_meets_gradients_that_are_not_finite_as_others_do(on_
                     train(collection, [step])
             else:
                 train(collection, [step])
-        found.append((contents(collection), collection.skipped_rows()))
-    assert_same_bits(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-    assert any(found[0][1].values()) == (on_nonfinite == "skip")
+        results.append((contents(collection), collection.skipped_rows()))
+    assert_same_bits(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+    assert any(results[0][1].values()) == (on_nonfinite == "skip")
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
@@ -202,26 +202,26 @@ def test_gradients_of_each_lookup_are_those_of_the_output(pooled, implementation
         whole = torch.cat([torch.nn.functional.pad(part, (0, 8 - part.shape[1]), value=torch.nan) for part in parts])
     updated, summed = [], []
     for grad in (whole.to(device), [part.to(device) for part in parts]):
-        own = [weight.clone().to(device) for weight in weights]
+        local = [weight.clone().to(device) for weight in weights]
         counters = (
             [torch.zeros((), dtype=torch.int64, device=device)],
             [torch.zeros(4, dtype=torch.int64, device=device)],
         )
         fused = FusedTables(
-            own, [], *counters, torch.tensor(0.5, device=device), "sgd", list(te.optim.SGD().hyperparameters)
+            local, [], *counters, torch.tensor(0.5, device=device), "sgd", list(te.optim.SGD().hyperparameters)
         )
-        sums = [torch.zeros_like(weight) for weight in own]
+        sums = [torch.zeros_like(weight) for weight in local]
         with use_kernels(implementation):
             row_update_op.row_update_(fused, BatchGradient(grad, offsets, None, values, layout))
             groups = row_update_op.row_groups(values, offsets, layout)
             row_update_op.row_gradients_(sums, BatchGradient(grad, offsets, None, groups, layout))
-        updated.append([weight.cpu() for weight in own])
-        summed.append([each.cpu() for each in sums])
+        updated.append([weight.cpu() for weight in local])
+        summed.append([sum.cpu() for sum in sums])
     for n, weight in enumerate(weights):
         assert torch.equal(updated[0][n], updated[1][n])
         assert torch.equal(summed[0][n], summed[1][n])
         torch.testing.assert_close(updated[1][n], weight - 0.5 * summed[1][n])
-    assert sum(bool(each.any()) for each in summed[1]) == 3
+    assert sum(bool(item.any()) for item in summed[1]) == 3
 
 
 @pytest.mark.parametrize("bag_size", [1, 3])
@@ -361,23 +361,23 @@ def test_twenty_steps_follow_the_formula(spec, pooling, implementation):
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
 def test_rows_outside_the_batch_do_not_change(optimizer):
     collection = make_collection([te.TableConfig("table", 50, 16)], optimizer)
-    before = contents(collection)
+    initial = contents(collection)
     batch = te.KeyedJaggedTensor.from_lists({"table": [[3, 7], [], [3, 49]]})
     train(collection, [(batch, torch.randn(3, 16))])
-    after = contents(collection)
-    others = torch.tensor([row for row in range(50) if row not in (3, 7, 49)])
-    for name in before.keys() - {"step"}:
-        assert torch.equal(after[name][others], before[name][others])
-    assert not torch.equal(after["table.weight"][[3, 7, 49]], before["table.weight"][[3, 7, 49]])
+    final = contents(collection)
+    peers = torch.tensor([row for row in range(50) if row not in (3, 7, 49)])
+    for name in initial.keys() - {"step"}:
+        assert torch.equal(final[name][peers], initial[name][peers])
+    assert not torch.equal(final["table.weight"][[3, 7, 49]], initial["table.weight"][[3, 7, 49]])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_learning_rate_of_zero_leaves_weights(name):
     collection = make_collection([te.TableConfig("table", 5, 16)], OPTIMIZERS[name](lr=0.0))
-    before = contents(collection)
+    initial = contents(collection)
     train(collection, random_steps(collection, 2))
     assert_same_bits(
-        {"table.weight": contents(collection)["table.weight"]}, {"table.weight": before["table.weight"]}, name
+        {"table.weight": contents(collection)["table.weight"]}, {"table.weight": initial["table.weight"]}, name
     )
 
 
@@ -428,9 +428,9 @@ def test_squares_of_rows_of_any_width_are_added_in_one_order():
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
 def test_a_batch_without_ids_changes_nothing_but_the_step(optimizer, batch):
     collection = make_collection([te.TableConfig("table", 5, 16)], optimizer)
-    before = contents(collection)
+    initial = contents(collection)
     train(collection, [(te.KeyedJaggedTensor.from_lists(batch), torch.ones(len(batch["table"]), 16))])
-    assert_same_bits(contents(collection), before | {"step": torch.tensor(1)})
+    assert_same_bits(contents(collection), initial | {"step": torch.tensor(1)})
 
 
 def check_triton_has_the_references_bits(device, configs, optimizer, steps, pooled=True):
@@ -452,8 +452,8 @@ def check_triton_has_the_references_bits(device, configs, optimizer, steps, pool
         train(collection, [(batch.to(device), grad.to(device)) for batch, grad in steps])
     with use_kernels("reference"):
         train(reference, steps)
-    found = {name: tensor.cpu() for name, tensor in contents(collection).items()}
-    assert_same_bits(found, contents(reference), title=repr(optimizer))
+    result = {name: tensor.cpu() for name, tensor in contents(collection).items()}
+    assert_same_bits(result, contents(reference), title=repr(optimizer))
     assert torch.equal(collection.skipped.cpu(), reference.skipped)
 
 
@@ -568,14 +568,14 @@ def train_and_wait(collection, steps):
 def test_triton_raises_gradients_that_are_not_finite_and_changes_nothing(device):
     configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 60)]
     collection = make_collection(configs, te.optim.Adam(lr=0.1, on_nonfinite="raise"), device=device)
-    before = contents(collection)
+    initial = contents(collection)
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2]], "b": [[8], [4, 7]]}).to(device)
     grad = torch.ones(2, 64, device=device)
     grad[1, 30] = torch.nan
     with use_kernels("triton"):
         with pytest.raises(ValueError, match="table 'b': the gradient of row 4 is NaN"):
             train_and_wait(collection, [(batch, grad)])
-        assert_same_bits(contents(collection), before)
+        assert_same_bits(contents(collection), initial)
         train_and_wait(collection, [(batch, torch.ones_like(grad))])
     assert int(collection.step) == 1
 
@@ -586,7 +586,7 @@ def test_triton_updates_rows_beyond_two_to_the_31_elements(device, monkeypatch):
     first_row, dim = 2**31 // 64 + 5, 64
     config = te.TableConfig("table", first_row + 10, dim)
     real = torch.randn(10, dim, device=device)
-    before = real.clone()
+    initial = real.clone()
     far = TablesOfDtype(torch.float32, (real.data_ptr() - 4 * dim * first_row,), 16, 16, dim)
     monkeypatch.setattr(triton, "by_dtype", lambda weights: [far])
     values = torch.tensor([first_row, first_row + 9, first_row], device=device)
@@ -601,7 +601,7 @@ def test_triton_updates_rows_beyond_two_to_the_31_elements(device, monkeypatch):
         FusedTables([real], [], *counters, rate, spec.name, spec.hyperparameters),
         BatchGradient(grad, offsets, None, groups, layout),
     )
-    expected = before.clone()
+    expected = initial.clone()
     expected[0] -= grad[0] + grad[1]
     expected[9] -= grad[0]
     assert torch.equal(real, expected)

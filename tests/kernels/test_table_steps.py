@@ -75,14 +75,14 @@ def apply(
     device = grad.device
     names = [config.name for config in tables.configs]
     lists = batch.to_lists()
-    mine = te.KeyedJaggedTensor.from_lists({name: lists[name] for name in names})
+    local = te.KeyedJaggedTensor.from_lists({name: lists[name] for name in names})
     layout = make_layout(tables.configs, names, True)
-    groups = tuple(group.to(device) for group in row_groups_reference(mine.values(), mine.offsets(), layout))
+    groups = tuple(group.to(device) for group in row_groups_reference(local.values(), local.offsets(), layout))
     skipped, rate = torch.zeros(len(names), dtype=torch.int64, device=device), torch.tensor(0.1, device=device)
     layout = make_layout(tables.configs, names, True, device)
     update(
         FusedTables(tables.weights, tables.states, step, skipped, rate, optimizer.name, optimizer.hyperparameters),
-        BatchGradient(grad, mine.offsets().to(device), None, groups, layout),
+        BatchGradient(grad, local.offsets().to(device), None, groups, layout),
     )
     te.check_errors()
 
@@ -116,24 +116,24 @@ CASES = {
 def test_tables_with_a_step_each_equal_updates_of_one_table_each(optimizer, dtype, update, device):
     device = device_of(update, device)
     tables = make_tables(optimizer, dtype, device)
-    alone = [tables.only(table) for table in range(len(DIMS))]
-    others = [tables.only(table) for table in range(len(DIMS))]
+    single = [tables.only(table) for table in range(len(DIMS))]
+    peers = [tables.only(table) for table in range(len(DIMS))]
     batch, grads = random_update(device)
     step = torch.tensor(STEPS, device=device)
     for _ in range(2):
         apply(update, tables, step, optimizer, batch, torch.cat(grads, dim=1))
     assert step.tolist() == [start + 2 for start in STEPS]
     for table, start in enumerate(STEPS):
-        own = torch.tensor(start, device=device)
+        local = torch.tensor(start, device=device)
         for _ in range(2):
-            apply(update, alone[table], own, optimizer, batch, grads[table])
-            apply(update, others[table], torch.tensor(start + 50, device=device), optimizer, batch, grads[table])
-        assert int(own) == start + 2
-        found = [tables.weights[table], *tables.states[table :: len(DIMS)]]
-        assert same_bits(found, [*alone[table].weights, *alone[table].states]), f"table {table}"
+            apply(update, single[table], local, optimizer, batch, grads[table])
+            apply(update, peers[table], torch.tensor(start + 50, device=device), optimizer, batch, grads[table])
+        assert int(local) == start + 2
+        results = [tables.weights[table], *tables.states[table :: len(DIMS)]]
+        assert same_bits(results, [*single[table].weights, *single[table].states]), f"table {table}"
     # Another step would have been noticed, but where corrections are 1 and nothing is rounded.
     notable = [
-        table for table in range(len(DIMS)) if not same_bits(tables.weights[table : table + 1], others[table].weights)
+        table for table in range(len(DIMS)) if not same_bits(tables.weights[table : table + 1], peers[table].weights)
     ]
     assert notable == [table for table in range(len(DIMS)) if dtype != torch.float32 or STEPS[table] < 1000]
 
@@ -143,13 +143,13 @@ def test_equal_steps_have_the_bits_of_one_that_is_shared(update, device):
     device = device_of(update, device)
     optimizer = te.optim.Adam(lr=0.1)
     shared = make_tables(optimizer, torch.bfloat16, device)
-    own = Tables(shared.configs, [w.clone() for w in shared.weights], [s.clone() for s in shared.states])
+    local = Tables(shared.configs, [w.clone() for w in shared.weights], [s.clone() for s in shared.states])
     batch, grads = random_update(device)
     grad = torch.cat(grads, dim=1)
     apply(update, shared, torch.tensor(41, device=device), optimizer, batch, grad)
     # Steps need not lie side by side.
-    apply(update, own, torch.full((len(DIMS), 2), 41, device=device)[:, 0], optimizer, batch, grad)
-    assert same_bits([*own.weights, *own.states], [*shared.weights, *shared.states])
+    apply(update, local, torch.full((len(DIMS), 2), 41, device=device)[:, 0], optimizer, batch, grad)
+    assert same_bits([*local.weights, *local.states], [*shared.weights, *shared.states])
 
 
 @each_implementation
@@ -157,18 +157,18 @@ def test_all_steps_advance_or_none(update, device):
     device = device_of(update, device)
     optimizer = te.optim.Adam(lr=0.1, on_nonfinite="raise")
     tables = make_tables(optimizer, torch.float32, device)
-    before = [tensor.clone() for tensor in (*tables.weights, *tables.states)]
+    initial = [tensor.clone() for tensor in (*tables.weights, *tables.states)]
     batch, grads = random_update(device)
     step = torch.tensor(STEPS, device=device)
     grad = torch.cat(grads, dim=1)
     with pytest.raises(ValueError, match="gradient of row"):
         apply(update, tables, step, optimizer, batch, grad * torch.nan)
     assert step.tolist() == STEPS
-    assert same_bits([*tables.weights, *tables.states], before)
+    assert same_bits([*tables.weights, *tables.states], initial)
     nobody = te.KeyedJaggedTensor.from_lists({config.name: [[]] for config in tables.configs})
     apply(update, tables, step, optimizer, nobody, grad[:1])
     assert step.tolist() == [start + 1 for start in STEPS]
-    assert same_bits([*tables.weights, *tables.states], before)
+    assert same_bits([*tables.weights, *tables.states], initial)
     apply(update, tables, step, optimizer, batch, grad)
     assert step.tolist() == [start + 2 for start in STEPS]
 
@@ -184,23 +184,23 @@ def test_counters_of_each_table_count_its_own_updates_and_skipped_rows(grouped, 
 
     def update(tables: Tables, steps: list[int], grad: Tensor) -> ops.FusedTables:
         names = [config.name for config in tables.configs]
-        mine = te.KeyedJaggedTensor.from_lists({name: lists[name] for name in names}).to(device)
+        local = te.KeyedJaggedTensor.from_lists({name: lists[name] for name in names}).to(device)
         counters = [
             [torch.tensor(n, device=device) for n in steps],
-            [torch.zeros_like(mine.offsets()[:1]) for _ in names],
+            [torch.zeros_like(local.offsets()[:1]) for _ in names],
         ]
         options = torch.tensor(0.1, device=device), optimizer.name, list(optimizer.hyperparameters)
         fused = ops.FusedTables(tables.weights, tables.states, *counters, *options)
         layout = make_layout(tables.configs, names, True, device)
-        groups = ops.row_groups(mine.values(), mine.offsets(), layout) if grouped else mine.values()
+        groups = ops.row_groups(local.values(), local.offsets(), layout) if grouped else local.values()
         for _ in range(2):
-            ops.row_update_(fused, BatchGradient(grad, mine.offsets(), None, groups, layout))
+            ops.row_update_(fused, BatchGradient(grad, local.offsets(), None, groups, layout))
         return fused
 
-    alone = [update(tables.only(table), [step], grads[table]) for table, step in enumerate(STEPS)]
+    single = [update(tables.only(table), [step], grads[table]) for table, step in enumerate(STEPS)]
     actual = update(tables, STEPS, torch.cat(grads, dim=1))
     assert [*map(int, actual.steps)] == [step + 2 for step in STEPS]
     assert [*map(int, actual.skipped)] == [0, 0, 2 * len({i for ids in lists["table2"] for i in ids}), 0]
     for name in ("weights", "states", "skipped"):
-        expected = zip(*(getattr(of_one, name) for of_one in alone), strict=True)
+        expected = zip(*(getattr(of_one, name) for of_one in single), strict=True)
         assert same_bits(getattr(actual, name), [tensor for tensors in expected for tensor in tensors]), name

@@ -22,9 +22,9 @@ class SlowRecord:
         self.fields, self.together = fields, threading.Barrier(readers)
 
     def __getitem__(self, index: int) -> int:
-        found = self.fields[index]
+        result = self.fields[index]
         self.together.wait(timeout=60)
-        return found
+        return result
 
     def tolist(self) -> list[int]:
         return list(self.fields)
@@ -73,8 +73,8 @@ def search_kernel(values, places, count, wanted, stride):
 def test_a_search_among_more_than_a_billion_values_does_not_wrap(device, count):
     """All values are one number in memory, 0 apart: a sum of two places beyond 2^30 has more than 31 bits."""
     value, place = torch.tensor([7], device=device), torch.full((1,), -1, dtype=torch.int32, device=device)
-    for wanted, expected in ((7, count - 1), (6, 0)):
-        triton_utils.launch(search_kernel, (1,), value, place, count, wanted, 0)
+    for required, expected in ((7, count - 1), (6, 0)):
+        triton_utils.launch(search_kernel, (1,), value, place, count, required, 0)
         assert place.item() == expected
 
 
@@ -110,10 +110,10 @@ def test_a_launch_is_specialised_once(monkeypatch):
     changes = ({}, {"source": room[1:]}, {"source": room.int()}, {"source": None}, {"size": 1}, {"size": 32})
     for change in (*changes, {"size": 2**31 + 3}, {"BLOCK": 16}, {"ALIGN": 16}):
         source, size, scale, block, align = {**usual, **change}.values()
-        before = kernel.compiled
+        initial = kernel.compiled
         for grid in ((2,), (5, 3)):
             triton_utils.launch(kernel, grid, source, size, scale, room, ALIGN=align, BLOCK=block)
-        assert kernel.compiled == before + 1, change
+        assert kernel.compiled == initial + 1, change
     triton_utils.launch(kernel, (2,), room, 5, 0.25, room, ALIGN=4, BLOCK=8)
     assert kernel.compiled == 9
     grid, args = kernel.launched[-1]

@@ -45,10 +45,10 @@ def test_micro_batches_have_the_bits_of_one_batch(optimizer, dtype):
         twin = copy.deepcopy(collection)
         for seed in range(NUM_STEPS):
             steps = random_steps(collection, 4, batch_size=fewer(16, 4), weighted=True, seed=10 * seed)
-            before = contents(collection)
+            initial = contents(collection)
             with collection.accumulate():
                 train(collection, steps)
-                assert_same_bits(contents(collection), before)
+                assert_same_bits(contents(collection), initial)
                 assert int(collection.pending) == 4
             train(twin, [as_one_batch(steps, pooled)])
             assert_same_bits(contents(collection), contents(twin), repr(optimizer))
@@ -73,7 +73,7 @@ def test_micro_batches_of_different_sizes_and_keys_in_any_order():
 def test_an_exception_discards_what_was_gathered():
     collection = make_collection([te.TableConfig("a", 20, 7)], te.optim.Adagrad())
     twin = copy.deepcopy(collection)
-    before = contents(collection)
+    initial = contents(collection)
     steps = random_steps(collection, 4)
 
     def fail_after_two() -> None:
@@ -83,7 +83,7 @@ def test_an_exception_discards_what_was_gathered():
 
     with pytest.raises(KeyError, match="inside"):
         fail_after_two()
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
     assert int(collection.pending) == 0
     with collection.accumulate():
         train(collection, steps[2:])
@@ -95,10 +95,10 @@ def test_an_exception_discards_what_was_gathered():
 
 def test_nothing_gathered_is_no_step():
     collection = make_collection([te.TableConfig("a", 20, 7)], te.optim.Adagrad())
-    before = contents(collection)
+    initial = contents(collection)
     with collection.accumulate():
         pass
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
 
 
 def test_a_backward_after_the_block_of_a_lookup_inside_is_refused():
@@ -160,9 +160,9 @@ def test_misuse_has_a_name():
     with pytest.raises(RuntimeError, match="already active"), collection.accumulate(), collection.accumulate():
         pass
     (batch, grad), *_ = random_steps(collection, 1)
-    before = contents(collection)
+    initial = contents(collection)
     with pytest.raises(ValueError, match="same keys in every micro-batch"), collection.accumulate():
         train(collection, [(batch, grad), (batch.permute([1, 0]), grad)])
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
     train(collection, [(batch, grad)])
     assert int(collection.step) == 1

@@ -40,7 +40,7 @@ def batch_of(u, shared, dtype=torch.int64) -> te.KeyedJaggedTensor:
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_an_id_out_of_range_is_reported_in_full(placement, pooled, value, dtype):
     collection, twin = make(None, pooled, placement), make(None, pooled)
-    before = contents(collection)
+    initial = contents(collection)
     batch = batch_of([[1], [2, 3]], [[0, 4], [1, value]], dtype)
     table = {True: "user" if not 0 <= value < 10 else "genre", False: "shared"}[pooled]
     last = {"user": 9, "genre": 4, "shared": 4}[table]
@@ -52,8 +52,8 @@ def test_an_id_out_of_range_is_reported_in_full(placement, pooled, value, dtype)
             f"table '{table}'", f"id {value} ", "feature 'shared'", "sample 1", "position 6 of values", f"0 to {last}",
         ):  # fmt: skip
             assert part in message, message
-    assert_same_bits(contents(collection), before)
-    assert all(found.lookups == 0 for found in collection.cache_statistics().values())
+    assert_same_bits(contents(collection), initial)
+    assert all(cache_statistic.lookups == 0 for cache_statistic in collection.cache_statistics().values())
     steps = random_steps(twin, 3, batch_size=4)
     train(collection, steps)
     train(twin, steps)
@@ -154,9 +154,9 @@ def test_tables_that_do_not_go_together():
     for kind in both:
         with pytest.raises(TypeError, match="tables must be TableConfig, got 't'"):
             kind(["t"])
-        for alone in (table, None):
+        for single in (table, None):
             with pytest.raises(TypeError, match=r"tables must be a list of TableConfig, got (TableConfig|None)"):
-                kind(alone)
+                kind(single)
     with pytest.raises(ValueError, match="'t' has pooling 'none'; use EmbeddingCollection"):
         both[0]([te.TableConfig("t", 3, 2, pooling="none")])
     with pytest.raises(ValueError, match="'t' has pooling 'mean'; use EmbeddingBagCollection"):
@@ -175,18 +175,18 @@ def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, n
     tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
     collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, on_nonfinite="raise"))
     (batch, grad), good = random_steps(collection, 2, batch_size=BATCH)
-    before = contents(collection)
+    initial = contents(collection)
     sample = 17
     grad[sample, 35] = bad
     rows = batch.to_lists()["second"][sample]
     assert rows
     with pytest.raises(ValueError, match="no table was changed") as caught:
         train(collection, [(batch, grad)])
-    found = re.search(r"table '(\w+)': the gradient of row (\d+)", str(caught.value))
-    assert found
-    assert found[1] == "second"
-    assert int(found[2]) in rows
-    assert_same_bits(contents(collection), before)
+    result = re.search(r"table '(\w+)': the gradient of row (\d+)", str(caught.value))
+    assert result
+    assert result[1] == "second"
+    assert int(result[2]) in rows
+    assert_same_bits(contents(collection), initial)
     train(collection, [good])
     assert int(collection.step) == 1
 
@@ -203,17 +203,17 @@ def test_rows_whose_gradient_is_not_finite_are_skipped_and_counted(name, num_thr
     lists = batch.to_lists()
     skipped = {"first": {*lists["first"][5], *lists["first"][6]}, "second": set(lists["second"][7])}
     assert all(skipped.values())
-    before = contents(collection)
+    initial = contents(collection)
     train(collection, [(batch, grad)])
     assert collection.skipped_rows() == {name: len(rows) for name, rows in skipped.items()}
-    after = contents(collection)
+    final = contents(collection)
     for table, rows in skipped.items():
-        for key in before:
+        for key in initial:
             if key.startswith(table):
-                assert torch.equal(after[key][list(rows)], before[key][list(rows)])
+                assert torch.equal(final[key][list(rows)], initial[key][list(rows)])
         touched = list({row for ids in lists[table] for row in ids} - rows)
-        assert not (after[f"{table}.weight"][touched] == before[f"{table}.weight"][touched]).all(1).any()
-        assert after[f"{table}.weight"].isfinite().all()
+        assert not (final[f"{table}.weight"][touched] == initial[f"{table}.weight"][touched]).all(1).any()
+        assert final[f"{table}.weight"].isfinite().all()
     train(collection, [(batch, grad)])
     assert collection.skipped_rows() == {name: 2 * len(rows) for name, rows in skipped.items()}
 
@@ -225,13 +225,13 @@ WARNING = r"table 'user': rows whose gradient is NaN or infinite are not updated
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_by_default_rows_are_skipped_with_a_warning(placement, bad):
     collection = make(te.optim.SGD(lr=0.1), placement=placement)
-    before = contents(collection)
+    initial = contents(collection)
     gradient = torch.ones(2, 10)
     gradient[1, :4] = bad  # of sample 1's bag of feature "u"
     with pytest.warns(RuntimeWarning, match=WARNING):
         collection(batch_of([[1], [4]], [[2], [3]])).backward(gradient)
-    after = contents(collection)
-    changed = (after["user.weight"] != before["user.weight"]).any(1).nonzero().flatten().tolist()
+    final = contents(collection)
+    changed = (final["user.weight"] != initial["user.weight"]).any(1).nonzero().flatten().tolist()
     assert changed == [1, 2, 3]
     assert collection.skipped_rows() == {"user": 1, "genre": 0}
 
@@ -260,10 +260,10 @@ def test_clipping_comes_before_the_check_but_does_not_hide_nan():
     collection = make_collection(
         [te.TableConfig("t", 3, 2)], te.optim.SGD(lr=1.0, on_nonfinite="raise", max_gradient=0.5)
     )
-    before = contents(collection)["t.weight"]
+    initial = contents(collection)["t.weight"]
     batch = te.KeyedJaggedTensor.from_lists({"t": [[0]]})
     collection(batch).backward(torch.tensor([[float("inf"), -float("inf")]]))
-    torch.testing.assert_close(contents(collection)["t.weight"][0], before[0] - torch.tensor([0.5, -0.5]))
+    torch.testing.assert_close(contents(collection)["t.weight"][0], initial[0] - torch.tensor([0.5, -0.5]))
     with pytest.raises(ValueError, match="table 't'"):
         collection(batch).backward(torch.tensor([[float("nan"), 0.0]]))
 
@@ -271,14 +271,14 @@ def test_clipping_comes_before_the_check_but_does_not_hide_nan():
 @pytest.mark.usefixtures("dynamo")
 def test_compiled_modules_report_the_same():
     collection = make(te.optim.Adam(lr=0.1, on_nonfinite="raise"))
-    before = contents(collection)
+    initial = contents(collection)
     compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
     with pytest.raises(ValueError, match=r"table 'genre': id 7 of feature 'shared', sample 0 \(position 1 of values\)"):
         compiled(batch_of([[1]], [[7]]))
     out = compiled(batch_of([[1]], [[2]]))
     with pytest.raises(ValueError, match="table 'user': the gradient of row 1"):
         out.backward(torch.full((1, 10), float("nan")))
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
 
 
 @pytest.mark.parametrize("optimizer", [None, te.optim.SGD()], ids=["dense", "fused"])

@@ -37,14 +37,14 @@ def _by_kernels(request):
 @pytest.mark.parametrize("message", BAD_OFFSETS)
 def test_kernels_check_offsets_that_nobody_looked_at(message, placement, pooled, optimizer):
     collection = seeded(TABLES if pooled else UNPOOLED, optimizer, pooled, (placement,))
-    before = contents(collection)
+    initial = contents(collection)
     for dtype in (torch.int32, torch.int64):
         offsets = torch.tensor(BAD_OFFSETS[message], dtype=dtype)
         batch = te.KeyedJaggedTensor.unchecked(["u", "shared"], torch.tensor([1, 2, 3, 4]), None, offsets)
         for use in (output_of, type(collection).group) if optimizer else (output_of,):
             with pytest.raises(ValueError, match=message):
                 use(collection, batch)
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
     if optimizer:
         output_of(collection, random_batch({"u": 10, "shared": 10}, ["u", "shared"], 4, 3)).sum().backward()
         assert int(collection.step) == 1

@@ -69,12 +69,12 @@ def test_compiled_steps_equal_the_references(mode):
             for module in twin.collections:
                 train(module, [(batch, grad)])
     for module, expected in zip(model.collections, twin.collections, strict=True):
-        found, wanted = contents(module), contents(expected)
+        actual, required = contents(module), contents(expected)
         if module.optimizer.name == "ftrl":  # sums σ · w, σ of size 1 / lr: so is its unit
             for name in ("a.linear", "b.linear"):
-                torch.testing.assert_close(found.pop(name), wanted.pop(name), rtol=1e-6, atol=1e-4)
+                torch.testing.assert_close(actual.pop(name), required.pop(name), rtol=1e-6, atol=1e-4)
         # Float32 on both sides; squares and norms of a row are summed in another order.
-        assert_close(found, wanted, rtol=1e-6, atol=1e-6, title=repr(module.optimizer))
+        assert_close(actual, required, rtol=1e-6, atol=1e-6, title=repr(module.optimizer))
 
 
 def test_gradients_without_an_optimizer():
@@ -88,8 +88,8 @@ def test_gradients_without_an_optimizer():
         for module, weight in zip((compiled, twin), weights, strict=True):
             module(te.KeyedJaggedTensor(batch.keys(), batch.values(), weight, batch.lengths())).backward(grad)
         assert torch.equal(weights[0].grad, weights[1].grad)
-        for mine, theirs in zip(collection.tables, twin.tables, strict=True):
-            assert torch.equal(mine.weight.grad, theirs.weight.grad)
+        for actual, expected in zip(collection.tables, twin.tables, strict=True):
+            assert torch.equal(actual.weight.grad, expected.weight.grad)
 
 
 @pytest.fixture
@@ -185,12 +185,12 @@ def test_no_table_is_copied_in_the_graph(optimizer):
     collection = make_collection([te.TableConfig("a", NUM_ROWS, DIM)], optimizer)
     pointers = [tensor.data_ptr() for tensor in collection.state_dict().values()]
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [2]]})
-    before = contents(collection)
+    initial = contents(collection)
     _, code = generated_code(collection, batch)
     assert "embedding_bag_fused" in code
     assert "row_update_" in code
     assert table_copies(code) == []
-    assert not torch.equal(contents(collection)["a.weight"], before["a.weight"])
+    assert not torch.equal(contents(collection)["a.weight"], initial["a.weight"])
     assert [tensor.data_ptr() for tensor in collection.state_dict().values()] == pointers
 
 
@@ -226,8 +226,8 @@ def test_two_lookups_in_one_compiled_region():
     (batch1, grad1), (batch2, grad2) = random_steps(collection, 2)
     out = torch.compile(Twice(collection), fullgraph=True, backend="aot_eager")(batch1, batch2)
     expected = (twin(batch1), twin(batch2))
-    for result, wanted in zip(out, expected, strict=True):
-        assert torch.equal(result, wanted)
+    for result, required in zip(out, expected, strict=True):
+        assert torch.equal(result, required)
     torch.autograd.backward(out, [grad1, grad2])
     torch.autograd.backward(expected, [grad1, grad2])
     assert int(collection.step) == int(twin.step) == 2
@@ -245,5 +245,5 @@ def test_every_optimizer_and_dtype_compiles_to_the_same_bits():
     for batch, grad in random_steps(model.collections[0], fewer(5, 2), weighted=True):
         for module in (compiled, twin):
             module(batch).backward(grad.repeat(1, len(model.collections)))
-    for mine, theirs in zip(model.collections, twin.collections, strict=True):
-        assert_same_bits(contents(mine), contents(theirs), mine.optimizer.name)
+    for actual, expected in zip(model.collections, twin.collections, strict=True):
+        assert_same_bits(contents(actual), contents(expected), actual.optimizer.name)

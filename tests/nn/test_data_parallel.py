@@ -38,14 +38,14 @@ def refuse_fused_updates(rank: int, size: int) -> None:
     ids, fused = torch.arange(6).view(3, 2), Model()
     te.fuse(fused, te.optim.SGD())
     for model, name in ((fused, "bag"), (Collected(), "item")):
-        before = copy.deepcopy(model.state_dict())
+        initial = copy.deepcopy(model.state_dict())
         parallel = DistributedDataParallel(model)
         if size == 1:
             parallel(ids).sum().backward()
             continue
         with pytest.raises(RuntimeError, match=f"'{name}' has a fused optimizer, so Dist"):
             parallel(ids)
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        torch.testing.assert_close(model.state_dict(), initial, rtol=0, atol=0)
     plain = Model()
     te.fuse(plain)
     parallel = DistributedDataParallel(plain)

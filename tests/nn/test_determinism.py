@@ -56,9 +56,9 @@ def trained(num_steps: int, num_threads: int, compiled: bool) -> dict[str, torch
 
 @pytest.fixture(scope="module")
 def on_one_thread() -> dict[str, torch.Tensor]:
-    before = torch.get_num_threads()
+    initial = torch.get_num_threads()
     result = trained(NUM_STEPS, 1, compiled=False)
-    torch.set_num_threads(before)
+    torch.set_num_threads(initial)
     return result
 
 
@@ -99,19 +99,19 @@ def test_a_changing_number_of_threads_gives_the_same_bits():
 def test_a_row_is_updated_alike_whatever_else_is_in_the_batch(spec):
     """Samples and features that do not touch a row leave its bits, and the sample's output, as they would be."""
     collection = make_collection(TABLES, spec)
-    alone = copy.deepcopy(collection)
+    single = copy.deepcopy(collection)
     width = sum(config.embedding_dim for config in TABLES)
     for seed in range(fewer(3, 1)):
         grad = torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
-        mine = {config.name: [[3, 9, 3]] for config in TABLES}
+        local = {config.name: [[3, 9, 3]] for config in TABLES}
         more = [[100 + i, 200 + i + seed] for i in range(NUM_OTHERS)]
-        others = {config.name: [[3, 9, 3], *more] for config in TABLES}
-        small = alone(te.KeyedJaggedTensor.from_lists(mine))
-        large = collection(te.KeyedJaggedTensor.from_lists(others))
+        peers = {config.name: [[3, 9, 3], *more] for config in TABLES}
+        small = single(te.KeyedJaggedTensor.from_lists(local))
+        large = collection(te.KeyedJaggedTensor.from_lists(peers))
         assert torch.equal(small[0], large[0])
         small.backward(grad)
         large.backward(torch.cat([grad, torch.ones(NUM_OTHERS, width)]))
-    found, expected = contents(collection), contents(alone)
+    actual, expected = contents(collection), contents(single)
     for name in expected.keys() - {"step"}:
-        assert torch.equal(found[name][[3, 9]], expected[name][[3, 9]]), name
-        assert not torch.equal(found[name], expected[name])
+        assert torch.equal(actual[name][[3, 9]], expected[name][[3, 9]]), name
+        assert not torch.equal(actual[name], expected[name])

@@ -38,9 +38,9 @@ def compare(dynamic: Any, static: Any, padding: int | None = None) -> None:
     assert 0 < int(known.sum()) < len(IDS) + (padding is None)
     assert padding not in dynamic.table.ids().tolist()
     assert torch.equal(dynamic.table.lookup(IDS)[known], static.weight[known])
-    theirs = static.optimizer_states()
+    reference = static.optimizer_states()
     for name, state in dynamic.optimizer_states().items():
-        assert torch.equal(state, theirs[name] if name == "step" else theirs[name][known]), name
+        assert torch.equal(state, reference[name] if name == "step" else reference[name][known]), name
 
 
 def bags(form: str, seed: int) -> tuple[Tensor, ...]:
@@ -63,11 +63,11 @@ def test_bags_are_bitwise_those_of_a_static_module(form, mode, padding):
     for seed in range(3):
         numbers, *offsets = bags(form, seed)
         weights = torch.randn(numbers.shape) if mode == "sum" else None
-        given = [*offsets, weights] if offsets else [None, weights]
+        inputs = [*offsets, weights] if offsets else [None, weights]
         with torch.no_grad():
-            torch.testing.assert_close(dynamic(IDS[numbers], *given), static(numbers, *given))
-        found, wanted = step(dynamic, IDS[numbers], *given), step(static, numbers, *given)
-        torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(dynamic(IDS[numbers], *inputs), static(numbers, *inputs))
+        actual, expected = step(dynamic, IDS[numbers], *inputs), step(static, numbers, *inputs)
+        torch.testing.assert_close(actual, expected)
         if mode == "sum" or padding is None:  # with padding the static module divides sums, and this one scales rows
             compare(dynamic, static, padding)
     assert dynamic.weight.grad is None
@@ -119,12 +119,12 @@ def test_a_resumed_module_is_the_same_to_the_bit(kind):
     loaded = make()
     loaded.load_state_dict(saved)
     copies = [loaded, copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
-    wanted = again(first)
+    expected = again(first)
     for other in copies:
         assert [*other.parameters()] == [other[0].table.weight]
-        assert_same_bits(again(other), wanted)
+        assert_same_bits(again(other), expected)
     first.load_state_dict(saved)
-    assert_same_bits(again(first), wanted)
+    assert_same_bits(again(first), expected)
     with pytest.raises(RuntimeError, match=r'Missing key.*"0.updates"'):
         make().load_state_dict({key: value for key, value in saved.items() if key != "0.updates"})
     with pytest.raises(RuntimeError, match=r'Unexpected key.*"0.momentum"'):
@@ -135,11 +135,11 @@ def test_what_surrounds_a_module():
     module = te.nn.EmbeddingBag(None, DIM, mode="sum", capacity=30, optimizer=te.optim.SGD(lr=0.5))
     assert isinstance(module, te.nn.EmbeddingBag)
     assert repr(module).startswith("DynamicEmbeddingBag(None, 6, mode='sum', optimizer=SGD(lr=0.5")
-    before = module.table.lookup([3])
+    initial = module.table.lookup([3])
     module.set_learning_rate(0.25)
     assert (float(module.learning_rate), module.fused_optimizer.param_groups[0]["lr"]) == (0.25, 0.25)
     torch.compile(module, backend="aot_eager")(torch.tensor([[3, 3]])).sum().backward()
-    assert torch.equal(module.table.lookup([3]), before - 0.5)
+    assert torch.equal(module.table.lookup([3]), initial - 0.5)
     assert module.skipped_rows() == 0
     assert te.fuse(nn.Sequential(module)).left_alone == {"0": "it is a DynamicEmbeddingBag, a class of its own"}
     module.bfloat16()

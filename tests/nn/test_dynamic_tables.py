@@ -57,8 +57,8 @@ def batches(number: int, keys: Sequence[str] = ("user", "item"), seed: int = 0) 
 
 
 def step(model: Any, features: Any, *groups: Any) -> Tensor:
-    found = model(features, *groups)
-    out: Tensor = found if isinstance(found, Tensor) else found.values()
+    result = model(features, *groups)
+    out: Tensor = result if isinstance(result, Tensor) else result.values()
     (out * torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out)).sum().backward()
     return out.detach()
 
@@ -68,9 +68,9 @@ def config(name: str = "user", capacity: int = 200, dim: int = 12, **options: An
 
 
 def table_of(collection: TableCollection, name: str = "user") -> DynamicTable:
-    found = collection[name]
-    assert isinstance(found, DynamicTable)
-    return found
+    result = collection[name]
+    assert isinstance(result, DynamicTable)
+    return result
 
 
 def static_twin(dynamic: TableCollection, tables: Sequence[te.TableConfig], optimizer: Any) -> TableCollection:
@@ -80,23 +80,23 @@ def static_twin(dynamic: TableCollection, tables: Sequence[te.TableConfig], opti
         for t in tables
     ]
     device = dynamic.tables[0].weight.device
-    made = type(dynamic)(static, optimizer, device)
-    for table in made.tables:
+    created = type(dynamic)(static, optimizer, device)
+    for table in created.tables:
         table.weight.data.copy_(table_of(dynamic, table.config.name).initial_values(IDS.to(device)))
-    return made
+    return created
 
 
 def same_rows(dynamic: TableCollection, static: TableCollection) -> None:
     for table in static.tables:
-        mine = table_of(dynamic, table.config.name)
-        assert torch.equal(mine.lookup(IDS), table.weight)
-        saved, known = mine.export(), torch.isin(IDS, mine.ids().cpu())
+        local = table_of(dynamic, table.config.name)
+        assert torch.equal(local.lookup(IDS), table.weight)
+        saved, known = local.export(), torch.isin(IDS, local.ids().cpu())
         assert torch.equal(saved["ids"].cpu(), IDS[known])
         for name, state in table.tensors().items():
             assert torch.equal(saved[name], state[known.to(state.device)]), name
 
 
-@pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda item: item.name)
 def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer, device):
     """Tables on the device, and the same in host memory and on disk."""
     tables = [config(pooling="mean"), config("item", dim=5, features=["item", "user"])]
@@ -107,7 +107,7 @@ def test_it_is_bitwise_a_static_table_of_the_same_rows(optimizer, device):
     for table in tables:
         table_of(low, table.name).seed = table_of(dynamic, table.name).seed
     for batch in batches(6):
-        ids, numbers = (each.to(device) for each in batch)
+        ids, numbers = (item.to(device) for item in batch)
         with torch.no_grad():
             assert torch.equal(dynamic(ids), static(numbers))  # unknown ids among them
         out = step(static, numbers)
@@ -152,8 +152,8 @@ def test_samples_with_unknown_ids_are_read_apart(tier, pooling):
         weights, outputs = torch.randn(60), list[Tensor]()
         for model, values in ((dynamic, IDS[numbers]), (static, numbers)):
             with torch.no_grad():
-                found = model(te.KeyedJaggedTensor(["user", "item"], values, weights, lengths=lengths))
-            outputs.append(found if pooling == "mean" else found.values())
+                result = model(te.KeyedJaggedTensor(["user", "item"], values, weights, lengths=lengths))
+            outputs.append(result if pooling == "mean" else result.values())
         assert torch.equal(*outputs)
 
 
@@ -175,7 +175,7 @@ def rows_by_number(table: DynamicTable, ids: Tensor) -> Tensor:
     return len(IDS) + partitions_of(ids, len(table.index.fallback_rows))
 
 
-@pytest.mark.parametrize("optimizer", configurations(), ids=lambda each: each.name)
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda item: item.name)
 def test_ids_that_are_not_admitted_share_rows_that_are_trained(optimizer):
     """Bitwise rows of a static table, on all tiers, also after a resume on another one."""
     admission, saved = te.AdmissionConfig(probability=0.5), dict[str, Tensor]()
@@ -243,9 +243,9 @@ def test_fallback_rows_are_saved_exported_and_absent_in_older_states(tmp_path):
         exported = table.export(path)
     assert exported["fallback_weight"].shape == (5, 3)
     assert np.array_equal(np.load(tmp_path / "rows.npz")["fallback_sum"], exported["fallback_sum"])
-    found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows.parquet").to_pydict()
-    assert found["ids"] == [3] + [None] * 5
-    assert found["weight"] == torch.cat([exported["weight"], exported["fallback_weight"]]).tolist()
+    result = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows.parquet").to_pydict()
+    assert result["ids"] == [3] + [None] * 5
+    assert result["weight"] == torch.cat([exported["weight"], exported["fallback_weight"]]).tolist()
     older = make(fallback_rows=5)
     state = {
         name: value for name, value in whole.state_dict().items() if name.split(".")[-1] not in ("sketch", "added")
@@ -273,10 +273,10 @@ def test_beside_static_tables_whose_ids_are_checked(tier, static):
         collection(bad)
     assert table_of(collection).ids().tolist() == []
     good = te.KeyedJaggedTensor(["item", "user"], torch.tensor([3, 9, -4, 7]), lengths=torch.tensor([1, 1, 1, 1]))
-    before = collection.state_dict()["item.weight"].clone()
+    initial = collection.state_dict()["item.weight"].clone()
     step(collection, good)
-    after = collection.state_dict()["item.weight"]
-    assert (after != before).any(1).tolist() == [n in (3, 9) for n in range(10)]
+    final = collection.state_dict()["item.weight"]
+    assert (final != initial).any(1).tolist() == [n in (3, 9) for n in range(10)]
 
 
 def test_rows_of_16_bits_are_rounded_by_their_ids_on_every_tier(tier):
@@ -316,7 +316,7 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):
     for ids, _ in batches(15):
         step(first, ids.to(device))
     saved = first.state_dict()
-    kept = copy.deepcopy(saved)
+    retained = copy.deepcopy(saved)
     resumed = make("host" if tier == "disk" else "device")
     table_of(resumed).reset_parameters(seed=5)
     resumed.load_state_dict(saved)
@@ -324,7 +324,7 @@ def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):
         if number >= 15:
             step(resumed, ids.to(device))
             step(first, ids.to(device))
-    assert_same_bits(*({key: value for key, value in state.items() if key != "step"} for state in (saved, kept)))
+    assert_same_bits(*({key: value for key, value in state.items() if key != "step"} for state in (saved, retained)))
     assert_same_bits(first.state_dict(), whole.state_dict())
     assert_same_bits(resumed.state_dict(), whole.state_dict())
     assert table_of(whole).statistics().evictions > 0
@@ -398,10 +398,10 @@ def test_threads_may_prefetch_read_and_evaluate_at_once(tier):
 def test_a_batch_that_was_prefetched_too_early_is_an_error(tier):
     table = config(capacity=30, eviction=te.EvictionConfig(protect=2), **TIERS[tier])
     collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
-    early, *others = [prefetch(collection, bag(id)) for id in range(4)]
+    early, *peers = [prefetch(collection, bag(id)) for id in range(4)]
     with pytest.raises(ValueError, match=r"prefetched 3 batches ago.*protect"):
         step(collection, early)
-    for later in others:
+    for later in peers:
         step(collection, later)
 
 
@@ -479,10 +479,10 @@ def test_a_batch_without_room_changes_nothing(tier):
     tables = [config(capacity=9, **TIERS[tier]), config("item", capacity=4, features=["user"], **TIERS[tier])]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
     step(collection, bag(1, 2))
-    before = collection.state_dict()
+    initial = collection.state_dict()
     with pytest.raises(ValueError, match=r"'item'.*cannot insert 1 of 3 new ids.*capacity.*protect"):
         collection(bag(2, 3, 4, 5))
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
     step(collection, bag(2, 3, 4))
     assert table_of(collection, "item").ids().tolist() == [1, 2, 3, 4]
 
@@ -491,11 +491,11 @@ def test_a_batch_without_room_changes_nothing(tier):
 def test_rows_of_a_snapshot_without_room_change_nothing(tier, all_new):
     collection = te.nn.EmbeddingBagCollection([config(capacity=9, **TIERS[tier])], te.optim.SGD(lr=0.1))
     step(collection, bag(*range(9)))
-    before, saved = collection.state_dict(), table_of(collection).get_state()
+    initial, saved = collection.state_dict(), table_of(collection).get_state()
     saved = {name: saved[name][:2] for name in ("weight", "step", "count")}
     with pytest.raises(ValueError, match=f"has no room for {1 + all_new} of {1 + all_new} new ids"):
         table_of(collection).load_row_state({"ids": torch.tensor([20, 30] if all_new else [3, 30]), **saved})
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
 
 
 @pytest.mark.public
@@ -583,8 +583,8 @@ def test_insert_lookup_remove_and_export(tmp_path, tier):
         assert exported["sum"][[0, 2, 3]].tolist() == [2.0, 1.0, 3.0]
     read = np.load(tmp_path / "rows.npz")
     assert all(np.array_equal(read[name], exported[name]) for name in exported)
-    found = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows.parquet").to_pydict()
-    assert found == {name: value.tolist() for name, value in exported.items()}
+    result = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "rows.parquet").to_pydict()
+    assert result == {name: value.tolist() for name, value in exported.items()}
     assert table.remove([5, 5, 99]) == 1
     assert torch.equal(table.lookup([5]), table.initial_values(torch.tensor([5])))
     for message, call in (
@@ -625,11 +625,11 @@ def test_values_follow_from_seed_and_id_and_not_from_the_capacity():
     small = te.nn.EmbeddingBagCollection([config(capacity=10)], te.optim.SGD())
     torch.manual_seed(0)
     large = te.nn.EmbeddingBagCollection([config(capacity=9_000, init_bound=0.5)], te.optim.SGD())
-    some = table_of(small).lookup(IDS)
-    assert torch.allclose(some * 12**0.5 * 0.5, table_of(large).lookup(IDS), rtol=1e-6)  # one is rounded twice
-    assert float(some.abs().max()) <= 12**-0.5
-    assert len(some.unique()) > 0.99 * some.numel()
-    assert float(some.std()) == pytest.approx(12**-0.5 / 3**0.5, rel=0.1)
+    subset = table_of(small).lookup(IDS)
+    assert torch.allclose(subset * 12**0.5 * 0.5, table_of(large).lookup(IDS), rtol=1e-6)  # one is rounded twice
+    assert float(subset.abs().max()) <= 12**-0.5
+    assert len(subset.unique()) > 0.99 * subset.numel()
+    assert float(subset.std()) == pytest.approx(12**-0.5 / 3**0.5, rel=0.1)
 
 
 def test_capacity_in_bytes():
@@ -688,18 +688,18 @@ def test_what_dynamic_tables_cannot_do_is_said():
 def test_a_state_dict_that_does_not_fit_changes_nothing():
     collection = te.nn.EmbeddingBagCollection([config(capacity=9)], te.optim.SGD(lr=0.1))
     step(collection, bag(1, 2))
-    before = collection.state_dict()
+    initial = collection.state_dict()
     large = te.nn.EmbeddingBagCollection([config(capacity=30)], te.optim.SGD(lr=0.1))
     step(large, bag(*range(20)))
     for change, message in (
         (large.state_dict(), "20 rows.*room for 9"),
-        ({**before, "user.weight": torch.zeros(2, 5)}, "weight must have shape"),
-        ({**before, "user.ids": torch.tensor([1, 1])}, "duplicate id 1"),
-        ({key: value for key, value in before.items() if key != "user.clock"}, "user.clock"),
+        ({**initial, "user.weight": torch.zeros(2, 5)}, "weight must have shape"),
+        ({**initial, "user.ids": torch.tensor([1, 1])}, "duplicate id 1"),
+        ({key: value for key, value in initial.items() if key != "user.clock"}, "user.clock"),
     ):
         with pytest.raises(RuntimeError, match=message):
             collection.load_state_dict(change)
-        assert_same_bits(collection.state_dict(), before)
+        assert_same_bits(collection.state_dict(), initial)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])

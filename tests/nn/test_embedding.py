@@ -108,5 +108,5 @@ def test_empty_tables():
 
 def test_nested_input():
     nested = torch.nested.nested_tensor([torch.tensor([1, 2, 2]), torch.tensor([4])], layout=torch.jagged)
-    theirs, ours = twins(ROW, ROWS, DIM)
-    assert torch.equal(ours(nested).values(), theirs(nested).values())
+    reference, fused = twins(ROW, ROWS, DIM)
+    assert torch.equal(fused(nested).values(), reference(nested).values())

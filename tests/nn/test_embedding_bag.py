@@ -88,20 +88,20 @@ def test_any_options(
 @pytest.mark.parametrize("padding_idx", [None, 1])
 def test_16_bit_rows_are_summed_in_more(dtype, mode, padding_idx):
     """Output and gradients are the exact ones, rounded once: to half a unit in the last place, and float32's errors."""
-    ours = te.nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=padding_idx, dtype=dtype)
+    fused = te.nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=padding_idx, dtype=dtype)
     exact = nn.EmbeddingBag(ROWS, DIM, mode=mode, padding_idx=padding_idx, dtype=torch.float64)
-    exact.load_state_dict(ours.state_dict())
+    exact.load_state_dict(fused.state_dict())
     ids, offsets = random_bags(SIZES, ROWS, torch.int64, False)
     weights = torch.randn(ids.shape).to(dtype).requires_grad_() if mode == "sum" else None
     wide = None if weights is None else weights.detach().double().requires_grad_()
-    output, expected = ours(ids, offsets, weights), exact(ids, offsets, wide)
+    output, expected = fused(ids, offsets, weights), exact(ids, offsets, wide)
     assert output.dtype == dtype
     tolerance = {"rtol": 0.51 * torch.finfo(dtype).eps * (2 if mode == "mean" else 1), "atol": 1e-4}
     torch.testing.assert_close(output.double(), expected, **tolerance)
     gradient = torch.randn(output.shape).to(dtype)
     output.backward(gradient)
     expected.backward(gradient.double())
-    torch.testing.assert_close(ours.weight.grad.double(), exact.weight.grad, rtol=torch.finfo(dtype).eps, atol=1e-2)
+    torch.testing.assert_close(fused.weight.grad.double(), exact.weight.grad, rtol=torch.finfo(dtype).eps, atol=1e-2)
     if weights is not None:
         torch.testing.assert_close(weights.grad.double(), wide.grad, **tolerance)
 
@@ -113,8 +113,8 @@ def test_derivatives_of_any_order(mode, padding_idx):
     ids, offsets = random_bags([2, 0, 3], 5, torch.int64, False)
     weights = torch.randn(5, dtype=torch.float64, requires_grad=True) if mode == "sum" else None
 
-    def look_up(weight, *given):
-        return torch.func.functional_call(module, {"weight": weight}, (ids, offsets, *given))
+    def look_up(weight, *args):
+        return torch.func.functional_call(module, {"weight": weight}, (ids, offsets, *args))
 
     inputs = [module.weight.detach().clone().requires_grad_(), *([] if weights is None else [weights])]
     assert torch.autograd.gradcheck(look_up, inputs)
@@ -225,9 +225,9 @@ def test_with_padding_the_last_bag_has_all_that_is_left(mode, sparse, offsets):
         ROWS, DIM, mode=mode if mode != "max" else "sum", include_last_offset=True, padding_idx=1,
         optimizer=te.optim.SGD(lr=1.0),
     )  # fmt: skip
-    before = fused.weight.detach().clone()
+    initial = fused.weight.detach().clone()
     fused(ids, torch.tensor(offsets)).sum().backward()
-    assert (fused.weight != before).any(1).nonzero().flatten().tolist() == [2, 4, 5]
+    assert (fused.weight != initial).any(1).nonzero().flatten().tolist() == [2, 4, 5]
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -264,7 +264,7 @@ SERVED += [{"mode": "mean", "scale_grad_by_freq": True}, {"mode": "sum", "max_no
 
 def looked_up(module, call, ids, offsets, *weights):
     """The result, and all that a backward pass changes."""
-    weights = [each.clone().requires_grad_() for each in weights]
+    weights = [weight.clone().requires_grad_() for weight in weights]
     output = call(ids, offsets, *weights)
     output.square().sum().backward()
     gradient = module.weight if module.weight.grad is None else dense(module.weight.grad)
@@ -288,9 +288,9 @@ def test_ids_behind_the_last_offset_belong_to_no_bag(options, dtype):
         module = te.nn.EmbeddingBag(ROWS, DIM, include_last_offset=True, dtype=dtype, optimizer=optimizer, **options)
         twin = copy.deepcopy(module)
         weights = [torch.randn(5, dtype=dtype)] if options == {"mode": "sum"} else []
-        found = looked_up(module, module, ids, offsets, *weights)
-        short = [ids[:3], offsets, *(each[:3] for each in weights)]
-        torch.testing.assert_close(found, looked_up(twin, twin, *short))
+        result = looked_up(module, module, ids, offsets, *weights)
+        short = [ids[:3], offsets, *(weight[:3] for weight in weights)]
+        torch.testing.assert_close(result, looked_up(twin, twin, *short))
         with torch.no_grad():
             torch.testing.assert_close(module(ids, offsets, *weights), twin(*short))
 
@@ -304,9 +304,9 @@ def test_compiled_too_ids_behind_the_last_offset_belong_to_no_bag(mode):
         twin = copy.deepcopy(module)
         compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
         for ids, offsets in (SHORT, (SHORT[0], SHORT[1] * 0), (SHORT[0][:4], torch.tensor([0, 3, 4]))):
-            found, wanted = looked_up(module, compiled, ids, offsets), looked_up(twin, twin, ids, offsets)
-            for name, expected in wanted.items():
-                torch.testing.assert_close(found[name], expected, **TOLERANCE)
+            actual, required = looked_up(module, compiled, ids, offsets), looked_up(twin, twin, ids, offsets)
+            for name, expected in required.items():
+                torch.testing.assert_close(actual[name], expected, **TOLERANCE)
             module.weight.grad = twin.weight.grad = None
 
 
@@ -348,10 +348,10 @@ def test_nested_input():
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
     weights = torch.nested.nested_tensor_from_jagged(torch.rand(4), nested.offsets())
     for mode in ("sum", "mean"):
-        theirs, ours = twins(BAG, ROWS, DIM, mode=mode)
-        compare(theirs, ours, nested)
-    theirs, ours = twins(BAG, ROWS, DIM, mode="sum")
-    torch.testing.assert_close(ours(nested, None, weights), theirs(nested, None, weights), **TOLERANCE)
+        reference, fused = twins(BAG, ROWS, DIM, mode=mode)
+        compare(reference, fused, nested)
+    reference, fused = twins(BAG, ROWS, DIM, mode="sum")
+    torch.testing.assert_close(fused(nested, None, weights), reference(nested, None, weights), **TOLERANCE)
 
 
 class TestFused:

@@ -148,11 +148,11 @@ def test_the_order_of_keys_does_not_matter(problem):
     parts = out.split(collection.embedding_dims, dim=1)
     names = [(config, feature) for config in configs for feature in config.feature_names]
     for (config, feature), part in zip(names, parts, strict=True):
-        alone = make_collection(
+        single = make_collection(
             [te.TableConfig("t", config.num_embeddings, config.embedding_dim, [feature], config.pooling)], None
         )
-        alone.tables[0].weight.data.copy_(collection._modules[config.name].weight.data)
-        assert torch.equal(alone(batch), part)
+        single.tables[0].weight.data.copy_(collection._modules[config.name].weight.data)
+        assert torch.equal(single(batch), part)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_a_copy_is_independent_and_goes_on_alike(optimizer, make_copy):
         assert collection.fused_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)  # stored as float32
     other = make_copy(collection)
     assert_same_bits(contents(other), contents(collection))
-    before = contents(collection)
+    initial = contents(collection)
     train(other, steps[2:])
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
     if optimizer is not None:
         train(collection, steps[2:])
         assert_same_bits(contents(other), contents(collection))
@@ -196,14 +196,14 @@ def test_a_module_and_its_table_set_have_the_same_tensors():
 def test_casting_to_16_bits_keeps_states(optimizer, dtype):
     collection = small(optimizer)
     train(collection, random_steps(collection, 2))
-    before, rate = contents(collection), collection.learning_rate.clone()
+    initial, rate = contents(collection), collection.learning_rate.clone()
     collection.to(dtype)
-    after = contents(collection)
-    for name, tensor in before.items():
-        assert torch.equal(after[name], tensor.to(dtype) if name.endswith(".weight") else tensor)
+    final = contents(collection)
+    for name, tensor in initial.items():
+        assert torch.equal(final[name], tensor.to(dtype) if name.endswith(".weight") else tensor)
     assert torch.equal(collection.learning_rate, rate)
     twin = small(optimizer, dtype)
-    twin.load_state_dict(after)
+    twin.load_state_dict(final)
     steps = random_steps(collection, 2, seed=9)
     train(collection, steps)
     train(twin, steps)
@@ -245,10 +245,10 @@ def test_float64_is_served_too():
         out = collection(batch)
         assert out.dtype == torch.float64
         out.backward(grad.double())
-    found = contents(collection)
-    assert found["user.sum"].dtype == torch.float32
+    result = contents(collection)
+    assert result["user.sum"].dtype == torch.float32
     for name, tensor in contents(single).items():
-        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=1e-5, atol=1e-6)  # float32 on one side
+        torch.testing.assert_close(result[name].double(), tensor.double(), rtol=1e-5, atol=1e-6)  # float32 on one side
 
 
 def test_outputs_have_the_tables_dtype_or_the_one_asked_for():
@@ -264,7 +264,7 @@ def test_outputs_have_the_tables_dtype_or_the_one_asked_for():
 
 def test_no_update_without_gradients():
     collection = small(te.optim.Adagrad(lr=1.0))
-    before = contents(collection)
+    initial = contents(collection)
     (batch, _), *_ = random_steps(collection, 1)
     trained = collection(batch)
     with torch.no_grad():
@@ -272,7 +272,7 @@ def test_no_update_without_gradients():
     with torch.inference_mode():
         assert torch.equal(collection(batch), trained)
     del trained
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
     collection.requires_grad_(False)
     assert not collection(batch).requires_grad
 
@@ -340,10 +340,10 @@ def test_ids_that_change_before_the_backward_are_an_error():
     """They are grouped in the backward, and an update of other rows would be silently wrong."""
     collection = make_collection([te.TableConfig("t", 5, 4)], te.optim.SGD(lr=0.1))
     batch = te.KeyedJaggedTensor.from_lists({"t": [[3], [1, 2]]})
-    before, pooled = collection["t"].weight.clone(), collection(batch)
+    initial, pooled = collection["t"].weight.clone(), collection(batch)
     batch.values().fill_(0)
     with pytest.raises(RuntimeError, match="ids were changed in place between their lookup and its backward"):
         pooled.sum().backward()
-    assert torch.equal(collection["t"].weight, before)
+    assert torch.equal(collection["t"].weight, initial)
     collection(batch).sum().backward()
-    assert not torch.equal(collection["t"].weight, before)
+    assert not torch.equal(collection["t"].weight, initial)

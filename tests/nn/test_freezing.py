@@ -42,14 +42,14 @@ def test_sample_weights_are_trained_and_frozen_tables_are_not(optimizer, kind, p
     collection = make(kind, optimizer(lr=0.1), pooled)
     values_of(collection(batch())).sum().backward()
     collection.requires_grad_(False)
-    before, weights = copy.deepcopy(collection.state_dict()), torch.rand(3, requires_grad=True)
+    initial, weights = copy.deepcopy(collection.state_dict()), torch.rand(3, requires_grad=True)
     rows = values_of(make_rows(collection))
     values_of(collection(batch(weights=weights))).sum().backward()
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
     torch.testing.assert_close(weights.grad, rows.sum(1))  # eight summands
     collection.requires_grad_(True)
     values_of(collection(batch())).sum().backward()
-    assert not torch.equal(collection.state_dict()["t.weight"], before["t.weight"])
+    assert not torch.equal(collection.state_dict()["t.weight"], initial["t.weight"])
 
 
 def make_rows(collection, ids: torch.Tensor = IDS) -> torch.Tensor:
@@ -63,10 +63,10 @@ def test_sample_weights_get_gradients_of_ids_that_frozen_dynamic_tables_do_not_h
     collection, ids = make("dynamic"), torch.tensor(unknown)
     collection(batch()).sum().backward()
     collection.requires_grad_(False)
-    before, weights = copy.deepcopy(collection.state_dict()), torch.rand(3, requires_grad=True)
+    initial, weights = copy.deepcopy(collection.state_dict()), torch.rand(3, requires_grad=True)
     (collection(batch(ids, weights)) * 2.0).sum().backward()
     torch.testing.assert_close(weights.grad, 2.0 * make_rows(collection, ids).sum(1))
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -76,10 +76,10 @@ def test_compiled_lookups_train_no_frozen_tables(kind):
     compiled = torch.compile(collection, backend="aot_eager")
     compiled(batch()).sum().backward()
     collection.requires_grad_(False)
-    before, ids = copy.deepcopy(collection.state_dict()), torch.tensor([1, 2, 99 if kind == "dynamic" else 4])
+    initial, ids = copy.deepcopy(collection.state_dict()), torch.tensor([1, 2, 99 if kind == "dynamic" else 4])
     weights = torch.rand(3, requires_grad=True)
     compiled(batch(ids, weights)).sum().backward()
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
     torch.testing.assert_close(weights.grad, make_rows(collection, ids).sum(1))
 
 
@@ -89,9 +89,9 @@ def test_frozen_cached_tables_say_where_sample_weights_get_gradients(kind):
     collection.requires_grad_(False)
     with pytest.raises(ValueError, match=f"table 't' is placed on '{kind}'; detach them, or place the tables on the"):
         collection(batch(weights=torch.ones(3, requires_grad=True)))
-    scale, before = torch.ones((), requires_grad=True), copy.deepcopy(collection.state_dict())
+    scale, initial = torch.ones((), requires_grad=True), copy.deepcopy(collection.state_dict())
     (collection(batch()) * scale).sum().backward()
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
 
 
 def test_the_message_of_refused_ids_blames_admission_where_it_is_to_blame():
@@ -103,10 +103,10 @@ def test_the_message_of_refused_ids_blames_admission_where_it_is_to_blame():
 def test_accumulated_gradients_are_none_of_frozen_tables():
     collection = make()
     collection.requires_grad_(False)
-    before, weights = copy.deepcopy(collection.state_dict()), torch.rand(3, requires_grad=True)
+    initial, weights = copy.deepcopy(collection.state_dict()), torch.rand(3, requires_grad=True)
     with collection.accumulate():
         collection(batch(weights=weights)).sum().backward()
-    assert_same_bits(collection.state_dict(), before)
+    assert_same_bits(collection.state_dict(), initial)
     assert weights.grad is not None
 
 
@@ -117,5 +117,5 @@ def test_copies_and_loaded_state_leave_tables_frozen(kind):
     copied = kind in ("static", "dynamic")  # others cannot be copied as objects
     copies = [copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))] if copied else []
     collection.load_state_dict(collection.state_dict())
-    for each in (collection, *copies):
-        assert [table.weight.requires_grad for table in each.tables] == [False]
+    for item in (collection, *copies):
+        assert [table.weight.requires_grad for table in item.tables] == [False]

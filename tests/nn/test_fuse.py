@@ -126,16 +126,16 @@ class TestTraining:
         """Tables count their own steps: the one that a pass leaves out stays behind."""
         model, reference = pair()
         optimizers = [
-            te.optim.fused(each, spec, dense=lambda rest: torch.optim.SGD(rest, lr=0.1), update=update)
-            for each, spec in ((model, custom("adagrad", lr=0.1)), (reference, te.optim.Adagrad(lr=0.1)))
+            te.optim.fused(item, spec, dense=lambda remainder: torch.optim.SGD(remainder, lr=0.1), update=update)
+            for item, spec in ((model, custom("adagrad", lr=0.1)), (reference, te.optim.Adagrad(lr=0.1)))
         ]
-        for each, optimizer in zip((model, reference), optimizers, strict=True):
-            train(each, [optimizer], batches(3))
+        for entry, optimizer in zip((model, reference), optimizers, strict=True):
+            train(entry, [optimizer], batches(3))
             optimizer.zero_grad()
-            each.item(torch.tensor([3, 5])).sum().backward()
+            entry.item(torch.tensor([3, 5])).sum().backward()
             optimizer.step()
-            train(each, [optimizer], batches(2, seed=1))
-        assert {int(each.step) for each in (model.item, model.bags["tags"])} == {5, 6}
+            train(entry, [optimizer], batches(2, seed=1))
+        assert {int(item.step) for item in (model.item, model.bags["tags"])} == {5, 6}
         assert_same_bits(dict(model.state_dict()), dict(reference.state_dict()))
         file = io.BytesIO()
         torch.save(optimizers[0].state_dict(), file)  # no function in it
@@ -147,8 +147,8 @@ class TestTraining:
         report = te.fuse(model)
         assert report.optimizer is None
         ids, history, target = batches(1)[0]
-        for each in (model, reference):
-            (each(ids, history) - target).square().mean().backward()
+        for item in (model, reference):
+            (item(ids, history) - target).square().mean().backward()
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, **CLOSE)
 
@@ -196,32 +196,32 @@ class TestTraining:
 
         model = nn.ModuleList([nn.Embedding(5, 3), nn.Embedding(5, 3)])
         te.fuse(model, te.optim.SGD(lr=1.0))
-        before = copy.deepcopy(model.state_dict())
+        initial = copy.deepcopy(model.state_dict())
         one, two = model[0](torch.tensor([1])), model[1](torch.tensor([1]))
         with pytest.raises(ZeroDivisionError):
             (Fails.apply(one).sum() * 1.0 + two.sum()).backward()
-        assert_same_bits(model.state_dict(), before)
+        assert_same_bits(model.state_dict(), initial)
         assert not model[0]._optimized._open_passes
         two = model[1](torch.tensor([2])).sum()
         two.backward()
-        assert torch.equal(before["1.weight"][1], model[1].weight[1])
+        assert torch.equal(initial["1.weight"][1], model[1].weight[1])
         assert [int(module.step) for module in model] == [0, 1]
 
     def test_accumulating_is_one_step_on_all_samples(self):
         model, other = pair()
-        optimizers = [te.optim.fused(each, te.optim.Adagrad(lr=0.1)) for each in (model, other)]
+        optimizers = [te.optim.fused(item, te.optim.Adagrad(lr=0.1)) for item in (model, other)]
         whole = batches(1)[0]
         halves = [tuple(tensor[part] for tensor in whole) for part in (slice(0, 4), slice(4, 6))]
         for optimizer in optimizers:
             optimizer.zero_grad()
         other.candidate.forward = None  # weights of samples depend on their place in the batch
-        for each in (model, other):
-            del each.top
-            each.top = nn.Identity()
+        for entry in (model, other):
+            del entry.top
+            entry.top = nn.Identity()
 
-        def loss(each, batch):
+        def loss(entry, batch):
             ids, history, _ = batch
-            return (each.bags["tags"](ids % 11).sum() + each.item(history).square().sum()) / 6
+            return (entry.bags["tags"](ids % 11).sum() + entry.item(history).square().sum()) / 6
 
         with optimizers[0].accumulate():
             for half in halves:
@@ -280,13 +280,13 @@ class TestConversion:
         assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
         assert [sorted(m.__dict__) for m in model.modules()] == [sorted(m.__dict__) for m in plain.modules()]
         assert [sorted(m._buffers) for m in model.modules()] == [sorted(m._buffers) for m in plain.modules()]
-        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        optimizers = [torch.optim.SGD(item.parameters(), lr=0.1) for item in (model, plain)]
         assert train(model, optimizers[:1], batches(2)) == train(plain, optimizers[1:], batches(2))
-        ours = nn.ModuleList([te.nn.Embedding(4, 2)])
-        te.fuse(ours, te.optim.SGD())
-        te.unfuse(ours)
-        assert type(ours[0]) is te.nn.Embedding
-        assert ours[0].optimizer is None
+        fused = nn.ModuleList([te.nn.Embedding(4, 2)])
+        te.fuse(fused, te.optim.SGD())
+        te.unfuse(fused)
+        assert type(fused[0]) is te.nn.Embedding
+        assert fused[0].optimizer is None
 
     def test_a_module_that_was_made_with_an_optimizer_loses_it(self):
         model = nn.ModuleDict({
@@ -320,10 +320,10 @@ class TestConversion:
 
     def test_the_model_itself_can_be_an_embedding(self):
         model = nn.Embedding(4, 2)
-        before = model.weight.detach().clone()
+        initial = model.weight.detach().clone()
         assert te.fuse(model, te.optim.SGD(lr=1.0)).fused == ("",)
         model(torch.tensor([1])).sum().backward()
-        torch.testing.assert_close(model.weight[1], before[1] - 1)
+        torch.testing.assert_close(model.weight[1], initial[1] - 1)
 
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
     def test_copies_train_apart(self, copied):
@@ -331,10 +331,10 @@ class TestConversion:
         te.fuse(model, te.optim.Adagrad(lr=0.1))
         other = copied(model)
         assert other.item.weight is other.candidate.weight
-        before = copy.deepcopy(model.state_dict())
+        initial = copy.deepcopy(model.state_dict())
         ids, history, _ = batches(1)[0]
         other(ids, history).sum().backward()
-        assert_same_bits(model.state_dict(), before)
+        assert_same_bits(model.state_dict(), initial)
         assert int(other.item.step) == 1
         assert int(model.item.step) == 0
         assert other.candidate.optimizer_states()["sum"] is other.item.sum
@@ -427,7 +427,7 @@ class TestModelOptimizer:
         model, reference = pair()
         optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
         other = torch.optim.SGD(reference.parameters(), lr=0.1)
-        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (optimizer, other)]
+        schedules = [torch.optim.lr_scheduler.StepLR(item, 2, 0.5) for item in (optimizer, other)]
         steps = batches(6)
         losses = train(model, [optimizer], steps, schedules[:1])
         torch.testing.assert_close(losses, train(reference, [other], steps, schedules[1:]), **CLOSE)
@@ -470,9 +470,9 @@ class TestModelOptimizer:
         model, _ = pair()
         optimizer = te.optim.fused(model, te.optim.FTRL(lr=0.1), dense=lambda p: torch.optim.AdamW(p, lr=0.01))
         assert isinstance(optimizer.dense, torch.optim.AdamW)
-        before = model.top.weight.detach().clone()
+        initial = model.top.weight.detach().clone()
         train(model, [optimizer], batches(1))
-        assert not torch.equal(model.top.weight, before)
+        assert not torch.equal(model.top.weight, initial)
 
     @pytest.mark.parametrize(
         "spec", [te.optim.FTRL(), te.optim.LAMB(), te.optim.SGD(max_norm=1.0)], ids=lambda spec: type(spec).__name__
@@ -497,11 +497,11 @@ class TestModelOptimizer:
         ids, history, target = batches(1)[0]
         optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1), update=update)
         other = torch.optim.SGD(reference.parameters(), lr=0.1)
-        for each, by in ((model, optimizer), (reference, other)):
+        for item, by in ((model, optimizer), (reference, other)):
 
-            def closure(each=each, by=by):
+            def closure(item=item, by=by):
                 by.zero_grad()
-                loss = (each(ids, history) - target).square().mean()
+                loss = (item(ids, history) - target).square().mean()
                 loss.backward()
                 return loss
 
@@ -527,9 +527,9 @@ def test_a_compiled_model_follows_its_learning_rate():
     forward = torch.compile(model, backend="aot_eager", fullgraph=True)
     for lr in (1.0, 0.25, 2.0):
         optimizer.param_groups[-1]["lr"] = lr
-        before = model.weight.detach().clone()
+        initial = model.weight.detach().clone()
         forward(torch.tensor([1])).sum().backward()
-        torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), lr), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(initial[1] - model.weight[1], torch.full((3,), lr), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
@@ -537,13 +537,13 @@ def test_a_compiled_model_follows_its_learning_rate():
 def test_accumulating_is_not_for_a_compiled_model(fullgraph):
     model = nn.Embedding(5, 3)
     optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
-    before = model.weight.detach().clone()
+    initial = model.weight.detach().clone()
     forward = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
     with pytest.raises(RuntimeError, match="call the uncompiled model"), optimizer.accumulate():
         forward(torch.tensor([1])).sum().backward()
-    assert torch.equal(model.weight, before)
+    assert torch.equal(model.weight, initial)
     forward(torch.tensor([1])).sum().backward()
-    assert not torch.equal(model.weight, before)
+    assert not torch.equal(model.weight, initial)
 
 
 class TestByStep:
@@ -552,12 +552,12 @@ class TestByStep:
         optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1, eps=1e-10), update="step")
         other = torch.optim.Adagrad(reference.parameters(), lr=0.1)
         for first, second, left_out in zip(*[iter(batches(9))] * 3, strict=True):
-            for each, by in ((model, optimizer), (reference, other)):
+            for item, by in ((model, optimizer), (reference, other)):
                 for ids, history, target in (left_out,):  # a step that is never made
-                    (each(ids, history) - target).square().mean().backward()
+                    (item(ids, history) - target).square().mean().backward()
                 by.zero_grad()
                 for ids, history, target in (first, second):
-                    (each(ids, history) - target).square().mean().backward()
+                    (item(ids, history) - target).square().mean().backward()
                 by.step()
             torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), **CLOSE)
         assert int(model.item.step) == 3
@@ -566,26 +566,26 @@ class TestByStep:
     def test_compiled_it_breaks_the_graph_and_waits_all_the_same(self):
         model = nn.Embedding(5, 3)
         optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0), update="step")
-        before = model.weight.detach().clone()
+        initial = model.weight.detach().clone()
         forward = torch.compile(model, backend="aot_eager")
         for _ in range(2):
             forward(torch.tensor([1])).sum().backward()
-        assert torch.equal(model.weight, before)
+        assert torch.equal(model.weight, initial)
         optimizer.step()
-        torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(initial[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
         optimizer.step()
-        torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(initial[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
 
     def test_the_view_of_one_module_leaves_the_other_tables_alone(self):
         model = nn.ModuleDict({name: nn.Embedding(5, 3) for name in ("a", "b")})
         report = te.fuse(model, te.optim.SGD(lr=1.0), by_step=True)
-        before = model["b"].weight.detach().clone()
+        initial = model["b"].weight.detach().clone()
         model["b"](torch.tensor([1])).sum().backward()
         model["a"].fused_optimizer.step()
-        assert torch.equal(model["b"].weight, before)
+        assert torch.equal(model["b"].weight, initial)
         model["a"].fused_optimizer.zero_grad()
         report.optimizer.step()
-        torch.testing.assert_close(before[1] - model["b"].weight[1], torch.ones(3), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(initial[1] - model["b"].weight[1], torch.ones(3), rtol=1e-6, atol=1e-6)
 
     def test_wrong_use(self):
         model, _ = pair()
@@ -600,7 +600,7 @@ class TestByStep:
 def test_a_refused_gradient_changes_no_table_of_any_batch_size():
     model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.EmbeddingBag(5, 3, mode="sum"), "c": nn.EmbeddingBag(5, 3)})
     te.fuse(model, te.optim.SGD(lr=1.0, on_nonfinite="raise"))
-    before = copy.deepcopy(model.state_dict())
+    initial = copy.deepcopy(model.state_dict())
     for bad, row in (("a", 1), ("b", 2), ("c", 4)):
         outputs = {
             "a": model["a"](torch.tensor([[1, 3]])),
@@ -609,7 +609,7 @@ def test_a_refused_gradient_changes_no_table_of_any_batch_size():
         }
         with pytest.raises(ValueError, match=rf"'{bad}': the gradient of row {row}"):
             sum(out[-1:].sum() * (torch.inf if name == bad else 1.0) for name, out in outputs.items()).backward()
-        assert_same_bits(model.state_dict(), before)
+        assert_same_bits(model.state_dict(), initial)
 
 
 class TestWhatWouldGoWrongUnseen:
@@ -620,13 +620,13 @@ class TestWhatWouldGoWrongUnseen:
         model = nn.EmbeddingBag(5, 3, mode="sum")
         te.fuse(model, te.optim.SGD(lr=1.0))
         model.weight.requires_grad_(False)
-        before = model.weight.clone()
+        initial = model.weight.clone()
         weights = torch.ones(1, 2, requires_grad=True)
         out = model(torch.tensor([[1, 2]]), per_sample_weights=weights if weighted else None)
         if weighted:
             out.sum().backward()
-            torch.testing.assert_close(weights.grad, before[1:3].sum(1)[None])
-        assert not weighted or torch.equal(model.weight, before)
+            torch.testing.assert_close(weights.grad, initial[1:3].sum(1)[None])
+        assert not weighted or torch.equal(model.weight, initial)
         assert out.requires_grad == weighted
 
     @pytest.mark.parametrize("update", ["backward", "step"])
@@ -643,7 +643,7 @@ class TestWhatWouldGoWrongUnseen:
 
         model = Model()
         optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0), update=update)
-        before, ids = model.emb.weight.detach().clone(), torch.tensor([1])
+        initial, ids = model.emb.weight.detach().clone(), torch.tensor([1])
         with optimizer.accumulate() if update == "backward" else contextlib.nullcontext():
             model(ids).sum().backward()
             model.bias.grad.zero_()
@@ -651,7 +651,7 @@ class TestWhatWouldGoWrongUnseen:
             model(ids).sum().backward()
             ids.fill_(3)
         optimizer.step()
-        torch.testing.assert_close((before - model.emb.weight)[:, 0], torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]))
+        torch.testing.assert_close((initial - model.emb.weight)[:, 0], torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]))
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_checkpointed_regions(self, reentrant):
@@ -676,9 +676,9 @@ class TestWhatWouldGoWrongUnseen:
         optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1, eps=1e-10))
         other = torch.optim.Adagrad(reference.parameters(), lr=0.1)
         for _ in range(2):
-            for each, by in ((model, optimizer), (reference, other)):
+            for item, by in ((model, optimizer), (reference, other)):
                 by.zero_grad()
-                each(torch.ones(2, 4, requires_grad=True), torch.tensor([1, 3])).backward()
+                item(torch.ones(2, 4, requires_grad=True), torch.tensor([1, 3])).backward()
                 by.step()
         torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), **CLOSE)
         assert int(model.emb.step) == 2
@@ -687,17 +687,17 @@ class TestWhatWouldGoWrongUnseen:
     def test_a_batch_that_is_changed_before_its_backward_is_refused(self, changed):
         model = nn.EmbeddingBag(5, 3, mode="sum")
         te.fuse(model, te.optim.SGD(lr=1.0))
-        before = model.weight.detach().clone()
+        initial = model.weight.detach().clone()
         parts = {"ids": torch.tensor([1, 2]), "offsets": torch.tensor([0, 1]), "weights": torch.ones(2)}
         out = model(parts["ids"], parts["offsets"], parts["weights"])
         parts[changed].mul_(2)
         if changed == "offsets":  # without the last offset, they are copied
             out.sum().backward()
-            torch.testing.assert_close(before[1] - model.weight[1], torch.ones(3))
+            torch.testing.assert_close(initial[1] - model.weight[1], torch.ones(3))
             return
         with pytest.raises(RuntimeError, match="changed in place"):
             out.sum().backward()
-        assert torch.equal(model.weight, before)
+        assert torch.equal(model.weight, initial)
 
     def test_a_weight_that_is_computed_later_is_refused(self):
         model = nn.Embedding(5, 3)
@@ -754,9 +754,9 @@ class TestWhatWouldGoWrongUnseen:
     def test_an_optimizer_is_not_copied(self, copied):
         model, _ = pair()
         optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
-        for each in (optimizer, optimizer.report.optimizer):
+        for item in (optimizer, optimizer.report.optimizer):
             with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
-                copied(each)
+                copied(item)
 
     @pytest.mark.usefixtures("dynamo")
     def test_max_norm_compiled_breaks_the_graph(self):
@@ -764,8 +764,8 @@ class TestWhatWouldGoWrongUnseen:
         te.fuse(model, te.optim.SGD(lr=1.0))
         other = copy.deepcopy(model)
         forward = torch.compile(model, backend="aot_eager")
-        for each in (forward, other):
-            each(torch.tensor([1, 2])).sum().backward()
+        for item in (forward, other):
+            item(torch.tensor([1, 2])).sum().backward()
         assert torch.equal(model.weight, other.weight)
 
     def test_a_part_whose_states_others_use_is_not_unfused(self):
@@ -780,10 +780,10 @@ class TestWhatWouldGoWrongUnseen:
         model = nn.ModuleList([nn.Embedding(5, 3), nn.Embedding(5, 3)])
         te.fuse(model, te.optim.Adagrad(lr=0.1))
         model[1].weight = model[0].weight
-        before = model[0].weight.detach().clone()
+        initial = model[0].weight.detach().clone()
         with pytest.raises(RuntimeError, match="fused separately"):
             (model[0](torch.tensor([1])).sum() + model[1](torch.tensor([1])).sum()).backward()
-        assert torch.equal(model[0].weight, before)
+        assert torch.equal(model[0].weight, initial)
 
     def test_lbfgs_needs_tables_that_wait(self):
         model, _ = pair()

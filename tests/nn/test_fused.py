@@ -56,14 +56,14 @@ DENSE = ("adam", "adamw", "adam with L2", "sgd with L2")  # in torch.optim rows 
 @pytest.mark.public
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_fused_step_is_torchs(name):
-    ours, theirs = PAIRS[name]
+    fused, reference = PAIRS[name]
     num_rows = 4 if name in DENSE else 30
     configs = [te.TableConfig("a", num_rows, 8), te.TableConfig("b", num_rows, 5, pooling="mean")]
-    collection = make_collection(configs, ours)
+    collection = make_collection(configs, fused)
     steps = random_steps(collection, fewer(10, 3), batch_size=fewer(60, 20))
     if name in DENSE:
         assert all(batch[key].values().unique().numel() == num_rows for batch, _ in steps for key in ("a", "b"))
-    bags = train_with_torch(collection, steps, theirs)
+    bags = train_with_torch(collection, steps, reference)
     train(collection, steps)
     for bag, table in zip(bags, collection.tables, strict=True):
         assert table.weight.grad is None
@@ -132,16 +132,16 @@ def test_a_thousand_tables():
     collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1))
     (step, *_) = random_steps(collection, 1, batch_size=3, max_length=2)
     train(collection, [step])
-    found = contents(collection)
+    actual = contents(collection)
     untrained = make_collection(configs, None)
     columns = 0
     for index, config in enumerate(configs):
         if index % 97 == 0:
-            alone = untrained.tables[index].weight.detach()
+            baseline = untrained.tables[index].weight.detach()
             single = make_collection([config], te.optim.RowWiseAdagrad(lr=0.1))
-            single.tables[0].weight.data.copy_(alone)
+            single.tables[0].weight.data.copy_(baseline)
             train(single, [(step[0], step[1][:, columns : columns + config.embedding_dim])])
             expected = contents(single)
-            assert torch.equal(found[f"{config.name}.weight"], expected[f"{config.name}.weight"])
-            assert torch.equal(found[f"{config.name}.sum"], expected[f"{config.name}.sum"])
+            assert torch.equal(actual[f"{config.name}.weight"], expected[f"{config.name}.weight"])
+            assert torch.equal(actual[f"{config.name}.sum"], expected[f"{config.name}.sum"])
         columns += config.embedding_dim

@@ -26,11 +26,11 @@ def test_it_is_one_optimizer_and_its_step_does_nothing():
     assert collection.fused_optimizer is optimizer
     assert [list(group["params"]) for group in optimizer.param_groups] == [[t.weight for t in collection.tables]]
     train(collection, random_steps(collection, 1))
-    before = contents(collection)
+    initial = contents(collection)
     optimizer.step()
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
     optimizer.zero_grad()
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
 
 
 def test_the_learning_rate_is_the_one_that_was_given():
@@ -51,12 +51,12 @@ modules = pytest.mark.parametrize("make", [make, make_bag], ids=["collection", "
 def step_size(module: torch.nn.Module) -> float:
     """How far the next backward moves a weight whose gradient is 1, by SGD."""
     weight = next(module.parameters())
-    before = weight.detach()[0].clone()
+    initial = weight.detach()[0].clone()
     is_bag = isinstance(module, te.nn.EmbeddingBag)
     module(
         torch.tensor([[0]]) if is_bag else te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]})
     ).sum().backward()
-    return float((before - weight[0]).mean())
+    return float((initial - weight[0]).mean())
 
 
 # The weights are of size 1, so a difference of weights has an error of about 1e-7.
@@ -77,17 +77,17 @@ SCHEDULERS = {
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_set_the_rate_of_the_next_backward(name, make):
     collection = make()
-    ours = collection.fused_optimizer
+    fused = collection.fused_optimizer
     plain = torch.optim.SGD([torch.zeros(1)], lr=0.5)
-    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (ours, plain)]
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (fused, plain)]
     rates = []
     for _ in range(7):
         expected = plain.param_groups[0]["lr"]
         rates.append(expected)
-        assert ours.param_groups[0]["lr"] == pytest.approx(expected)
+        assert fused.param_groups[0]["lr"] == pytest.approx(expected)
         assert float(collection.learning_rate) == pytest.approx(expected)
         assert step_size(collection) == pytest.approx(expected, **near)
-        for optimizer, scheduler in zip((ours, plain), schedulers, strict=True):
+        for optimizer, scheduler in zip((fused, plain), schedulers, strict=True):
             optimizer.step()
             scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
     assert len(set(rates)) > 2
@@ -137,8 +137,8 @@ def test_its_state_dict_restores_states_and_rate(optimizer):
     saved = copy.deepcopy(collection.fused_optimizer.state_dict())
     # torch.optim's rule: the optimizer's state dict has states, the model's has weights.
     with torch.no_grad():
-        for mine, theirs in zip(collection.tables, other.tables, strict=True):
-            theirs.weight.copy_(mine.weight)
+        for actual, expected in zip(collection.tables, other.tables, strict=True):
+            expected.weight.copy_(actual.weight)
     other.fused_optimizer.load_state_dict(saved)
     assert float(other.learning_rate) == float(collection.learning_rate)
     train(collection, steps[3:])
@@ -150,7 +150,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     collection = make(te.optim.Adam())
     train(collection, random_steps(collection, 1))
     saved = copy.deepcopy(collection.fused_optimizer.state_dict())
-    before = contents(collection)
+    initial = contents(collection)
     saved["state"][0]["exp_avg"] += 1
     saved["state"][1]["exp_avg"] = torch.zeros(5, 2)
     with pytest.raises(ValueError, match=r"table 'b': state 'exp_avg' must have shape \(5, 3\), got \(5, 2\)"):
@@ -158,7 +158,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     del saved["state"][1]["exp_avg"]
     with pytest.raises(ValueError, match=r"table 'b': state 'exp_avg' .* got nothing"):
         collection.fused_optimizer.load_state_dict(saved)
-    assert_same_bits(contents(collection), before)
+    assert_same_bits(contents(collection), initial)
 
 
 def test_its_states_are_the_collections():
@@ -192,7 +192,7 @@ def test_hooks_and_profilers_see_its_steps(whole_model):
     seen = []
     hooks = [
         optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
-        register_optimizer_step_post_hook(lambda each, *_: seen.append(type(each))),
+        register_optimizer_step_post_hook(lambda item, *_: seen.append(type(item))),
     ]
     for _ in range(2):
         optimizer.step()

@@ -34,10 +34,10 @@ def test_products_of_all_pairs(num_features, batch_size, dim):
     assert torch.equal(interaction(inputs[0], as_vectors), out)
     if batch_size:
         grad = torch.randn(out.shape, dtype=torch.float64)
-        for mine, theirs in zip(
+        for actual, reference in zip(
             torch.autograd.grad(out, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True
         ):
-            torch.testing.assert_close(mine, theirs)
+            torch.testing.assert_close(actual, reference)
 
 
 def test_it_has_no_state():

@@ -22,11 +22,11 @@ def test_a_refused_gradient_scaler_leaves_the_optimizer_usable():
     scaler.scale(model(ids).sum()).backward()
     with pytest.raises(ValueError, match="GradScaler"):
         scaler.step(optimizer)
-    before = model[1].weight.detach().clone()
+    initial = model[1].weight.detach().clone()
     optimizer.zero_grad()
     model(ids).sum().backward()
     optimizer.step()
-    assert not torch.equal(model[1].weight, before)
+    assert not torch.equal(model[1].weight, initial)
 
 
 @pytest.mark.parametrize("with_dense", [True, False])

@@ -177,15 +177,15 @@ def test_dlrm_without_dense_features_has_no_bottom_mlp(optimizer):
     assert model.bottom is None
     _, sparse = batch()
     pooled = model.embeddings(sparse)
-    first, others = pooled.split([8, 16], dim=1)
+    first, peers = pooled.split([8, 16], dim=1)
     logits = model(torch.empty(BATCH, 0), sparse)
-    expected = model.top(torch.cat([by_loop(first, others, 2), others], dim=1))[:, 0]
+    expected = model.top(torch.cat([by_loop(first, peers, 2), peers], dim=1))[:, 0]
     torch.testing.assert_close(logits, expected, **TOLERANCE)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.endswith("weight")}
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.endswith("weight")}
     logits.sum().backward()
     if optimizer is not None:
         assert all(
-            not torch.equal(model.state_dict()[f"embeddings.{t.name}.weight"], before[f"embeddings.{t.name}.weight"])
+            not torch.equal(model.state_dict()[f"embeddings.{t.name}.weight"], initial[f"embeddings.{t.name}.weight"])
             for t in TABLES
         )
     with pytest.raises(ValueError, match="without dense features needs at least two sparse features, got 1; use DCNv2"):

@@ -30,10 +30,10 @@ def test_what_is_wrong_is_told_of_the_right_table_and_feature(name):
     tables = [te.TableConfig(name, 100, 4, features=["u" + name]), te.TableConfig("second", 10, 4)]
     collection = seeded(tables, te.optim.Adam(lr=0.1, on_nonfinite="raise"))
     keys = ["u" + name, "second"]
-    for ids, told in (([1, 50], ("second", "second")), ([100, 1], (name, "u" + name))):
+    for ids, messages in (([1, 50], ("second", "second")), ([100, 1], (name, "u" + name))):
         with pytest.raises(ValueError, match="out of range") as caught:
             collection(te.KeyedJaggedTensor(keys, torch.tensor(ids), lengths=torch.tensor([1, 1])))
-        table, feature = told
+        table, feature = messages
         assert f"table {table!r}: id {max(ids)} of feature {feature!r}, sample 0" in str(caught.value)
     batch = te.KeyedJaggedTensor(keys, torch.tensor([1, 2]), lengths=torch.tensor([1, 1]))
     with pytest.raises(ValueError, match="NaN or infinite") as caught:
@@ -48,18 +48,18 @@ def test_features_of_any_name_are_accumulated(name, placement):
         tables = [te.TableConfig("t", 60, 4, features=names[:2]), te.TableConfig("s", 60, 4, features=names[1:])]
         return seeded(tables, ADAM, placements=(placement,))
 
-    mine, twin = made(["x" + name, name, name + "x"]), made(["first", "second", "third"])
-    steps, others = (varied_steps(collection, 3, sizes=SIZES) for collection in (mine, twin))
-    same(accumulated(mine, steps), accumulated(twin, others))
-    assert_same_bits(contents(mine), contents(twin))
+    renamed, twin = made(["x" + name, name, name + "x"]), made(["first", "second", "third"])
+    steps, peers = (varied_steps(collection, 3, sizes=SIZES) for collection in (renamed, twin))
+    same(accumulated(renamed, steps), accumulated(twin, peers))
+    assert_same_bits(contents(renamed), contents(twin))
 
 
 @pytest.mark.parametrize("train", [outputs_of, accumulated])
 def test_features_that_look_like_others_of_other_tables(train, placement):
-    mine, twin = (seeded(LIKE_LANES, ADAM, placements=(where,)) for where in (placement, "device"))
+    renamed, twin = (seeded(LIKE_LANES, ADAM, placements=(where,)) for where in (placement, "device"))
     steps = varied_steps(twin, 3, sizes=SIZES)
-    same(train(mine, steps), train(twin, steps))
-    assert_same_bits(contents(mine), contents(twin))
+    same(train(renamed, steps), train(twin, steps))
+    assert_same_bits(contents(renamed), contents(twin))
 
 
 @pytest.mark.parametrize("placement", ["device", *ELSEWHERE])
@@ -67,14 +67,14 @@ def test_features_that_look_like_others_of_other_tables(train, placement):
 def test_a_key_of_several_lines_that_nobody_looks_up(train, placement):
     """Of a batch that nobody has checked, too: TorchRec's, or one that was rebuilt from its tensors."""
     tables = [te.TableConfig("t", 60, 4), te.TableConfig("s", 60, 4)]
-    mine, twin = (seeded(tables, ADAM, placements=(where,)) for where in (placement, "device"))
+    renamed, twin = (seeded(tables, ADAM, placements=(where,)) for where in (placement, "device"))
     steps = varied_steps(twin, 2, sizes=SIZES)
     broken = [
         (te.KeyedJaggedTensor([BROKEN, *batch.keys()[1:]], batch.values(), offsets=batch.offsets()), grad)
         for batch, grad in steps
     ]
-    same(train(mine, broken), train(twin, steps))
-    assert_same_bits(contents(mine), contents(twin))
+    same(train(renamed, broken), train(twin, steps))
+    assert_same_bits(contents(renamed), contents(twin))
     ids = te.KeyedJaggedTensor([BROKEN, "s", "t"], torch.tensor([0, 0, 60]), lengths=torch.tensor([1, 1, 1]))
     with pytest.raises(ValueError, match="table 't': id 60 of feature 't', sample 0"):
-        mine(ids)
+        renamed(ids)

@@ -24,13 +24,13 @@ def _patched(monkeypatch):
 def test_our_modules_work_in_the_place_of_pytorchs():
     ids = torch.tensor([[1, 2], [0, 2]])
     pairs = [(nn.Embedding, TORCH_ROW, {}), (nn.EmbeddingBag, TORCH_BAG, {"mode": "max"})]
-    for ours, theirs, options in [*pairs, (nn.EmbeddingBag, TORCH_BAG, {"mode": "sum"})]:
-        for module in (ours(5, 4, **options), ours.from_pretrained(torch.randn(5, 4), freeze=False, **options)):
-            twin = theirs(5, 4, _weight=module.weight.detach().clone(), **options)
-            found, wanted = module(ids), twin(ids)
-            found.sum().backward()
-            wanted.sum().backward()
-            torch.testing.assert_close(found, wanted)
+    for fused, reference, options in [*pairs, (nn.EmbeddingBag, TORCH_BAG, {"mode": "sum"})]:
+        for module in (fused(5, 4, **options), fused.from_pretrained(torch.randn(5, 4), freeze=False, **options)):
+            twin = reference(5, 4, _weight=module.weight.detach().clone(), **options)
+            actual, expected = module(ids), twin(ids)
+            actual.sum().backward()
+            expected.sum().backward()
+            torch.testing.assert_close(actual, expected)
             torch.testing.assert_close(module.weight.grad, twin.weight.grad)
     with pytest.raises(TypeError, match="must be Tensor, not list"):  # what is left to PyTorch's forward
         nn.Embedding(5, 4)([1])
@@ -57,8 +57,8 @@ def test_a_function_in_the_place_of_pytorchs_changes_no_lookup(monkeypatch):
             return torch.cat([table(ids) for table in self.tables], -1)
 
     model, ids = Rows(), torch.tensor([[1, 2], [0, 2]])
-    theirs, expected = nn.functional.embedding, model(ids)
-    monkeypatch.setattr(nn.functional, "embedding", lambda *args, **kwargs: theirs(*args, **kwargs))
+    reference, expected = nn.functional.embedding, model(ids)
+    monkeypatch.setattr(nn.functional, "embedding", lambda *args, **kwargs: reference(*args, **kwargs))
     assert "a row for each id" in str(explain(model, ids))
     torch._dynamo.reset()
     torch.testing.assert_close(Compiled(model)(ids), expected)

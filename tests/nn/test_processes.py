@@ -33,8 +33,8 @@ def test_several_threads_train_at_once():
     twins = copy.deepcopy(collections)
     with ThreadPoolExecutor(num_callers) as callers:
         list(callers.map(train, collections, steps))
-    for collection, twin, mine in zip(collections, twins, steps, strict=True):
-        train(twin, mine)
+    for collection, twin, local in zip(collections, twins, steps, strict=True):
+        train(twin, local)
         assert_same_bits(contents(collection), contents(twin))
 
 
@@ -44,8 +44,8 @@ def test_several_threads_look_one_collection_up_at_once():
     batches = [batch for batch, _ in random_steps(collection, 12, **SHAPE)]
     expected = [collection(batch).detach() for batch in batches]
     with ThreadPoolExecutor(4) as callers:
-        found = list(callers.map(lambda batch: collection(batch).detach(), batches))
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        actual = list(callers.map(lambda batch: collection(batch).detach(), batches))
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def _train_in_child(collection, steps, queue) -> None:
@@ -63,17 +63,17 @@ def check_a_forked_child(num_threads: int) -> None:
     child = context.Process(target=_train_in_child, args=(collection, steps[2:], queue))
     child.start()
     try:
-        found = queue.get(timeout=100)
+        result = queue.get(timeout=100)
         child.join(60)
         assert child.exitcode == 0
     finally:
         child.kill()
-    before = contents(collection)
+    initial = contents(collection)
     train(collection, steps[2:])
-    after = contents(collection)
-    for name, array in found.items():
-        assert torch.equal(torch.from_numpy(array).to(after[name].dtype).reshape(after[name].shape), after[name])
-    assert not torch.equal(before["t0.weight"], after["t0.weight"])
+    final = contents(collection)
+    for name, array in result.items():
+        assert torch.equal(torch.from_numpy(array).to(final[name].dtype).reshape(final[name].shape), final[name])
+    assert not torch.equal(initial["t0.weight"], final["t0.weight"])
 
 
 def run_alone(command: str, **variables: str) -> str:

@@ -57,9 +57,9 @@ def fake_streams(monkeypatch):
 
 def one_row_twice():
     collection = te.nn.EmbeddingBagCollection([te.TableConfig("t", 10, 4)], optimizer=te.optim.SGD(lr=1.0))
-    before = collection.tables[0].weight.clone()
+    initial = collection.tables[0].weight.clone()
     batch = te.KeyedJaggedTensor.from_lengths(["t"], torch.tensor([1, 1]), torch.tensor([2]))
-    return collection, batch, lambda steps: torch.equal(collection.tables[0].weight[1], before[1] - 2.0 * steps)
+    return collection, batch, lambda steps: torch.equal(collection.tables[0].weight[1], initial[1] - 2.0 * steps)
 
 
 OUTPUTS = [(dtype, "current") for dtype in (torch.int64, torch.int32, torch.int32, torch.int64)]

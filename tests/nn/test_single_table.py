@@ -91,12 +91,12 @@ def test_the_same_call_has_the_same_bits(kinds, rows, layouts):
     ("kinds", "options"), [*((BAG, {"mode": mode}) for mode in ("sum", "mean", "max")), (ROW, {"padding_idx": 2})]
 )
 def test_max_norm_scales_the_table_in_place(kinds, options):
-    theirs, ours = twins(kinds, ROWS, DIM, max_norm=1.0, **options)
-    before = ours.weight.detach().clone()
-    compare(theirs, ours, torch.tensor([[1, 2], [2, 5]]))
-    assert (ours.weight[[1, 2, 5]].norm(dim=1) <= 1 + 1e-5).all()
+    reference, fused = twins(kinds, ROWS, DIM, max_norm=1.0, **options)
+    initial = fused.weight.detach().clone()
+    compare(reference, fused, torch.tensor([[1, 2], [2, 5]]))
+    assert (fused.weight[[1, 2, 5]].norm(dim=1) <= 1 + 1e-5).all()
     unused = [row for row in range(ROWS) if row not in (1, 2, 5)]
-    assert torch.equal(ours.weight[unused], before[unused])
+    assert torch.equal(fused.weight[unused], initial[unused])
 
 
 @pytest.mark.parametrize(
@@ -115,22 +115,22 @@ def test_bad_options_raise_what_pytorch_raises(kinds, options):
 
 def test_signatures_are_pytorchs_and_an_optimizer(kinds):
     for name in ("__init__", "from_pretrained", "forward"):
-        theirs, ours = (list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in kinds)
+        reference, fused = (list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in kinds)
         extra = {"__init__": ["optimizer", "dynamic"], "from_pretrained": ["optimizer"], "forward": []}[name]
-        assert [p.name for p in ours] == [p.name for p in theirs] + extra
-        assert [(p.default, p.kind) for p in ours[: len(theirs)]] == [(p.default, p.kind) for p in theirs]
+        assert [p.name for p in fused] == [p.name for p in reference] + extra
+        assert [(p.default, p.kind) for p in fused[: len(reference)]] == [(p.default, p.kind) for p in reference]
 
 
 def test_attributes_and_text_are_pytorchs(kinds):
     options = [{}, {"max_norm": 2.0, "norm_type": 1.0, "scale_grad_by_freq": True}, {"padding_idx": -1, "sparse": True}]
     options += [{"mode": "sum"}, {"include_last_offset": True}] if kinds is BAG else []
     for option in options:
-        theirs, ours = twins(kinds, ROWS, DIM, **option)
-        assert isinstance(ours, kinds[0])
-        assert repr(ours) == repr(theirs)
-        assert {"num_embeddings", "padding_idx", "sparse", *summing(kinds)} <= {*theirs.__constants__}
-        for name in (*theirs.__constants__, "training"):
-            assert getattr(ours, name) == getattr(theirs, name)
+        reference, fused = twins(kinds, ROWS, DIM, **option)
+        assert isinstance(fused, kinds[0])
+        assert repr(fused) == repr(reference)
+        assert {"num_embeddings", "padding_idx", "sparse", *summing(kinds)} <= {*reference.__constants__}
+        for name in (*reference.__constants__, "training"):
+            assert getattr(fused, name) == getattr(reference, name)
     assert "SGD" in repr(kinds[1](3, 2, optimizer=te.optim.SGD()))
 
 
@@ -145,14 +145,14 @@ def test_a_new_module_has_the_weights_of_pytorchs(kinds):
 
 
 def test_state_dicts_go_both_ways(kinds):
-    theirs, ours = (kind(ROWS, DIM) for kind in kinds)
-    assert list(ours.state_dict()) == ["weight"]
-    theirs.load_state_dict(ours.state_dict())
-    assert torch.equal(theirs.weight, ours.weight)
-    ours.load_state_dict(kinds[0](ROWS, DIM).state_dict())
-    assert not torch.equal(theirs.weight, ours.weight)
+    reference, fused = (kind(ROWS, DIM) for kind in kinds)
+    assert list(fused.state_dict()) == ["weight"]
+    reference.load_state_dict(fused.state_dict())
+    assert torch.equal(reference.weight, fused.weight)
+    fused.load_state_dict(kinds[0](ROWS, DIM).state_dict())
+    assert not torch.equal(reference.weight, fused.weight)
     with pytest.raises(RuntimeError, match="size mismatch"):
-        ours.load_state_dict(kinds[0](ROWS, DIM + 1).state_dict())
+        fused.load_state_dict(kinds[0](ROWS, DIM + 1).state_dict())
 
 
 def test_from_pretrained(kinds):
@@ -202,16 +202,16 @@ def test_meta_modules(kinds):
 
 
 def test_without_gradients_and_with_autocast(kinds):
-    theirs, ours = twins(kinds, ROWS, DIM, padding_idx=1)
+    reference, fused = twins(kinds, ROWS, DIM, padding_idx=1)
     ids = random_ids(4, 3, rows=ROWS)
     for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16)):
         with mode:
-            output = ours(ids)
-            torch.testing.assert_close(output, theirs(ids), **TOLERANCE)
+            output = fused(ids)
+            torch.testing.assert_close(output, reference(ids), **TOLERANCE)
             assert output.dtype == torch.float32
             assert output.requires_grad == isinstance(mode, torch.autocast)
             if output.requires_grad:
-                compare(theirs, ours, ids)
+                compare(reference, fused, ids)
 
 
 def test_functional_transforms(kinds):
@@ -233,8 +233,8 @@ def test_functional_transforms(kinds):
             result += torch.func.jvp(lambda w, loss=loss: loss(w, ids), (weight,), (torch.ones_like(weight),))
             result.append(torch.func.grad(lambda w, loss=loss: torch.func.grad(loss)(w, ids).pow(2).sum())(weight))
         results.append(result)
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+    for reference, fused in zip(*results, strict=True):
+        torch.testing.assert_close(fused, reference, **TOLERANCE)
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -315,11 +315,11 @@ class TestFused:
             module.weight[2] = 5.0
         twin = kinds[0](ROWS, DIM, padding_idx=2, **mode)
         twin.load_state_dict({"weight": module.weight})
-        before = module.weight.detach().clone()
+        initial = module.weight.detach().clone()
         ids = torch.tensor([[2, 1, 2], [2, 2, 2], [4, 1, 2]])
         torch.testing.assert_close(module(ids), twin(ids))
         module(ids).sum().backward()
-        assert (module.weight != before).any(1).nonzero().flatten().tolist() == [1, 4]
+        assert (module.weight != initial).any(1).nonzero().flatten().tolist() == [1, 4]
         assert not module.exp_avg[2].any()
 
     def test_pretrained_and_frozen(self, kinds):

@@ -28,27 +28,27 @@ def node_of(output: torch.Tensor) -> str:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_pytorchs_op_serves_a_small_row_lookup(sparse):
-    theirs, ours = twins(ROW, ROWS, DIM, padding_idx=1, sparse=sparse)
+    reference, fused = twins(ROW, ROWS, DIM, padding_idx=1, sparse=sparse)
     ids = random_ids(4, 3, rows=ROWS)
-    outputs = [module(ids) for module in (theirs, ours)]
+    outputs = [module(ids) for module in (reference, fused)]
     assert node_of(outputs[1]) == node_of(outputs[0])
     for output in outputs:
         output.square().sum().backward()
     assert torch.equal(outputs[1], outputs[0])
-    assert torch.equal(dense(ours.weight.grad), dense(theirs.weight.grad))
+    assert torch.equal(dense(fused.weight.grad), dense(reference.weight.grad))
 
 
 @pytest.mark.parametrize("options", [{"mode": "sum"}, {"mode": "mean"}, {"mode": "mean", "padding_idx": 1}])
 @pytest.mark.parametrize("offsets", [None, torch.tensor([0, 0, 5]), torch.tensor([0], dtype=torch.int32)])
 def test_pytorchs_op_serves_small_bags(options, offsets):
-    theirs, ours = twins(BAG, ROWS, DIM, **options)
+    reference, fused = twins(BAG, ROWS, DIM, **options)
     ids = random_ids(4, 3, rows=ROWS) if offsets is None else random_ids(12, rows=ROWS, dtype=offsets.dtype)
-    outputs = [module(ids, offsets) for module in (theirs, ours)]
+    outputs = [module(ids, offsets) for module in (reference, fused)]
     assert node_of(outputs[1]) == node_of(outputs[0])
     for output in outputs:
         output.square().sum().backward()
     assert torch.equal(outputs[1], outputs[0])
-    assert torch.equal(ours.weight.grad, theirs.weight.grad)
+    assert torch.equal(fused.weight.grad, reference.weight.grad)
 
 
 @pytest.mark.parametrize("kind", [te.nn.Embedding, te.nn.EmbeddingBag])
@@ -67,8 +67,8 @@ def test_the_backward_of_a_larger_call_is_ours(kind, monkeypatch):
     rows = nn.functional.embedding(ids, weight) if not options else nn.functional.embedding(ids, weight).sum(1)
     (expected,) = torch.autograd.grad(rows.sin().sum(), weight, create_graph=True)
     (expected_again,) = torch.autograd.grad(expected.square().sum(), weight)
-    for found, wanted in ((gradient, expected), (again, expected_again)):
-        torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)  # sums of some float32 values
+    for actual, required in ((gradient, expected), (again, expected_again)):
+        torch.testing.assert_close(actual.double(), required, rtol=1e-5, atol=1e-5)  # sums of some float32 values
 
 
 @pytest.mark.parametrize("offsets", [[[0]], [[0, 1]], 0, [], [0.0, 1.0]])

@@ -44,12 +44,12 @@ CACHES = [CacheConfig(rows=1), CacheConfig(rows=33, policy="lfu"), CacheConfig(r
 def check(configs, optimizer, pooled, placements, cache, depth, num_steps, weighted=False):
     """Outputs, tables and states against a twin on the device."""
     twin = seeded(configs, optimizer, pooled)
-    mine = seeded(configs, optimizer, pooled, placements, cache)
-    assert_same_bits(contents(mine), contents(twin), "before")
+    tiered = seeded(configs, optimizer, pooled, placements, cache)
+    assert_same_bits(contents(tiered), contents(twin), "before")
     steps = varied_steps(twin, num_steps, weighted=weighted)
-    same(train_ahead(mine, steps, depth), outputs_of(twin, steps))
-    assert_same_bits(contents(mine), contents(twin), "after")
-    assert all(found.read > 0 for found in mine.cache_statistics().values())
+    same(train_ahead(tiered, steps, depth), outputs_of(twin, steps))
+    assert_same_bits(contents(tiered), contents(twin), "after")
+    assert all(cache_statistic.read > 0 for cache_statistic in tiered.cache_statistics().values())
 
 
 @pytest.mark.parametrize("dtype", fewer(TABLE_DTYPES, TABLE_DTYPES[:1]), ids=str)
@@ -101,11 +101,11 @@ def test_any_stream_of_ids(stream, placement, policy, depth):
     rows, ids = stream
     configs = [te.TableConfig("t", 1000, 4)]
     twin = seeded(configs, te.optim.Adagrad(lr=0.1))
-    mine = seeded(configs, te.optim.Adagrad(lr=0.1), True, (placement,), CacheConfig(rows=rows, policy=policy))
+    tiered = seeded(configs, te.optim.Adagrad(lr=0.1), True, (placement,), CacheConfig(rows=rows, policy=policy))
     batches = [te.KeyedJaggedTensor.from_lists({"t": [[i] for i in step]}) for step in ids]
     steps = [(batch, torch.randn(batch.stride(), 4)) for batch in batches]
-    same(train_ahead(mine, steps, depth), outputs_of(twin, steps))
-    assert_same_bits(contents(mine), contents(twin))
+    same(train_ahead(tiered, steps, depth), outputs_of(twin, steps))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 @not_interpreted
@@ -113,15 +113,15 @@ def test_ids_of_one_set_use_the_overflow_and_leave_it(placement):
     """Their set has 32 ways; the other 61 sets stay empty."""
     ids = ids_of_one_set(20_000, 62)[:100]
     configs = [te.TableConfig("t", 20_000, 4)]
-    mine = seeded(configs, te.optim.SGD(), True, (placement,), CacheConfig(rows=62 * 32))
+    tiered = seeded(configs, te.optim.SGD(), True, (placement,), CacheConfig(rows=62 * 32))
     batch = te.KeyedJaggedTensor.from_lists({"t": [ids.tolist()]})
     for _ in range(3):
-        mine(batch).sum().backward()
-    found = mine.cache_statistics()["t"]
-    assert (found.lookups, found.hits, found.overflows) == (300, 200, 68)
+        tiered(batch).sum().backward()
+    result = tiered.cache_statistics()["t"]
+    assert (result.lookups, result.hits, result.overflows) == (300, 200, 68)
     other = ids_of_one_set(20_000, 62)[100:132].tolist()
-    mine(te.KeyedJaggedTensor.from_lists({"t": [other]})).sum().backward()
-    assert mine.cache_statistics()["t"].evictions == 100  # 32 of the set, 68 of the overflow
+    tiered(te.KeyedJaggedTensor.from_lists({"t": [other]})).sum().backward()
+    assert tiered.cache_statistics()["t"].evictions == 100  # 32 of the set, 68 of the overflow
 
 
 def accumulated(collection, steps):
@@ -163,11 +163,11 @@ def evaluated(collection, steps):
 )
 def test_any_calls_have_the_bits_of_tables_on_the_device(calls, pooled, placement):
     configs, optimizer = POOLED if pooled else UNPOOLED, te.optim.LAMB(lr=0.1)
-    twin, mine = seeded(configs, optimizer, pooled), seeded(configs, optimizer, pooled, (placement,))
+    twin, tiered = seeded(configs, optimizer, pooled), seeded(configs, optimizer, pooled, (placement,))
     steps = varied_steps(twin, fewer(10, 5), sizes=(20,), weighted=True)
-    same(list(calls(mine, steps)), list(calls(twin, steps)))
-    assert_same_bits(contents(mine), contents(twin))
-    assert mine.cache_statistics()["user"].overflows > 0
+    same(list(calls(tiered, steps)), list(calls(twin, steps)))
+    assert_same_bits(contents(tiered), contents(twin))
+    assert tiered.cache_statistics()["user"].overflows > 0
 
 
 @pytest.mark.parametrize(("placement", "waits"), [("host", 1), pytest.param("disk", 3, marks=not_interpreted)])
@@ -175,29 +175,29 @@ def test_any_calls_have_the_bits_of_tables_on_the_device(calls, pooled, placemen
 def test_a_batch_waits_once_however_many_tables_are_cached(number, placement, waits, monkeypatch):
     """For all counts of all tables at once; disks need the rows that are written, and read. A key is nobody's."""
     configs = [*(te.TableConfig(f"t{index}", 500, 4) for index in range(number)), te.TableConfig("small", 9, 4)]
-    mine = seeded(configs, te.optim.SGD(lr=0.1), True, (*[placement] * number, "device"), CacheConfig(rows=64))
+    tiered = seeded(configs, te.optim.SGD(lr=0.1), True, (*[placement] * number, "device"), CacheConfig(rows=64))
     keys = ["unused", *(config.name for config in configs)]
     for seed in range(6):
-        before = mine.cache_statistics()
+        initial = tiered.cache_statistics()
         batch = random_batch(rows_of(configs), keys, 16, 5, seed=seed)
         with HostReads(monkeypatch) as reads:
-            out = output_of(mine, batch)
+            out = output_of(tiered, batch)
         out.sum().backward()
     assert reads.found == ["tolist"] + ["cpu"] * (waits - 1)
-    for name, after in mine.cache_statistics().items():
-        assert after.hits > before[name].hits
-        assert after.written > before[name].written
-        assert after.overflows == 0
+    for name, final in tiered.cache_statistics().items():
+        assert final.hits > initial[name].hits
+        assert final.written > initial[name].written
+        assert final.overflows == 0
 
 
 def test_a_batch_waits_once_more_after_sets_have_overflowed(monkeypatch):
-    mine = seeded(POOLED[:1], te.optim.SGD(lr=0.1), True, ("host",))
+    tiered = seeded(POOLED[:1], te.optim.SGD(lr=0.1), True, ("host",))
     for rows in (range(100), range(30), range(90, 110)):
         batch = te.KeyedJaggedTensor.from_lists({"u": [[*rows]], "shared": [[]]})
         with HostReads(monkeypatch) as reads:
-            out = output_of(mine, batch)
+            out = output_of(tiered, batch)
         out.sum().backward()
-    assert mine.cache_statistics()["user"].overflows > 0
+    assert tiered.cache_statistics()["user"].overflows > 0
     assert reads.found == ["tolist"] * 2
 
 
@@ -208,45 +208,48 @@ def test_a_batch_waits_once_more_after_sets_have_overflowed(monkeypatch):
 def test_a_cache_that_cannot_read_counts_ahead_does_as_one_that_can(placements, bounds_check, monkeypatch):
     """On the CPU the number of rows is read at once; on a GPU a batch has as many rows as ids. Slots are the same."""
     options = {"bounds_check": bounds_check, "cache": CacheConfig(rows=1, policy="lfu")}
-    mine, twin = (seeded(POOLED, te.optim.Adam(), True, placements, **options) for _ in range(2))
+    tiered, twin = (seeded(POOLED, te.optim.Adam(), True, placements, **options) for _ in range(2))
     for step, (batch, grad) in enumerate(varied_steps(twin, fewer(12, 6), (60, 1, 0, 30), True)):
         if bounds_check == "ignore" and batch.values().numel() > 2:
             batch.values()[:: 1 if step % 4 == 1 else 3] -= 1000
         expected = output_of(twin, batch)
         with monkeypatch.context() as patch:
             patch.setattr("tritonemb.jagged.is_host_readable", lambda _: False)
-            out = output_of(mine, batch)
+            out = output_of(tiered, batch)
         assert torch.equal(out, expected)
         out.backward(grad)
         expected.backward(grad)
-        assert_same_bits(directory_of(mine), directory_of(twin), f"step {step}")
-        assert mine.cache_statistics() == twin.cache_statistics()
-    assert any(found.overflows and found.evictions for found in mine.cache_statistics().values())
-    assert_same_bits(contents(mine), contents(twin))
+        assert_same_bits(directory_of(tiered), directory_of(twin), f"step {step}")
+        assert tiered.cache_statistics() == twin.cache_statistics()
+    assert any(
+        cache_statistic.overflows and cache_statistic.evictions
+        for cache_statistic in tiered.cache_statistics().values()
+    )
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 @pytest.mark.parametrize("readable", [True, False])
 @pytest.mark.parametrize("placements", [("host", "device"), pytest.param(("disk",), marks=not_interpreted)])
 def test_an_id_out_of_range_changes_nothing(placements, readable, monkeypatch):
     """No slot, pin, use, flag, count or row, although its check comes back with the counts if nothing can be read."""
-    mine = seeded(POOLED, te.optim.Adam(), True, placements, CacheConfig(rows=1))
-    batch, _ = varied_steps(mine, 1, (30,))[0]
-    output_of(mine, batch).sum().backward()
-    mine.cache.write_back()  # and unpins what that batch has released
-    ahead = mine.group(batch)
-    rows, before, counts = stored(mine), directory_of(mine), mine.cache_statistics()
-    assert before["pins"].any()
+    tiered = seeded(POOLED, te.optim.Adam(), True, placements, CacheConfig(rows=1))
+    batch, _ = varied_steps(tiered, 1, (30,))[0]
+    output_of(tiered, batch).sum().backward()
+    tiered.cache.write_back()  # and unpins what that batch has released
+    ahead = tiered.group(batch)
+    rows, initial, counts = stored(tiered), directory_of(tiered), tiered.cache_statistics()
+    assert initial["pins"].any()
     ids = {"u": [[3], [450]], "unused": [[-9], []], "shared": [[], [1, 69]], "g": [[], []], "country": [[2], []]}
     with monkeypatch.context() as patch:
         if not readable:
             patch.setattr("tritonemb.jagged.is_host_readable", lambda _: False)
         for key, bad in (("u", 500), ("country", -1), ("shared", 70), ("g", 2**40)):
             wrong = te.KeyedJaggedTensor.from_lists({**ids, key: [[bad], [0, bad]]})
-            for use in (output_of, type(mine).group, te.nn.prefetch)[: fewer(3, 1)]:
+            for use in (output_of, type(tiered).group, te.nn.prefetch)[: fewer(3, 1)]:
                 with pytest.raises(ValueError, match=rf"out of range.*{key}|{key}.*out of range"):
-                    use(mine, wrong)
-    assert mine.cache_statistics() == counts
-    assert_same_bits(directory_of(mine), before)
-    assert_same_bits(stored(mine), rows)
-    output_of(mine, te.KeyedJaggedTensor.from_lists(ids)).sum().backward()
-    assert torch.equal(mine(batch, ahead), output_of(mine, batch))
+                    use(tiered, wrong)
+    assert tiered.cache_statistics() == counts
+    assert_same_bits(directory_of(tiered), initial)
+    assert_same_bits(stored(tiered), rows)
+    output_of(tiered, te.KeyedJaggedTensor.from_lists(ids)).sum().backward()
+    assert torch.equal(tiered(batch, ahead), output_of(tiered, batch))

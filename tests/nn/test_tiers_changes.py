@@ -48,22 +48,25 @@ def train(*collections, users, genres):
 
 
 def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
-    mine = make(placement)
+    tiered = make(placement)
     for first in range(0, 300, 60):
-        te.nn.prefetch(mine, batch_of(range(first, first + 60), range(40)))  # dropped
-        mine(batch_of(range(first, first + 60), range(40)))  # with gradients recorded, and without a backward
-        with mine.accumulate():
-            mine(batch_of(range(first, first + 60), range(40)))
-    held = mine.group(batch_of([1, 2], [3]))
-    mine.state_dict()
-    bring_others(mine)
-    del held
-    mine.state_dict()
-    assert all(found.written == 0 < found.evictions for found in mine.cache_statistics().values())
-    train(mine, users=[5, 7, 7], genres=[1, 1])
-    mine.state_dict()
-    mine.state_dict()
-    assert {name: found.written for name, found in mine.cache_statistics().items()} == {
+        te.nn.prefetch(tiered, batch_of(range(first, first + 60), range(40)))  # dropped
+        tiered(batch_of(range(first, first + 60), range(40)))  # with gradients recorded, and without a backward
+        with tiered.accumulate():
+            tiered(batch_of(range(first, first + 60), range(40)))
+    occupied = tiered.group(batch_of([1, 2], [3]))
+    tiered.state_dict()
+    bring_others(tiered)
+    del occupied
+    tiered.state_dict()
+    assert all(
+        cache_statistic.written == 0 < cache_statistic.evictions
+        for cache_statistic in tiered.cache_statistics().values()
+    )
+    train(tiered, users=[5, 7, 7], genres=[1, 1])
+    tiered.state_dict()
+    tiered.state_dict()
+    assert {name: cache_statistic.written for name, cache_statistic in tiered.cache_statistics().items()} == {
         "user": 2 * ROW_BYTES["user"], "genre": ROW_BYTES["genre"],
     }  # fmt: skip
 
@@ -71,31 +74,31 @@ def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
 @pytest.mark.parametrize("part", [True, False])
 def test_loading_in_place_while_a_batch_waits(placement, part):
     """As `torch.distributed.checkpoint` does it, which writes to the tensors of `state_dict`."""
-    mine, saved = make(placement, 2), contents(make("device", 3))
-    ahead = mine.group(batch_of(range(60), range(60)))
-    live = mine.state_dict()
+    tiered, saved = make(placement, 2), contents(make("device", 3))
+    ahead = tiered.group(batch_of(range(60), range(60)))
+    live = tiered.state_dict()
     for name, tensor in live.items():
         tensor.copy_(saved[name])
-    given = {name: tensor for name, tensor in live.items() if not part or name.endswith("weight")}
-    mine.load_state_dict(given, strict=not part)
+    inputs = {name: tensor for name, tensor in live.items() if not part or name.endswith("weight")}
+    tiered.load_state_dict(inputs, strict=not part)
     del ahead
-    bring_others(mine)
-    found = contents(mine)
-    assert_same_bits({name: found[name] for name in given}, {name: saved[name] for name in given})
+    bring_others(tiered)
+    result = contents(tiered)
+    assert_same_bits({name: result[name] for name in inputs}, {name: saved[name] for name in inputs})
 
 
 def test_a_state_dict_of_before_says_what_is_so_now():
     """It is the table's own memory, as on the device: to load it changes nothing."""
-    mine, twin = make("host", 2), make("device", 2)
+    tiered, twin = make("host", 2), make("device", 2)
     steps = varied_steps(twin, 3, sizes=(40,))
-    for collection in (mine, twin):
-        before = collection.state_dict()
+    for collection in (tiered, twin):
+        initial = collection.state_dict()
         outputs_of(collection, steps)
-        collection.load_state_dict(before)
+        collection.load_state_dict(initial)
     expected = contents(twin)
-    assert_same_bits(contents(mine), expected)
-    bring_others(mine)
-    assert_same_bits(contents(mine), expected)
+    assert_same_bits(contents(tiered), expected)
+    bring_others(tiered)
+    assert_same_bits(contents(tiered), expected)
 
 
 def held_by_two_batches(collection):
@@ -137,16 +140,16 @@ def while_gradients_are_accumulated(collection):
     ],
 )  # fmt: skip
 def test_saving_loses_no_update(saves, placement):
-    mine, twin = make(placement), make("device")
-    for saved, expected in zip(saves(mine), saves(twin), strict=True):
+    tiered, twin = make(placement), make("device")
+    for saved, expected in zip(saves(tiered), saves(twin), strict=True):
         assert_same_bits(saved, expected)
-    bring_others(mine)
-    assert_same_bits(contents(mine), contents(twin))
+    bring_others(tiered)
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 @pytest.mark.usefixtures("frozen_objects")
 def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
-    mine, twin = make(placement), make("device")
+    tiered, twin = make(placement), make("device")
     train(twin, users=[1, 2], genres=[3])
 
     def interrupt(pinned):
@@ -155,13 +158,13 @@ def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Pins, "release", interrupt)
         patch.setattr(Pins, "__del__", lambda pinned: Pins.release(pinned))
-        out = mine(batch_of([1, 2], [3])).sum()
+        out = tiered(batch_of([1, 2], [3])).sum()
         with pytest.raises(KeyboardInterrupt):
             out.backward()
     del out
     gc.collect()
-    bring_others(mine)
-    assert_same_bits(contents(mine), contents(twin))
+    bring_others(tiered)
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_batch(monkeypatch):
@@ -177,16 +180,16 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
 
     reader, other = Stream(), Stream()
     main = threading.get_ident()
-    mine = make("host")
-    sent = [mine.group(batch_of([1, 2], [3]))]
+    tiered = make("host")
+    sent = [tiered.group(batch_of([1, 2], [3]))]
     sent[0].pins.ready = Stream()
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _device: reader if threading.get_ident() == main else other
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(mine.cache, "device", torch.device("cuda"))
-    sent[0].acquire(mine.cache)
+    monkeypatch.setattr(tiered.cache, "device", torch.device("cuda"))
+    sent[0].acquire(tiered.cache)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(sent.clear).result()  # the last that refers to it
-        thread.submit(mine.cache._unpin_released).result()
+        thread.submit(tiered.cache._unpin_released).result()
     assert other.waited == [other, reader]

@@ -43,20 +43,20 @@ def trained_alike(mine, twin):
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_a_gradient_that_is_not_finite(placement, on_nonfinite):
     """The error names the row of the table: its slot has another number."""
-    mine, twin = (make(where, te.optim.SGD(on_nonfinite=on_nonfinite)) for where in (placement, "device"))
-    before = contents(mine)
+    tiered, twin = (make(where, te.optim.SGD(on_nonfinite=on_nonfinite)) for where in (placement, "device"))
+    initial = contents(tiered)
     grad = torch.ones(2, 10)
     grad[1, 8] = float("nan")  # the table of genres, whose rows 61 and 7 sample 1 has
-    for collection in (mine, twin):
+    for collection in (tiered, twin):
         out = collection(batch_of([[400], [444]], [[3], [61, 7]]))
         if on_nonfinite == "raise":
             with pytest.raises(ValueError, match="table 'genre': the gradient of row 7 is NaN or infinite"):
                 out.backward(grad)
-            assert_same_bits(contents(collection), before)
+            assert_same_bits(contents(collection), initial)
         else:
             out.backward(grad)
             assert collection.skipped_rows() == {"user": 0, "genre": 2}
-    trained_alike(mine, twin)
+    trained_alike(tiered, twin)
 
 
 def test_placements_and_caches_that_do_not_go_together():
@@ -71,95 +71,95 @@ def test_placements_and_caches_that_do_not_go_together():
 
 
 def test_a_module_stays_where_it_was_made(placement):
-    mine, twin = make(placement), make("device")
-    for move in (lambda: mine.double(), lambda: mine.to("meta"), lambda: mine.bfloat16()):
+    tiered, twin = make(placement), make("device")
+    for move in (lambda: tiered.double(), lambda: tiered.to("meta"), lambda: tiered.bfloat16()):
         with pytest.raises(RuntimeError, match=f"table 'user' is placed on '{placement}' .* cannot become"):
             move()
     for copying in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match=f"table 'user' is placed on '{placement}' and cannot be copied"):
-            copying(mine if copying is not copy.copy else mine.tables[0])
+            copying(tiered if copying is not copy.copy else tiered.tables[0])
     mixed = seeded(TABLES, ADAM, True, ("device", placement))
     with pytest.raises(RuntimeError, match=f"table 'genre' is placed on '{placement}'"):
         mixed.bfloat16()
     assert mixed.tables[0].weight.dtype == torch.float32
-    assert mine.to("cpu").float() is mine
-    trained_alike(mine, twin)
+    assert tiered.to("cpu").float() is tiered
+    trained_alike(tiered, twin)
 
 
 def test_a_module_without_memory(placement):
     config = te.TableConfig("t", 10**12, 4, placement=placement, cache=CacheConfig(rows=5))
-    mine = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(), device="meta")
-    shapes = {name: (tuple(value.shape), value.dtype) for name, value in mine.state_dict().items() if name != "step"}
+    tiered = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(), device="meta")
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in tiered.state_dict().items() if name != "step"}
     assert shapes == {"t.weight": ((10**12, 4), torch.float32), "t.sum": ((10**12,), torch.float32)}
     with pytest.raises(RuntimeError, match="build the module there"):
-        mine.to_empty(device="cpu")
+        tiered.to_empty(device="cpu")
 
 
 def test_weights_of_samples_get_no_gradient():
     weights = torch.ones(2, requires_grad=True)
     batch = te.KeyedJaggedTensor(["u", "shared"], torch.tensor([1, 2]), weights, lengths=torch.tensor([1, 1]))
     for optimizer in (te.optim.SGD(), None):
-        mine = make(optimizer=optimizer)
+        tiered = make(optimizer=optimizer)
         with pytest.raises(
             ValueError, match="per-sample weights get no gradient where table 'user' is placed on 'host'"
         ):
-            mine(batch)
+            tiered(batch)
         with torch.no_grad():
-            assert mine(batch).shape == (1, 10)
+            assert tiered(batch).shape == (1, 10)
 
 
 def test_without_an_optimizer_rows_are_looked_up_and_not_trained(placement):
     """A gradient that nobody would apply does not get lost in silence."""
-    mine, twin = make(placement, None), make("device", None)
+    tiered, twin = make(placement, None), make("device", None)
     batch = batch_of([[1], [2, 400]], [[0], [5]])
     with torch.no_grad():
-        assert torch.equal(mine(batch), twin(batch))
-    out = mine(batch)
+        assert torch.equal(tiered(batch), twin(batch))
+    out = tiered(batch)
     assert torch.equal(out, twin(batch))
     assert out.requires_grad
     with pytest.raises(ValueError, match=f"table 'user' is placed on '{placement}', where only a fused optimizer can"):
         out.sum().backward()
-    mine.requires_grad_(False)
+    tiered.requires_grad_(False)
     dense = torch.ones(10, requires_grad=True)
-    (mine(batch) * dense).sum().backward()
+    (tiered(batch) * dense).sum().backward()
     assert torch.equal(dense.grad, twin(batch).sum(0).detach())
-    assert_same_bits(contents(mine), contents(twin))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_frozen_tables():
-    mine, twin = make(), make("device")
-    for collection in (mine, twin):
+    tiered, twin = make(), make("device")
+    for collection in (tiered, twin):
         collection.tables[0].weight.requires_grad_(False)
         with pytest.raises(ValueError, match=r"tables \['user'\] do not require gradients"):
             collection(batch_of([[1], []], [[1], []]))
         collection.requires_grad_(False)
         assert not collection(batch_of([[1], []], [[1], []])).requires_grad
-    assert mine.cache_statistics()["user"].written == 0
-    assert_same_bits(contents(mine), contents(twin))
+    assert tiered.cache_statistics()["user"].written == 0
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_a_lookup_has_one_backward(placement):
     """After it, other rows may be in the slots."""
-    mine = make(placement)
+    tiered = make(placement)
     batch = batch_of([[1], [2]], [[0], [5]])
-    out = mine(batch).sum()
+    out = tiered(batch).sum()
     out.backward(retain_graph=True)
-    before = contents(mine)
-    mine(batch_of([list(range(10, 60)), []], [[], []]))
+    initial = contents(tiered)
+    tiered(batch_of([list(range(10, 60)), []], [[], []]))
     with pytest.raises(RuntimeError, match="the rows of this batch are no longer pinned"):
         out.backward()
-    with mine.accumulate():
-        late = mine(batch).sum()
+    with tiered.accumulate():
+        late = tiered(batch).sum()
     with pytest.raises(RuntimeError, match=r"no longer pinned.*inside the accumulate\(\) block"):
         late.backward()
-    assert_same_bits(contents(mine), before)
+    assert_same_bits(contents(tiered), initial)
 
 
 def test_groups_serve_one_lookup_and_are_made_again_for_others(placement):
     """As when a forward is computed again for its backward."""
-    mine, twin = make(placement), make("device")
+    tiered, twin = make(placement), make("device")
     batch, other = batch_of([[1], [2]], [[0], [5]]), batch_of([list(range(100, 160)), []], [[], []])
-    for collection in (mine, twin):
+    for collection in (tiered, twin):
         groups = collection.group(batch)
         first = collection(batch, groups)
         collection(other).sum().backward()
@@ -167,35 +167,35 @@ def test_groups_serve_one_lookup_and_are_made_again_for_others(placement):
         first.sum().backward()
         second.sum().backward()
         collection(batch, groups).sum().backward()
-    assert_same_bits(contents(mine), contents(twin))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_checkpointed_forwards():
-    mine, twin = make(), make("device")
-    for collection in (mine, twin):
-        told = te.nn.prefetch(collection, batch_of([[1], [2]], [[0], [5]]))
-        out = torch.utils.checkpoint.checkpoint(collection, told, use_reentrant=False)
+    tiered, twin = make(), make("device")
+    for collection in (tiered, twin):
+        messages = te.nn.prefetch(collection, batch_of([[1], [2]], [[0], [5]]))
+        out = torch.utils.checkpoint.checkpoint(collection, messages, use_reentrant=False)
         collection(batch_of([list(range(100, 160)), []], [[], []])).sum().backward()
         out.sum().backward()
-    assert_same_bits(contents(mine), contents(twin))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_groups_of_another_collection_or_another_mode():
-    mine, batch = make(), batch_of([[1], [2]], [[0], [5]])
+    tiered, batch = make(), batch_of([[1], [2]], [[0], [5]])
     with pytest.raises(ValueError, match="another collection made these groups"):
-        mine(batch, make().group(batch))
+        tiered(batch, make().group(batch))
     with pytest.raises(ValueError, match="another model has prefetched these features"):
-        mine(te.nn.prefetch(make(), batch))
+        tiered(te.nn.prefetch(make(), batch))
     with torch.no_grad():
-        groups = mine.group(batch)
+        groups = tiered.group(batch)
     with pytest.raises(ValueError, match="were prefetched under no_grad"):
-        mine(batch, groups)
+        tiered(batch, groups)
 
 
 def test_a_folder_that_cannot_have_a_file(tmp_path):
-    taken = tmp_path / "taken"
-    taken.write_text("a file")
-    for folder in (taken, taken / "below", "/proc/none"):
+    selection = tmp_path / "taken"
+    selection.write_text("a file")
+    for folder in (selection, selection / "below", "/proc/none"):
         config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=folder))
         with pytest.raises(StorageError, match=re.escape(f"table 't': cannot create its file in folder {folder}")):
             te.nn.EmbeddingBagCollection([config])
@@ -214,10 +214,10 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 @pytest.mark.parametrize("placement", ["disk", CACHED])
 def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, operation, ahead):
     """Nothing is computed from rows that were lost, then or later."""
-    mine = make(placement)
-    steps = varied_steps(mine, 12, sizes=(40,))
-    outputs_of(mine, steps[:3])
-    before = contents(mine)
+    tiered = make(placement)
+    steps = varied_steps(tiered, 12, sizes=(40,))
+    outputs_of(tiered, steps[:3])
+    initial = contents(tiered)
 
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
@@ -228,59 +228,59 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, oper
         for batch, grad in steps[3:]:
             if ahead:
                 with ThreadPoolExecutor(1) as other:
-                    mine(batch, other.submit(mine.group, batch).result()).backward(grad)
+                    tiered(batch, other.submit(tiered.group, batch).result()).backward(grad)
             else:
-                mine(batch).backward(grad)
+                tiered(batch).backward(grad)
 
     with pytest.raises(OSError, match="Input/output error"):
         go_on()
     monkeypatch.undo()
     for use in (
-        lambda: mine(steps[0][0]), lambda: mine.group(steps[0][0]), mine.state_dict, mine.reset_parameters,
-        lambda: mine.load_state_dict(before),
+        lambda: tiered(steps[0][0]), lambda: tiered.group(steps[0][0]), tiered.state_dict, tiered.reset_parameters,
+        lambda: tiered.load_state_dict(initial),
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"(?s)an earlier cache transfer failed"):
             use()
 
 
 def test_what_cannot_be_loaded_changes_nothing(placement):
-    mine, twin = make(placement), make("device")
+    tiered, twin = make(placement), make("device")
     steps = varied_steps(twin, 2, sizes=(20,))
-    same(outputs_of(mine, steps), outputs_of(twin, steps))
+    same(outputs_of(tiered, steps), outputs_of(twin, steps))
     state = next(state.name for state in ADAM.states)
     bad = {"user.weight": torch.zeros(500, 4).numpy(), f"user.{state}": torch.zeros(3, 4)}
-    found = rf"(?s)user.weight: expected a torch.Tensor, got ndarray.*mismatch for user.{state}"
-    with pytest.raises(RuntimeError, match=found):
-        mine.load_state_dict(bad, strict=False)
-    assert_same_bits(contents(mine), contents(twin))
-    trained_alike(mine, twin)
+    result = rf"(?s)user.weight: expected a torch.Tensor, got ndarray.*mismatch for user.{state}"
+    with pytest.raises(RuntimeError, match=result):
+        tiered.load_state_dict(bad, strict=False)
+    assert_same_bits(contents(tiered), contents(twin))
+    trained_alike(tiered, twin)
 
 
 def test_a_change_that_fails_leaves_the_cache_as_it_should_be(placement):
     """Whatever the user's code raises, and however far it came: rows on the device are those below."""
-    mine = make(placement)
-    outputs_of(mine, varied_steps(mine, 2, sizes=(20,)))
-    before = contents(mine)
+    tiered = make(placement)
+    outputs_of(tiered, varied_steps(tiered, 2, sizes=(20,)))
+    initial = contents(tiered)
 
     def fail(fields):
         fields["weight"].fill_(7.0)
         raise ZeroDivisionError
 
-    table = mine.tables[0]
+    table = tiered.tables[0]
     with pytest.raises(ZeroDivisionError):
         table.rows.update(table, fail)
     with pytest.raises(NotImplementedError):
         table.assign({"weight": torch.empty(500, 4, device="meta")})
-    expected = before if placement == "disk" else {**before, "user.weight": torch.full((500, 4), 7.0)}
-    assert_same_bits(contents(mine), expected)
+    expected = initial if placement == "disk" else {**initial, "user.weight": torch.full((500, 4), 7.0)}
+    assert_same_bits(contents(tiered), expected)
     twin = make("device")
     twin.load_state_dict(expected)
-    trained_alike(mine, twin)
-    mine.reset_parameters()
+    trained_alike(tiered, twin)
+    tiered.reset_parameters()
 
 
 def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
-    mine, (batch, _) = make(), varied_steps(make(), 1)[0]
+    tiered, (batch, _) = make(), varied_steps(make(), 1)[0]
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -288,9 +288,9 @@ def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(RowTransfer, "read", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            mine(batch)
+            tiered(batch)
     with pytest.raises(RuntimeError, match=r"an earlier cache transfer failed \(KeyboardInterrupt\(\)\); the cache is"):
-        mine(batch)
+        tiered(batch)
 
 
 def test_a_cache_that_is_too_large_for_the_device(placement):

@@ -50,9 +50,9 @@ def pinned(collection) -> int:
 
 def test_keys_shapes_and_dtypes_are_those_of_tables_on_the_device(placements):
     for optimizer in (OPTIMIZER, te.optim.Adam(), te.optim.SGD(), None):
-        mine, twin = make(placements, optimizer=optimizer), make(PLACEMENTS[0], optimizer=optimizer)
-        assert list(mine.state_dict()) == list(twin.state_dict())
-        assert_same_bits(contents(mine), contents(twin))
+        tiered, twin = make(placements, optimizer=optimizer), make(PLACEMENTS[0], optimizer=optimizer)
+        assert list(tiered.state_dict()) == list(twin.state_dict())
+        assert_same_bits(contents(tiered), contents(twin))
 
 
 @pytest.mark.parametrize("to", PLACEMENTS, ids=str)
@@ -70,92 +70,92 @@ def test_a_state_dict_goes_from_any_placement_into_any(source, to):
 def test_loading_while_batches_that_were_brought_ahead_wait(placements):
     """They read the rows that were loaded, not those that were there when they were brought."""
     loaded = contents(make(PLACEMENTS[0], 5))
-    mine, twin = make(placements, 3), make(PLACEMENTS[0])
+    tiered, twin = make(placements, 3), make(PLACEMENTS[0])
     steps = varied_steps(twin, 3, sizes=(20,), seed=4)
-    groups = [mine.group(batch) for batch, _ in steps]
-    for collection in (mine, twin):
+    groups = [tiered.group(batch) for batch, _ in steps]
+    for collection in (tiered, twin):
         collection.load_state_dict(loaded)
-    for (batch, grad), made in zip(steps, groups, strict=True):
-        out, expected = mine(batch, made), twin(batch)
+    for (batch, grad), created in zip(steps, groups, strict=True):
+        out, expected = tiered(batch, created), twin(batch)
         assert torch.equal(out, expected)
         out.backward(grad)
         expected.backward(grad)
-    assert_same_bits(contents(mine), contents(twin))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_loading_and_saving_while_another_thread_brings_batches(placements):
     """Rows that leave their slots meanwhile do not come after those that are loaded."""
-    mine, loaded = make(placements, 3), contents(make(PLACEMENTS[0], 5))
-    batches = cycle(batch for batch, _ in varied_steps(mine, 40, sizes=(30,), seed=4))
+    tiered, loaded = make(placements, 3), contents(make(PLACEMENTS[0], 5))
+    batches = cycle(batch for batch, _ in varied_steps(tiered, 40, sizes=(30,), seed=4))
     started, stop = threading.Event(), threading.Event()
 
     def bring() -> None:
         while not stop.is_set():
-            mine.group(next(batches))
+            tiered.group(next(batches))
             started.set()
 
     with ThreadPoolExecutor(1) as other:
-        brought = other.submit(bring)
+        prefetches = other.submit(bring)
         try:
             assert started.wait(60)
             for _ in range(10):
-                mine.load_state_dict(loaded)
-                assert_same_bits(contents(mine), loaded)
+                tiered.load_state_dict(loaded)
+                assert_same_bits(contents(tiered), loaded)
         finally:
             stop.set()
-        brought.result()
+        prefetches.result()
 
 
 def test_loading_a_part(placements):
     """Weights without states keep the states, also those that are only in slots."""
-    given = {name: value for name, value in contents(make(PLACEMENTS[0], 5)).items() if name.endswith("weight")}
-    mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
-    for collection in (mine, twin):
-        missing, unexpected = collection.load_state_dict(given | {"user.other": torch.zeros(1)}, strict=False)
+    inputs = {name: value for name, value in contents(make(PLACEMENTS[0], 5)).items() if name.endswith("weight")}
+    tiered, twin = make(placements, 3), make(PLACEMENTS[0], 3)
+    for collection in (tiered, twin):
+        missing, unexpected = collection.load_state_dict(inputs | {"user.other": torch.zeros(1)}, strict=False)
         assert missing == ["step", "user.sum", "shared.sum"]
         assert unexpected == ["user.other"]
-    assert_same_bits(contents(mine), contents(twin))
-    for collection in (mine, twin):
+    assert_same_bits(contents(tiered), contents(twin))
+    for collection in (tiered, twin):
         with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"user.sum".*Unexpected key.*"user.other"'):
-            collection.load_state_dict(given | {"user.other": torch.zeros(1)})
+            collection.load_state_dict(inputs | {"user.other": torch.zeros(1)})
         with pytest.raises(RuntimeError, match=r"size mismatch for user.weight"):
             collection.load_state_dict({**contents(collection), "user.weight": torch.zeros(3, 12)})
-    assert_same_bits(contents(mine), contents(twin))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=str)
 def test_a_state_dict_can_be_written_to_a_file(placement, dtype):
     config = te.TableConfig("t", 50, 6, dtype=dtype)
-    mine = seeded([config], te.optim.PartialRowWiseAdam(), True, (placement,))
-    outputs_of(mine, varied_steps(mine, 3))
+    tiered = seeded([config], te.optim.PartialRowWiseAdam(), True, (placement,))
+    outputs_of(tiered, varied_steps(tiered, 3))
     file = io.BytesIO()
-    torch.save(mine.state_dict(), file)
+    torch.save(tiered.state_dict(), file)
     file.seek(0)
-    assert_same_bits(torch.load(file), contents(mine))
+    assert_same_bits(torch.load(file), contents(tiered))
 
 
 @pytest.mark.parametrize("placements", [*PLACEMENTS[1:], ("host", "disk"), ("device", "disk")], ids=str)
 def test_reset_parameters_begins_anew(placements):
     """Of one table first: what training changed in the slots of the other is not lost."""
-    mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
+    tiered, twin = make(placements, 3), make(PLACEMENTS[0], 3)
     for part in (lambda collection: collection.tables[1], lambda collection: collection):
-        for collection in (mine, twin):
+        for collection in (tiered, twin):
             torch.manual_seed(11)
             part(collection).reset_parameters()
-        assert_same_bits(contents(mine), contents(twin))
+        assert_same_bits(contents(tiered), contents(twin))
     steps = varied_steps(twin, 3, sizes=(20,))
-    same(outputs_of(mine, steps), outputs_of(twin, steps))
-    assert_same_bits(contents(mine), contents(twin))
+    same(outputs_of(tiered, steps), outputs_of(twin, steps))
+    assert_same_bits(contents(tiered), contents(twin))
 
 
 def test_a_table_whose_rows_a_batch_holds_is_not_reset(placements):
-    mine = make(placements, 2)
-    before, out = contents(mine), mine(batch_of(1, 2))
+    tiered = make(placements, 2)
+    initial, out = contents(tiered), tiered(batch_of(1, 2))
     with pytest.raises(RuntimeError, match="a batch has pinned rows of table 'user'; finish its backward"):
-        mine.reset_parameters()
-    assert_same_bits(contents(mine), before)
+        tiered.reset_parameters()
+    assert_same_bits(contents(tiered), initial)
     del out
-    mine.reset_parameters()
+    tiered.reset_parameters()
 
 
 def test_first_values_by_an_init():
@@ -166,52 +166,52 @@ def test_first_values_by_an_init():
 
 
 def test_rows_are_held_until_the_backward_has_been_or_cannot_come(placements):
-    mine = make(placements)
+    tiered = make(placements)
     batch = batch_of(1, 2, 3)
-    out = output_of(mine, batch)
-    assert pinned(mine) == 5  # users 1, 2, 3 and 0, by feature "shared", and a row of the other table
+    out = output_of(tiered, batch)
+    assert pinned(tiered) == 5  # users 1, 2, 3 and 0, by feature "shared", and a row of the other table
     out.sum().backward()
-    assert pinned(mine) == 0
-    out = output_of(mine, batch)
+    assert pinned(tiered) == 0
+    out = output_of(tiered, batch)
     del out  # nobody can call its backward
-    assert pinned(mine) == 0
-    groups = mine.group(batch)
-    assert pinned(mine) == 5
+    assert pinned(tiered) == 0
+    groups = tiered.group(batch)
+    assert pinned(tiered) == 5
     del groups
-    assert pinned(mine) == 0
+    assert pinned(tiered) == 0
     with torch.no_grad():
-        mine(batch, mine.group(batch))
-    assert pinned(mine) == 0
+        tiered(batch, tiered.group(batch))
+    assert pinned(tiered) == 0
 
 
 @pytest.mark.usefixtures("frozen_objects")
 def test_rows_are_given_up_where_a_step_fails(placements):
-    mine = make(placements, optimizer=te.optim.SGD(on_nonfinite="raise"))
-    before = contents(mine)
+    tiered = make(placements, optimizer=te.optim.SGD(on_nonfinite="raise"))
+    initial = contents(tiered)
     with pytest.raises(ValueError, match="NaN or infinite"):
-        (mine(batch_of(1, 2)) * float("nan")).sum().backward()
+        (tiered(batch_of(1, 2)) * float("nan")).sum().backward()
     gc.collect()
-    assert pinned(mine) == 0
-    assert_same_bits(contents(mine), before)
+    assert pinned(tiered) == 0
+    assert_same_bits(contents(tiered), initial)
 
     def fail_in_the_block() -> None:
-        with mine.accumulate():
-            mine(batch_of(1, 2)).sum().backward()
+        with tiered.accumulate():
+            tiered(batch_of(1, 2)).sum().backward()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail_in_the_block()
-    assert pinned(mine) == 0
-    assert_same_bits(contents(mine), before)
+    assert pinned(tiered) == 0
+    assert_same_bits(contents(tiered), initial)
 
 
 def test_a_collection_goes_when_nobody_has_it(placements):
     """At once: its memory may be most of the machine's."""
-    mine = make(placements, 2)
-    table, store = weakref.ref(mine.tables[0]), weakref.ref(mine.tables[0].rows.store)
+    tiered = make(placements, 2)
+    table, store = weakref.ref(tiered.tables[0]), weakref.ref(tiered.tables[0].rows.store)
     gc.disable()
     try:
-        del mine
+        del tiered
         assert table() is None
         assert store() is None
     finally:
@@ -225,27 +225,27 @@ def test_a_table_without_its_collection_does_not_pretend_to_be_whole():
 
 
 def test_nothing_is_left_on_disk(tmp_path):
-    mine = make(("disk",), 2, cache=CacheConfig(rows=1, folder=tmp_path / "new" / "folder"))
+    tiered = make(("disk",), 2, cache=CacheConfig(rows=1, folder=tmp_path / "new" / "folder"))
     assert list((tmp_path / "new" / "folder").iterdir()) == []
-    mine.reset_parameters()
+    tiered.reset_parameters()
     assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
 def test_another_default_device(placements):
     """What lives in host memory lives there, wherever a `with` of the user's makes tensors."""
-    mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
+    tiered, twin = make(placements, 3), make(PLACEMENTS[0], 3)
     with torch.device("meta"):
-        mine.load_state_dict(mine.state_dict())
-        assert_same_bits(contents(mine), contents(twin))
-        for table in mine.tables:
+        tiered.load_state_dict(tiered.state_dict())
+        assert_same_bits(contents(tiered), contents(twin))
+        for table in tiered.tables:
             table.reset_parameters(seed=7)
     steps = varied_steps(twin, 3, sizes=(60,))
-    twin.load_state_dict(mine.state_dict())
-    same(outputs_of(mine, steps), outputs_of(twin, steps))
+    twin.load_state_dict(tiered.state_dict())
+    same(outputs_of(tiered, steps), outputs_of(twin, steps))
 
 
 def test_fake_tables(placements):
     """Shapes without memory, for whoever plans."""
     with FakeTensorMode():
-        mine = te.nn.EmbeddingBagCollection(placed(TABLES, placements, CacheConfig(rows=5)), optimizer=OPTIMIZER)
-        assert mine.state_dict()["user.weight"].shape == (500, 12)
+        tiered = te.nn.EmbeddingBagCollection(placed(TABLES, placements, CacheConfig(rows=5)), optimizer=OPTIMIZER)
+        assert tiered.state_dict()["user.weight"].shape == (500, 12)

@@ -34,16 +34,16 @@ PLACES = [(placement, None) for placement in ELSEWHERE] + [("disk", rows) for ro
 def test_statistics_are_those_of_a_simulation(stream, place, policy, random):
     (rows, steps), (placement, host_rows) = stream, place
     cache = CacheConfig(rows=rows, policy=policy, host_rows=host_rows)
-    mine = seeded([te.TableConfig("t", 1000, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
+    tiered = seeded([te.TableConfig("t", 1000, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
     expected = Simulated(rows, policy, 4 * 4 + 4, host_rows)
     for ids in [*steps, *steps]:
         training = random.random() < 0.6
         with torch.set_grad_enabled(training):
-            out = mine(te.KeyedJaggedTensor.from_lists({"t": [ids]}))
+            out = tiered(te.KeyedJaggedTensor.from_lists({"t": [ids]}))
         if training:
             out.sum().backward()
         expected.batch(ids, training)
-        assert mine.cache_statistics() == {"t": expected.statistics}
+        assert tiered.cache_statistics() == {"t": expected.statistics}
 
 
 def pause(random: Random) -> None:
@@ -61,62 +61,62 @@ def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, h
     random = Random(depth)
     steps = [[int(random.expovariate(0.015)) % 300 for _ in range(random.randint(1, 40))] for _ in range(60)]
     trainings = [random.random() < 0.7 for _ in steps]
-    expected, after = Simulated(64, policy, 4 * 4 + 4, host_rows), []
+    expected, final = Simulated(64, policy, 4 * 4 + 4, host_rows), []
     for number, (ids, training) in enumerate(zip(steps, trainings, strict=True), 1):
         expected.batch(ids, training, range(max(1, number - depth), number))
-        after.append(expected.statistics)
-    assert after[-1].evictions > 100
-    assert after[-1].overflows > 0 or depth < 2
-    assert host_rows is None or min(after[-1].host_hits, after[-1].disk_read, after[-1].disk_written) > 0
+        final.append(expected.statistics)
+    assert final[-1].evictions > 100
+    assert final[-1].overflows > 0 or depth < 2
+    assert host_rows is None or min(final[-1].host_hits, final[-1].disk_read, final[-1].disk_written) > 0
     for repeat in range(2):
-        random, elsewhere = Random(repeat), Random(-repeat - 1)
+        random, foreign = Random(repeat), Random(-repeat - 1)
         cache = CacheConfig(rows=64, policy=policy, host_rows=host_rows)
-        mine = seeded([te.TableConfig("t", 300, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
+        tiered = seeded([te.TableConfig("t", 300, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
 
-        def send(ids, training, before):
-            pause(elsewhere)  # noqa: B023
+        def send(ids, training, initial):
+            pause(foreign)  # noqa: B023
             with torch.set_grad_enabled(training):
-                sent = te.nn.prefetch(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), before)  # noqa: B023
-            return sent, mine.cache_statistics()["t"]  # noqa: B023
+                sent = te.nn.prefetch(tiered, te.KeyedJaggedTensor.from_lists({"t": [ids]}), initial)  # noqa: B023
+            return sent, tiered.cache_statistics()["t"]  # noqa: B023
 
-        found, waiting = [], deque()
+        actual, waiting = [], deque()
         with ThreadPoolExecutor(1) as other:
             for number in range(len(steps) + depth):
                 if number < len(steps):
                     waiting.append(other.submit(send, steps[number], trainings[number], te.nn.sequence_number()))
                 if number >= depth:
                     sent, counted = waiting.popleft().result()
-                    found.append(counted)
+                    actual.append(counted)
                     with torch.set_grad_enabled(trainings[number - depth]):
-                        out = mine(sent)
+                        out = tiered(sent)
                     pause(random)
                     if out.requires_grad:
                         out.sum().backward()
-        assert found == after, repeat
+        assert actual == final, repeat
 
 
 def test_a_batch_that_never_ends_is_held_and_nobody_waits_for_it():
     """Sequence numbers say what has ended, not what ought to have."""
-    mine = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("host",), CacheConfig(rows=32))
+    tiered = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("host",), CacheConfig(rows=32))
     expected = Simulated(32, "lru", 16)
     batches = [list(range(first, first + 20)) for first in range(0, 200, 20)]
-    kept, before = [], te.nn.sequence_number()
+    retained, initial = [], te.nn.sequence_number()
     for number, ids in enumerate(batches, 1):
-        sent = te.nn.prefetch(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.sequence_number())
+        sent = te.nn.prefetch(tiered, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.sequence_number())
         expected.batch(ids, True, range(1, number))
-        kept.append(mine(sent))
-        assert mine.cache_statistics()["t"] == expected.statistics
+        retained.append(tiered(sent))
+        assert tiered.cache_statistics()["t"] == expected.statistics
     assert expected.counts["evictions"] == 0
-    for out in kept:
+    for out in retained:
         out.sum().backward()
     # An old number goes on to say the same; a new one, or none, says what is so.
-    te.nn.prefetch(mine, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), before)
+    te.nn.prefetch(tiered, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), initial)
     expected.batch([300], False, range(1, 11))  # it was dropped, and so never trained
-    assert mine.cache_statistics()["t"] == expected.statistics
+    assert tiered.cache_statistics()["t"] == expected.statistics
     with torch.no_grad():
-        mine(te.KeyedJaggedTensor.from_lists({"t": [[301]]}))
+        tiered(te.KeyedJaggedTensor.from_lists({"t": [[301]]}))
     expected.batch([301], False)
-    assert mine.cache_statistics()["t"] == expected.statistics
+    assert tiered.cache_statistics()["t"] == expected.statistics
     assert expected.counts["evictions"] > 0
 
 
@@ -124,13 +124,13 @@ def test_statistics_are_counted_by_table():
     """Also where a feature feeds several tables, and some live on the device."""
     tables = [te.TableConfig("a", 100, 4, features=["f", "g"]), te.TableConfig("b", 90, 4, features=["g"])]
     tables += [te.TableConfig("c", 90, 4, features=["g"])]
-    mine = seeded(tables, te.optim.SGD(), True, ("host", "device", "disk"), CacheConfig(rows=64))
+    tiered = seeded(tables, te.optim.SGD(), True, ("host", "device", "disk"), CacheConfig(rows=64))
     for _ in range(2):
-        mine(te.KeyedJaggedTensor.from_lists({"f": [[1, 2, 2], [3]], "g": [[3], [4, 5]]})).sum().backward()
-    assert mine.cache_statistics() == {
+        tiered(te.KeyedJaggedTensor.from_lists({"f": [[1, 2, 2], [3]], "g": [[3], [4, 5]]})).sum().backward()
+    assert tiered.cache_statistics() == {
         "a": CacheStatistics(lookups=10, hits=5, read=5 * 16), "c": CacheStatistics(lookups=6, hits=3, read=3 * 16),
     }  # fmt: skip
-    assert mine.cache_statistics()["a"].hit_rate == 0.5
+    assert tiered.cache_statistics()["a"].hit_rate == 0.5
     assert seeded(tables, None).cache_statistics() == {}
     assert CacheStatistics().hit_rate == 1.0
 
@@ -153,18 +153,18 @@ def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
     moved, allocated = [], []
     for num_rows in (10_000, 300_000):
         table, cache = te.TableConfig("t", num_rows, 4), CacheConfig(rows=64)
-        mine = seeded([table], te.optim.RowWiseAdagrad(), True, (placement,), cache)
+        tiered = seeded([table], te.optim.RowWiseAdagrad(), True, (placement,), cache)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(num_rows, (20, 200), generator=generator)
         for step in range(20):
             batch = te.KeyedJaggedTensor(["t"], ids[step], lengths=torch.ones(200, dtype=torch.int64))
             with AllocatedElements() as elements:
-                mine(batch).sum().backward()
+                tiered(batch).sum().backward()
         allocated.append(elements.count)
-        found = mine.cache_statistics()["t"]
-        assert found.read <= 20 * 200 * 20
-        assert found.written <= found.read
-        moved.append(found.read)
+        result = tiered.cache_statistics()["t"]
+        assert result.read <= 20 * 200 * 20
+        assert result.written <= result.read
+        moved.append(result.read)
     assert moved[1] < 1.1 * moved[0]  # more distinct ids, fewer hits
     assert allocated[1] < 1.5 * allocated[0]
 
@@ -172,17 +172,17 @@ def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
 def test_statistics_go_on_where_a_table_begins_anew():
     """With another store, whose own counts begin at nothing; what the first one did is not forgotten."""
     cache = CacheConfig(rows=32, host_rows=160)
-    mine, expected = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("disk",), cache), []
+    tiered, expected = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("disk",), cache), []
     for turn in range(2):
         simulated = Simulated(32, "lru", 16, 160)
         for ids in (range(100), range(50, 250), range(150)):
-            mine(te.KeyedJaggedTensor.from_lists({"t": [list(ids)]})).sum().backward()
+            tiered(te.KeyedJaggedTensor.from_lists({"t": [list(ids)]})).sum().backward()
             simulated.batch(ids, True)
         expected.append(simulated.statistics)
-        found = mine.cache_statistics()["t"]
+        actual = tiered.cache_statistics()["t"]
         for name in ("host_hits", "disk_read", "disk_written", "read", "written"):
             total = sum(getattr(statistics, name) for statistics in expected)
-            assert getattr(found, name) == total > 0, (turn, name)
+            assert getattr(actual, name) == total > 0, (turn, name)
         if turn == 0:
-            mine.reset_parameters()
-            assert mine.cache_statistics()["t"] == found
+            tiered.reset_parameters()
+            assert tiered.cache_statistics()["t"] == actual

@@ -24,7 +24,7 @@ def test_it_computes_what_a_linear_layer_does(sizes, splits, bias):
     tiled = te.nn.TiledLinear.from_linear(linear, in_splits=in_splits, out_splits=out_splits)
     x, gradient = torch.randn(4, 7, sizes[0]), torch.randn(4, 7, sizes[1])
     inputs = [x.clone().requires_grad_() for _ in range(2)]
-    outputs = [layer(each) for layer, each in zip((linear, tiled), inputs, strict=True)]
+    outputs = [layer(input) for layer, input in zip((linear, tiled), inputs, strict=True)]
     for output in outputs:
         output.backward(gradient)
     close = {"rtol": 1e-6, "atol": 2e-6}  # sums of up to 32 numbers of about 1, in another order
@@ -32,8 +32,8 @@ def test_it_computes_what_a_linear_layer_does(sizes, splits, bias):
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad, **close)
     torch.testing.assert_close(whole_gradient(tiled), linear.weight.grad, rtol=1e-6, atol=1e-5)  # of 28 samples
     if bias:
-        found = torch.cat([row[0].bias.grad for row in tiled.tiles])
-        torch.testing.assert_close(found, linear.bias.grad, rtol=1e-6, atol=1e-5)
+        result = torch.cat([row[0].bias.grad for row in tiled.tiles])
+        torch.testing.assert_close(result, linear.bias.grad, rtol=1e-6, atol=1e-5)
     sizes_of_tiles = {layer.weight.shape for row in tiled.tiles for layer in row}
     assert max(s[0] for s in sizes_of_tiles) - min(s[0] for s in sizes_of_tiles) <= 1
     assert max(s[1] for s in sizes_of_tiles) - min(s[1] for s in sizes_of_tiles) <= 1

@@ -23,17 +23,17 @@ def test_a_torchrec_batch_gives_the_same_result(pooled, optimizer, weighted, by)
     collection = make_collection(configs, optimizer, pooled)
     twin = copy.deepcopy(collection)
     for batch, grad in random_steps(collection, 3, weighted=weighted):
-        theirs = sparse.KeyedJaggedTensor(
+        reference = sparse.KeyedJaggedTensor(
             batch.keys(), batch.values(), batch.weights_or_none(), **{by: getattr(batch, by)()}
         )
-        found, expected = output_of(collection, theirs), output_of(twin, batch)
-        assert torch.equal(found, expected)
-        found.backward(grad)
+        result, expected = output_of(collection, reference), output_of(twin, batch)
+        assert torch.equal(result, expected)
+        result.backward(grad)
         expected.backward(grad)
     assert_same_bits(contents(collection), contents(twin))
-    for mine, other in zip(collection.tables, twin.tables, strict=True):
-        assert (mine.weight.grad is None) == (optimizer is not None)
-        assert mine.weight.grad is None or torch.equal(mine.weight.grad, other.weight.grad)
+    for actual, other in zip(collection.tables, twin.tables, strict=True):
+        assert (actual.weight.grad is None) == (optimizer is not None)
+        assert actual.weight.grad is None or torch.equal(actual.weight.grad, other.weight.grad)
 
 
 def test_accumulating_torchrec_batches():

@@ -112,22 +112,22 @@ def outputs_of(collection: TableCollection, steps: Iterable[Step]) -> list[torch
 def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
     """Equal outputs, step by step."""
     assert len(actual) == len(expected)
-    for step, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
-        assert mine.dtype == theirs.dtype, step
-        assert torch.equal(mine, theirs), f"step {step}"
+    for step, (value, reference) in enumerate(zip(actual, expected, strict=True)):
+        assert value.dtype == reference.dtype, step
+        assert torch.equal(value, reference), f"step {step}"
 
 
 def stored(collection: TableCollection) -> dict[str, torch.Tensor]:
     """Copies of what the stores of tables elsewhere hold, whatever is in slots."""
-    found = {}
+    result = {}
     for index, cached in enumerate(collection.cache.rows):
         if cached is not None and isinstance(cached.store, HostRows):
-            found |= {f"{index}.{name}": tensor.clone() for name, tensor in cached.store.fields.items()}
+            result |= {f"{index}.{name}": tensor.clone() for name, tensor in cached.store.fields.items()}
         elif cached is not None:
             num_rows = cached.config.num_embeddings
-            found[f"{index}"] = torch.zeros(num_rows, cached.record.num_bytes, dtype=torch.uint8)
-            cached.store.read(torch.arange(num_rows), found[f"{index}"]).wait()
-    return found
+            result[f"{index}"] = torch.zeros(num_rows, cached.record.num_bytes, dtype=torch.uint8)
+            cached.store.read(torch.arange(num_rows), result[f"{index}"]).wait()
+    return result
 
 
 def directory_of(collection: TableCollection) -> dict[str, torch.Tensor]:

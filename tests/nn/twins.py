@@ -22,10 +22,10 @@ BAG, ROW = (nn.EmbeddingBag, te.nn.EmbeddingBag), (nn.Embedding, te.nn.Embedding
 def twins(kinds: tuple[type, type], *args: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
     """PyTorch's module and ours, made alike, with the same normal weights."""
     torch.manual_seed(1)
-    theirs = kinds[0](*args, **options)
-    ours = kinds[1](*args, **options)
-    ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    reference = kinds[0](*args, **options)
+    fused = kinds[1](*args, **options)
+    fused.load_state_dict(reference.state_dict())
+    return reference, fused
 
 
 def dense(gradient: Tensor | None) -> Tensor:
@@ -38,12 +38,12 @@ def compare(theirs: nn.Module, ours: nn.Module, *args: Any, weights: Tensor | No
     results = []
     for module in (theirs, ours):
         module.zero_grad()
-        given = None if weights is None else weights.detach().clone().requires_grad_()
-        options = {} if given is None else {"per_sample_weights": given}
+        inputs = None if weights is None else weights.detach().clone().requires_grad_()
+        options = {} if inputs is None else {"per_sample_weights": inputs}
         output = module(*args, **options)
         generator = torch.Generator().manual_seed(2)
         output.backward(torch.randn(output.shape, generator=generator).to(output.dtype))
-        results.append((output, module.weight.grad, None if given is None else given.grad))
+        results.append((output, module.weight.grad, None if inputs is None else inputs.grad))
     (output, gradient, by_weights), (ours_output, ours_gradient, ours_by_weights) = results
     assert ours_output.dtype == output.dtype
     assert ours_gradient.layout == gradient.layout

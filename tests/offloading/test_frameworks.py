@@ -163,7 +163,7 @@ def test_accelerate(tmp_path, tiers, precision):
 @pytest.mark.parametrize(
     "options",
     [{"gradient_clip_val": 1.0}, {"precision": "bf16-mixed"}, {"accumulate_grad_batches": 2}],
-    ids=lambda each: next(iter(each)),
+    ids=lambda item: next(iter(item)),
 )
 def test_lightning(tmp_path, tiers, options):
     lightning = pytest.importorskip("lightning")

@@ -135,14 +135,14 @@ def test_files_that_do_not_fit_change_nothing(tmp_path, mismatch):
     assert all(p.is_meta for p in model.parameters())
     # The same for a model that is offloaded already.
     model, _ = te.offload(model, optimizer, params="host", init=fill)
-    before = model.state_dict()
+    initial = model.state_dict()
     if mismatch == "unexpected":
         assert te.offloading.load_safetensors(model, tmp_path) == ["head"]
     else:
         with pytest.raises(ValueError, match=r"'output\.weight'"):
             te.offloading.load_safetensors(model, tmp_path)
         for name, value in model.state_dict().items():
-            assert torch.equal(value, before[name]), name
+            assert torch.equal(value, initial[name]), name
 
 
 def test_tied_parameters_have_the_same_values_in_the_files(tmp_path):

@@ -37,10 +37,10 @@ def check_gradients(configs, batch, seed, pooled):
     for weight, reference in zip(weights, wide, strict=True):
         assert weight.grad is not None
         assert weight.grad.dtype == weight.dtype
-        wanted = torch.zeros_like(reference) if reference.grad is None else reference.grad
+        required = torch.zeros_like(reference) if reference.grad is None else reference.grad
         exact = weight.dtype == torch.float32
         tolerance = TOLERANCES[torch.float32 if exact else torch.bfloat16]
-        torch.testing.assert_close(weight.grad.double(), wanted, **tolerance)
+        torch.testing.assert_close(weight.grad.double(), required, **tolerance)
     if scales is not None:
         torch.testing.assert_close(scales.grad.double(), wide_scales.grad, **TOLERANCES[torch.float32])
 

@@ -66,15 +66,15 @@ def test_steps_equal_fbgemms(name, pooling, data):
     batch_size, seed = data.draw(st.sampled_from(fewer((1, 6, 40), (1, 6)))), data.draw(st.integers(0, 2**20))
     for step in range(NUM_STEPS):
         batch = random_batch(sizes, list(sizes), batch_size, 4, weighted, seed=seed + step)
-        ours, theirs = collection(batch), twin(batch.values(), batch.offsets(), batch.weights_or_none())
-        torch.testing.assert_close(ours, theirs, **TOLERANCE)
-        grad = torch.randn(ours.shape, generator=torch.Generator().manual_seed(seed + step))
-        ours.backward(grad)
-        theirs.backward(grad)
-    found = contents(collection)
+        fused, expected = collection(batch), twin(batch.values(), batch.offsets(), batch.weights_or_none())
+        torch.testing.assert_close(fused, expected, **TOLERANCE)
+        grad = torch.randn(fused.shape, generator=torch.Generator().manual_seed(seed + step))
+        fused.backward(grad)
+        expected.backward(grad)
+    result = contents(collection)
     for config, weight in zip(configs, twin.split_embedding_weights(), strict=True):
-        torch.testing.assert_close(found[f"{config.name}.weight"], weight.detach(), **TOLERANCE)
+        torch.testing.assert_close(result[f"{config.name}.weight"], weight.detach(), **TOLERANCE)
     if name != "sgd":
         for config, (state, *_) in zip(configs, twin.split_optimizer_states(), strict=True):
-            mine = found[f"{config.name}.sum"]
-            torch.testing.assert_close(mine.flatten(), state.flatten(), **TOLERANCE)
+            actual = result[f"{config.name}.sum"]
+            torch.testing.assert_close(actual.flatten(), state.flatten(), **TOLERANCE)

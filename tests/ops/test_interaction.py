@@ -152,5 +152,5 @@ class TestModules:
         # A few roundings of numbers around 10, on either side: PyTorch rounds 16-bit results between operations.
         tolerance = {"rtol": 16 * ROUNDING[dtype], "atol": 64 * ROUNDING[dtype]}
         torch.testing.assert_close(out, expected, **tolerance)
-        for mine, theirs in zip(torch.autograd.grad(out, leaves, grad), expected_grads, strict=True):
-            torch.testing.assert_close(mine, theirs, **tolerance)
+        for actual, reference in zip(torch.autograd.grad(out, leaves, grad), expected_grads, strict=True):
+            torch.testing.assert_close(actual, reference, **tolerance)

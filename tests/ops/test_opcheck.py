@@ -186,34 +186,34 @@ class TestOpcheck:
 
     def test_shared_update(self, problem):
         """Outside of a backward pass it is done at once."""
-        given = []
-        accumulator, tables = Accumulator(), SimpleNamespace(update_shared=lambda *batch: given.append(batch))
+        inputs = []
+        accumulator, tables = Accumulator(), SimpleNamespace(update_shared=lambda *batch: inputs.append(batch))
         accumulator.tables = lambda: tables
         grad = problem.grad()
         args = (accumulator.handle, grad, problem.values, problem.offsets, problem.sample_weights)
         torch.library.opcheck(OPS.shared_update.default, (*args, *problem.groups, *problem.layout))
-        assert given
-        assert all(torch.equal(batch[0], grad) for batch in given)
+        assert inputs
+        assert all(torch.equal(batch[0], grad) for batch in inputs)
 
     @pytest.mark.parametrize("trained", [False, True])
     def test_pinned_lookup(self, trained):
-        accumulator, tables, given = Accumulator(), SimpleNamespace(), []
+        accumulator, tables, inputs = Accumulator(), SimpleNamespace(), []
         accumulator.tables = lambda: tables
         tables.read_pinned = lambda number, trained: torch.full((2, 3), float(number))
-        tables.update_pinned = lambda number, grad: given.append((number, grad))
+        tables.update_pinned = lambda number, grad: inputs.append((number, grad))
         weight = torch.ones(5, 3, requires_grad=trained)
         args = weight, torch.tensor(7), accumulator.handle, trained, 2, 3, torch.float32
         torch.library.opcheck(OPS.pinned_lookup.default, args)
-        assert bool(given) == trained
-        assert all(number == 7 for number, _ in given)
+        assert bool(inputs) == trained
+        assert all(number == 7 for number, _ in inputs)
 
     def test_pinned_update(self):
-        accumulator, given = Accumulator(), []
-        tables = SimpleNamespace(update_pinned=lambda *update: given.append(update))
+        accumulator, inputs = Accumulator(), []
+        tables = SimpleNamespace(update_pinned=lambda *update: inputs.append(update))
         accumulator.tables = lambda: tables
         torch.library.opcheck(OPS.pinned_update.default, (torch.ones(2, 3), torch.tensor(7), accumulator.handle))
-        assert all(number == 7 and torch.equal(grad, torch.ones(2, 3)) for number, grad in given)
-        assert given
+        assert all(number == 7 and torch.equal(grad, torch.ones(2, 3)) for number, grad in inputs)
+        assert inputs
 
     def test_start_exchange(self):
         """Of an exchange's two ops, each the other's backward, which opcheck would call with gradients of its own."""
@@ -230,10 +230,10 @@ class TestOpcheck:
     def check_exchange(self, op):
         exchange = PooledExchange(RankGroup(), [[(2, 3), (0, 2)]], 5, EXACT)
         for back in (False, True):
-            for after in (None, torch.zeros(1)):
+            for final in (None, torch.zeros(1)):
                 values = torch.randn(4, 5)
-                given = [values] if op is OPS.start_exchange.default else values
-                args = given, after, exchange.handle, back, [4], []
+                inputs = [values] if op is OPS.start_exchange.default else values
+                args = inputs, final, exchange.handle, back, [4], []
                 torch.library.opcheck(op, args, test_utils=("test_schema", "test_faketensor"))
 
     def test_broadcast_buffers(self, monkeypatch):
@@ -328,9 +328,9 @@ def test_exchanges_are_ordered_by_tensors_of_one_device():
     """They are gradients of each other, wherever what is sent is."""
     exchange = PooledExchange(RankGroup(), [[(0, 5)]], 5, EXACT)
     with FakeTensorMode():
-        values, after = torch.empty(4, 5, device="cuda"), torch.empty(1)
-        started, sent = OPS.start_exchange([values], after, exchange.handle, False, [4], [])
-        arrived, received = OPS.finish_exchange(started, after, exchange.handle, False, [4], [])
+        values, final = torch.empty(4, 5, device="cuda"), torch.empty(1)
+        started, sent = OPS.start_exchange([values], final, exchange.handle, False, [4], [])
+        arrived, received = OPS.finish_exchange(started, final, exchange.handle, False, [4], [])
     assert (started.device.type, arrived.device.type) == ("cuda", "cuda")
     assert (sent.device.type, received.device.type) == ("cpu", "cpu")
 

@@ -47,8 +47,8 @@ def test_the_devices_kernel_serves_if_it_knows_all_dtypes(op):
 def test_plain_pytorch_serves_float64_anywhere_and_float8_tables_on_the_cpu():
     cuda, float8 = torch.device("cuda"), torch.float8_e5m2
     for op in [op for op in registry.ops() if "torch" in registry.kernels_of(op)]:
-        for device, others in itertools.product((CPU, cuda), ((), (torch.float32,))):
-            assert choose(op, device, (torch.float64, *others)) == "torch"
+        for device, peers in itertools.product((CPU, cuda), ((), (torch.float32,))):
+            assert choose(op, device, (torch.float64, *peers)) == "torch"
         assert kernel(op, CPU, (torch.float64,)) is getattr(by_torch, op)
     assert choose("embedding_bag", CPU, (float8, torch.float32)) == ("triton" if INTERPRETED else "torch")
 

@@ -51,13 +51,13 @@ def test_a_batch_reads_its_rows_through_the_cache():
         ops.move_rows_([slots_weight, slots_state], [weight, state], incoming, rows)
         places = ops.row_cache_translate(torch.nn.functional.pad(slots, (0, 40 - len(rows))), *groups[1:])
         valid = (ids >= 0) & (ids < 300)
-        held = valid & (places >= 0)
-        assert torch.equal(places >= 0, held)
-        assert int(held.sum()) > 20
-        assert torch.equal(slots_weight[places[held]], expected[ids[held]])
-        assert torch.equal(slots_state[places[held]], state[ids[held]])
-        slots_weight[places[held].unique()] += 1.0
-        expected[ids[held].unique()] += 1.0
+        occupied = valid & (places >= 0)
+        assert torch.equal(places >= 0, occupied)
+        assert int(occupied.sum()) > 20
+        assert torch.equal(slots_weight[places[occupied]], expected[ids[occupied]])
+        assert torch.equal(slots_state[places[occupied]], state[ids[occupied]])
+        slots_weight[places[occupied].unique()] += 1.0
+        expected[ids[occupied].unique()] += 1.0
         pins[0].zero_()
 
 
@@ -72,21 +72,21 @@ def test_compiled_as_one_graph():
     to, source = torch.zeros(100, 3), torch.randn(2, 3)
     expected = step(eager, to, source)
     found_to = torch.zeros(100, 3)
-    found = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, found_to, source)
-    for mine, theirs in zip(
-        [*found, found_to, *chain.from_iterable(compiled.directory[:3])],
+    actual = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, found_to, source)
+    for value, reference in zip(
+        [*actual, found_to, *chain.from_iterable(compiled.directory[:3])],
         [*expected, to, *chain.from_iterable(eager.directory[:3])],
         strict=True,
     ):
-        assert torch.equal(mine, theirs)
+        assert torch.equal(value, reference)
 
 
 def test_autograd_learns_of_changes():
     cache = make_cache()
     tensors = [*chain.from_iterable(cache.directory[:3])]
-    before = [tensor._version for tensor in tensors]
+    initial = [tensor._version for tensor in tensors]
     slots, _ = serve(cache)
-    assert all(tensor._version > old for tensor, old in zip(tensors, before, strict=True))
+    assert all(tensor._version > old for tensor, old in zip(tensors, initial, strict=True))
     assert slots._version > 0
     weight = torch.nn.Parameter(torch.zeros(3, 2))
     ops.move_rows_([weight], [torch.ones(3, 2)], torch.tensor([1]), torch.tensor([2]))
@@ -107,8 +107,8 @@ def test_caches_that_cannot_be_are_refused():
 
     def refuse(error: type[Exception], match: str, **changes: object) -> None:
         directory = {name: value for name, value in changes.items() if name in DirectoryTensors._fields}
-        others = {name: value for name, value in changes.items() if name not in directory}
-        changed = cache._replace(directory=cache.directory._replace(**directory), **others)
+        peers = {name: value for name, value in changes.items() if name not in directory}
+        changed = cache._replace(directory=cache.directory._replace(**directory), **peers)
         with pytest.raises(error, match=match):
             ops.row_cache_look_up_(*changed)
         slots = torch.full_like(changed.rows, -1)

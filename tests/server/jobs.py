@@ -113,9 +113,9 @@ def train_all(
     for thread in threads:
         thread.join(4 * DEADLINE)  # it may wait for several processes that start
         assert not thread.is_alive()
-    for found in outputs:
-        if isinstance(found, BaseException):
-            raise found
+    for result in outputs:
+        if isinstance(result, BaseException):
+            raise result
     return outputs, {name: value.clone() for name, value in models[0].state_dict().items()}
 
 
@@ -123,7 +123,7 @@ def same(found: tuple[list[Outputs], dict[str, Tensor]], expected: tuple[list[Ou
     """Check that two results of `train_all` have the same bits."""
     outputs, state = found
     assert all(
-        torch.equal(*pair) for each in zip(outputs, expected[0], strict=True) for pair in zip(*each, strict=True)
+        torch.equal(*pair) for item in zip(outputs, expected[0], strict=True) for pair in zip(*item, strict=True)
     )
     assert_same_bits(state, expected[1])
 
@@ -194,7 +194,7 @@ class _FaultyChannel:
     def send(self, message: Message) -> None:
         if not self._open:
             raise ConnectionError("cut")
-        if self._transport.carry(message, lambda given: self._transport.send(given, self._back)):
+        if self._transport.carry(message, lambda inputs: self._transport.send(inputs, self._back)):
             self.close()
             self._lost(ConnectionError("cut"))
 
@@ -214,12 +214,12 @@ class _FaultyChannel:
 @contextmanager
 def quick_resending() -> Iterator[None]:
     """What is lost is soon sent again."""
-    before = connection.TICK, connection.RESEND_AFTER
+    initial = connection.TICK, connection.RESEND_AFTER
     connection.TICK, connection.RESEND_AFTER = 0.02, 0.1
     try:
         yield
     finally:
-        connection.TICK, connection.RESEND_AFTER = before
+        connection.TICK, connection.RESEND_AFTER = initial
 
 
 @contextmanager
@@ -227,12 +227,12 @@ def local_servers(
     number: int, faults: Faults | None = None, seed: int = 0, patience: float = DEADLINE
 ) -> Iterator[Servers]:
     """Servers in this process; over a bad network what is lost is soon sent again."""
-    own = [EmbeddingServer(f"server-{index}") for index in range(number)]
+    local = [EmbeddingServer(f"server-{index}") for index in range(number)]
     transports = [
         LocalTransport(server, server.name) if faults is None else FaultyTransport(server, faults, seed + index)
-        for index, server in enumerate(own)
+        for index, server in enumerate(local)
     ]
-    with nullcontext() if faults is None else quick_resending(), Servers(transports, own, patience) as servers:
+    with nullcontext() if faults is None else quick_resending(), Servers(transports, local, patience) as servers:
         yield servers
 
 
@@ -291,6 +291,6 @@ def restarted(
     folder: Path, log: str, number: int = 2, every: int = 7, lose: bool = False
 ) -> Iterator[tuple[Servers, list[Restarted]]]:
     """Servers in this process that are lost and started again when they have taken `every` messages."""
-    own = [Restarted(folder / f"server-{index}", log, every + index, lose) for index in range(number)]
-    with quick_resending(), Servers(own, own, DEADLINE) as servers:
-        yield servers, own
+    local = [Restarted(folder / f"server-{index}", log, every + index, lose) for index in range(number)]
+    with quick_resending(), Servers(local, local, DEADLINE) as servers:
+        yield servers, local

@@ -22,11 +22,11 @@ DYNAMIC = {
 def test_bits_depend_on_the_codecs_and_the_staleness_alone(exchange):
     expected = None
     for servers, cache in ((1, None), (3, None), (2, 64)):
-        with local_servers(servers) as some:
-            how = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
-            found = train_all(some, 8, **how, exchange=exchange, cache=cache)
-        expected = expected or found
-        same(found, expected)
+        with local_servers(servers) as subset:
+            options = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
+            actual = train_all(subset, 8, **options, exchange=exchange, cache=cache)
+        expected = expected or actual
+        same(actual, expected)
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))
@@ -39,21 +39,21 @@ def test_what_is_read_and_trained_is_that_of_the_codec(codec):
             for _ in range(2)
         )
         te.server.attach(exact, servers, 1)
-        before = exact.state_dict()["a.weight"]
+        initial = exact.state_dict()["a.weight"]
     with local_servers(2) as servers:
         te.server.attach(coarse, servers, 1, exchange=ExchangePrecision(codec, codec))
-        coarse.load_state_dict({"a.weight": before, "step": coarse.state_dict()["step"]})
+        coarse.load_state_dict({"a.weight": initial, "step": coarse.state_dict()["step"]})
         ids = torch.arange(0, 300, 7)
         batch = te.KeyedJaggedTensor(["a"], ids, lengths=torch.ones_like(ids))
         gradient = torch.randn(len(ids), 8, generator=torch.Generator().manual_seed(1))
         output = coarse(batch)
-        bound = before[ids].abs() * step if codec != "int8" else before[ids].abs().amax(1, keepdim=True) * step
+        bound = initial[ids].abs() * step if codec != "int8" else initial[ids].abs().amax(1, keepdim=True) * step
         floor = {"fp8_e4m3": 2**-10, "fp8_e5m2": 2**-17}.get(codec, 1e-7)  # half the distance of the smallest numbers
-        assert ((output.detach() - before[ids]).abs() <= bound + floor).all()
-        assert (codec == "fp32") == torch.equal(output.detach(), before[ids])
+        assert ((output.detach() - initial[ids]).abs() <= bound + floor).all()
+        assert (codec == "fp32") == torch.equal(output.detach(), initial[ids])
         output.backward(gradient)
         flush(coarse)
-        moved = before[ids] - coarse.state_dict()["a.weight"][ids]
+        moved = initial[ids] - coarse.state_dict()["a.weight"][ids]
         bound = gradient.abs() * step if codec != "int8" else gradient.abs().amax(1, keepdim=True) * step
         assert ((moved - gradient).abs() <= bound + 1e-6).all()
 
@@ -69,11 +69,11 @@ def test_fewer_bytes_are_sent(monkeypatch):
             receive = servers._local_servers[0].receive
 
             def count(message, reply, receive=receive, bytes_of=bytes_of):
-                bytes_of[0] += sum(each.nbytes for each in message[1])
+                bytes_of[0] += sum(item.nbytes for item in message[1])
 
-                def answer(found):
-                    bytes_of[0] += sum(each.nbytes for each in found[1])
-                    reply(found)
+                def answer(result):
+                    bytes_of[0] += sum(item.nbytes for item in result[1])
+                    reply(result)
 
                 receive(message, answer)
 

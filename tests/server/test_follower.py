@@ -40,24 +40,24 @@ class Chain(NamedTuple):
 
 def read(model: te.nn.EmbeddingBagCollection) -> Rows:
     """Of a collection in this process."""
-    found = {name: model.state_dict()[f"{name}.weight"][IDS[name]].clone() for name in "ab"}
-    return {**found, "d": model["d"].lookup(IDS["d"])}
+    result = {name: model.state_dict()[f"{name}.weight"][IDS[name]].clone() for name in "ab"}
+    return {**result, "d": model["d"].lookup(IDS["d"])}
 
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory) -> Chain:
     """Four times, whole at first, on two servers; a twin in one process says what is right."""
     folder, rows, manifests = tmp_path_factory.mktemp("published"), [], []
-    alone, publisher = make(None, dynamic=DYNAMIC), Publisher(folder)
+    single, publisher = make(None, dynamic=DYNAMIC), Publisher(folder)
     with local_servers(2) as servers:
         model = make(servers, dynamic=DYNAMIC)
         for number in range(4):
             train(model, STEPS, trainer=number)
-            train(alone, STEPS, trainer=number)
+            train(single, STEPS, trainer=number)
             publisher.publish(model)
-            rows.append(read(alone))
+            rows.append(read(single))
             manifests.append({"servers": json.loads(read_sealed(folder / PUBLISHED))["servers"]})
-    assert alone["d"].statistics().evictions > 40
+    assert single["d"].statistics().evictions > 40
     return Chain(folder, rows, manifests)
 
 
@@ -76,7 +76,7 @@ def publish(folder: Path, manifest: dict) -> None:
 def chosen(manifest: dict, *numbers: int) -> dict:
     """The manifest with these files of each server alone."""
     chains = manifest["servers"]["tables"]
-    return {"servers": {"tables": [{**each, "files": [each["files"][n] for n in numbers]} for each in chains]}}
+    return {"servers": {"tables": [{**chain, "files": [chain["files"][n] for n in numbers]} for chain in chains]}}
 
 
 def same(found: Rows, expected: Rows) -> bool:
@@ -86,7 +86,7 @@ def same(found: Rows, expected: Rows) -> bool:
 def test_whole_snapshots_and_changes_have_the_bits_of_one_process(chain, folder):
     with Follower(folder, poll=None) as follower:
         assert same(follower.look_up(IDS), chain.rows[0])
-        before = follower.replica.tables["d"].ids
+        initial = follower.replica.tables["d"].ids
         for number in (1, 3):  # it misses one
             publish(folder, chain.manifests[number])
             assert follower.refresh()
@@ -95,7 +95,7 @@ def test_whole_snapshots_and_changes_have_the_bits_of_one_process(chain, folder)
         assert (follower.bases, follower.increments, follower.problem) == (1, 2, None)
         assert not follower.refresh()
         tables = follower.replica.tables
-        assert not torch.isin(before, tables["d"].ids).all()
+        assert not torch.isin(initial, tables["d"].ids).all()
         assert all((table.ids[1:] > table.ids[:-1]).all() for table in tables.values())
         with Follower(folder, "tables", poll=None) as late:
             assert same(late.look_up(IDS), chain.rows[3])
@@ -105,31 +105,33 @@ def test_whole_snapshots_and_changes_have_the_bits_of_one_process(chain, folder)
 def test_only_what_is_new_is_read(chain, folder, monkeypatch):
     with Follower(folder, poll=None) as follower:
         publish(folder, chain.manifests[2])
-        asked = []
-        monkeypatch.setattr(following, "_read_changes", lambda path, *_: asked.append(path.name))
+        requests = []
+        monkeypatch.setattr(following, "_read_changes", lambda path, *_: requests.append(path.name))
         follower.refresh()
-        assert asked == [name for each in chain.manifests[2]["servers"]["tables"] for name in each["files"][1:]]
+        assert requests == [
+            name for manifest in chain.manifests[2]["servers"]["tables"] for name in manifest["files"][1:]
+        ]
 
 
 def test_ids_that_are_not_in_order(chain, folder):
     ids = torch.tensor([7, -3, 7, 250, 2**60, 0])
     with Follower(folder, poll=None) as follower:
-        found = follower.look_up({"d": ids, "a": ids[:0]})
-        expected = torch.stack([follower.look_up({"d": each.view(1)})["d"][0] for each in ids])
-        assert torch.equal(found["d"], expected)
-        assert found["a"].shape == (0, 6)
+        actual = follower.look_up({"d": ids, "a": ids[:0]})
+        expected = torch.stack([follower.look_up({"d": item.view(1)})["d"][0] for item in ids])
+        assert torch.equal(actual["d"], expected)
+        assert actual["a"].shape == (0, 6)
         assert not torch.equal(expected[1], expected[4])
 
 
 def test_each_lookup_is_of_one_step(chain, folder):
-    found: list[Rows] = []
-    ended, asked = threading.Event(), threading.Semaphore(0)
+    results: list[Rows] = []
+    ended, requests = threading.Event(), threading.Semaphore(0)
     with Follower(folder, poll=None) as follower:
 
         def ask() -> None:
             while not ended.is_set():
-                found.append(follower.look_up(IDS))
-                asked.release()
+                results.append(follower.look_up(IDS))
+                requests.release()
 
         threads = [threading.Thread(target=ask, daemon=True) for _ in range(3)]
         for thread in threads:
@@ -138,16 +140,16 @@ def test_each_lookup_is_of_one_step(chain, folder):
             publish(folder, manifest)
             follower.refresh()
             assert follower.problem is None
-            while asked.acquire(blocking=False):
+            while requests.acquire(blocking=False):
                 pass
             for _ in range(6):  # of which three at least have begun since
-                assert asked.acquire(timeout=DEADLINE)
+                assert requests.acquire(timeout=DEADLINE)
         ended.set()
         for thread in threads:
             thread.join()
-    steps = [[number for number, rows in enumerate(chain.rows) if same(each, rows)] for each in found]
-    assert all(len(each) == 1 for each in steps)
-    assert {each[0] for each in steps} == {0, 1, 2, 3}
+    steps = [[number for number, rows in enumerate(chain.rows) if same(item, rows)] for item in results]
+    assert all(len(step) == 1 for step in steps)
+    assert {step[0] for step in steps} == {0, 1, 2, 3}
 
 
 def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
@@ -178,7 +180,7 @@ def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
 
 
 def test_a_hole_is_named_and_a_whole_snapshot_closes_it(chain, folder):
-    missing = [each["snapshot"] for each in chain.manifests[1]["servers"]["tables"]]
+    missing = [manifest["snapshot"] for manifest in chain.manifests[1]["servers"]["tables"]]
     with Follower(folder, poll=None) as follower:
         for files in ((0, 2), (2,)):
             publish(folder, chosen(chain.manifests[2], *files))
@@ -200,18 +202,18 @@ def test_a_hole_is_named_and_a_whole_snapshot_closes_it(chain, folder):
 
 def test_another_base_is_loaded_whole(tmp_path):
     """More trained, by other numbers of servers; the publisher begins anew."""
-    alone = make(None, dynamic=DYNAMIC)
+    single = make(None, dynamic=DYNAMIC)
     follower = Follower(tmp_path, poll=None)
     assert "has no checkpoint" in follower.problem
     for bases, number in enumerate((1, 3, 3), start=1):
         with local_servers(number) as servers:
             model = make(servers, dynamic=DYNAMIC)
-            model.load_state_dict(alone.state_dict())
+            model.load_state_dict(single.state_dict())
             train(model, 2)
-            train(alone, 2)
+            train(single, 2)
             Publisher(tmp_path).publish(model)
         assert follower.refresh()
-        assert same(follower.look_up(IDS), read(alone))
+        assert same(follower.look_up(IDS), read(single))
         assert follower.bases == bases
     files = len(list(tmp_path.glob("*.server")))
     assert files == 6  # of this manifest and the one before
@@ -234,13 +236,13 @@ def test_checkpoints_and_published_snapshots_do_not_break_each_others_chains(tmp
     publisher = Publisher(tmp_path / "published")
     with local_servers(2) as servers, Follower(tmp_path / "published", poll=None) as follower:
         model = make(servers, dynamic=DYNAMIC)
-        before: list[dict] = []
+        initial: list[dict] = []
         for number in range(3):
             train(model, 2, trainer=number)
             publisher.publish(model)
             written = model.table_set.service.snapshot(tmp_path / f"{number}-", changes_only=True)
-            assert [each["after"] for each in written] == [each["snapshot"] for each in before] or not number
-            before = written
+            assert [item["after"] for item in written] == [item["snapshot"] for item in initial] or not number
+            initial = written
             assert follower.refresh()
         assert (follower.bases, follower.increments) == (1, 2)
         state = model.state_dict()
@@ -249,15 +251,15 @@ def test_checkpoints_and_published_snapshots_do_not_break_each_others_chains(tmp
 
 def test_a_server_that_does_not_know_what_it_wrote_writes_all(tmp_path):
     publisher = Publisher(tmp_path)
-    own = EmbeddingServer("first"), EmbeddingServer("second")
-    with Servers([LocalTransport(each) for each in own], own) as servers, Follower(tmp_path, poll=None) as follower:
+    local = EmbeddingServer("first"), EmbeddingServer("second")
+    with Servers([LocalTransport(item) for item in local], local) as servers, Follower(tmp_path, poll=None) as follower:
         model = make(servers, dynamic=DYNAMIC)
         for bases in (1, 2):
             train(model, 2, trainer=bases)
             publisher.publish(model)
             assert follower.refresh()
             assert follower.bases == bases
-            own[1].collections["tables"].partitions.changes.chains.clear()  # as if it had been started again
+            local[1].collections["tables"].partitions.changes.chains.clear()  # as if it had been started again
         assert torch.equal(follower.look_up({"b": IDS["b"]})["b"], model.state_dict()["b.weight"][IDS["b"]])
 
 
@@ -285,13 +287,13 @@ def test_a_damaged_file_is_not_served(chain, folder):
 
 def checkpoint(chain: Chain, folder: Path, step: int, number: int) -> None:
     """As a run makes it: complete, then renamed."""
-    aside = folder / ".writing"
-    aside.mkdir(parents=True)
-    for each in chain.manifests[number]["servers"]["tables"]:
-        for name in each["files"]:
-            (aside / name).hardlink_to(chain.folder / name)
-    (aside / CHECKPOINT).write_text(seal(json.dumps({"format": 1, **chain.manifests[number]})))
-    aside.rename(folder / f"step-{step}")
+    backup = folder / ".writing"
+    backup.mkdir(parents=True)
+    for manifest in chain.manifests[number]["servers"]["tables"]:
+        for name in manifest["files"]:
+            (backup / name).hardlink_to(chain.folder / name)
+    (backup / CHECKPOINT).write_text(seal(json.dumps({"format": 1, **chain.manifests[number]})))
+    backup.rename(folder / f"step-{step}")
 
 
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
@@ -350,20 +352,20 @@ def test_a_run_that_went_back(chain, tmp_path):
 
 def test_age_and_statistics(chain, folder, monkeypatch):
     with Follower(folder, poll=None) as follower:
-        taken = follower.replica.time
-        files = [each["files"][0] for each in chain.manifests[0]["servers"]["tables"]]
-        assert taken == min(next(snapshot.read_snapshot(folder / name))[0]["time"] for name in files)
-        assert 0 < time.time() - taken < 600
-        monkeypatch.setattr(time, "time", lambda: taken + 100.0)
+        selection = follower.replica.time
+        files = [manifest["files"][0] for manifest in chain.manifests[0]["servers"]["tables"]]
+        assert selection == min(next(snapshot.read_snapshot(folder / name))[0]["time"] for name in files)
+        assert 0 < time.time() - selection < 600
+        monkeypatch.setattr(time, "time", lambda: selection + 100.0)
         assert follower.age == 100.0
-        found = follower.statistics()
-        assert (found["step"], found["age"], found["problem"]) == (STEPS, 100.0, None)
-        table = found["collections"]["tables"]["tables"]["d"]
+        result = follower.statistics()
+        assert (result["step"], result["age"], result["problem"]) == (STEPS, 100.0, None)
+        table = result["collections"]["tables"]["tables"]["d"]
         assert 0 < table["rows"] <= 40
         assert table["num_bytes"] == table["rows"] * (8 + 8 * 4)
         publish(folder, chain.manifests[1])
         follower.refresh()
-        assert follower.replica.time > taken
+        assert follower.replica.time > selection
     with Follower(folder / "nothing", poll=None) as nothing:
         assert (nothing.step, nothing.age, nothing.statistics()["collections"]) == (None, None, {})
 

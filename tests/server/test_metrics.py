@@ -46,7 +46,7 @@ def parse(text: str) -> dict[str, Family]:
             assert of in ([f"{name}_{part}" for part in ("bucket", "sum", "count")] if kind == "histogram" else [name])
             pairs = re.findall(rf'({LABEL})="((?:[^"\\]|\\.)*)"', labels or "")
             assert len(dict(pairs)) == len(pairs)
-            key = of, frozenset((label, unescape(given)) for label, given in pairs)
+            key = of, frozenset((label, unescape(inputs)) for label, inputs in pairs)
             assert key not in samples
             samples[key] = float(value)
         assert samples
@@ -55,7 +55,7 @@ def parse(text: str) -> dict[str, Family]:
 
 
 def unescape(text: str) -> str:
-    return re.sub(r"\\(.)", lambda found: {"n": "\n"}.get(found[1], found[1]), text)
+    return re.sub(r"\\(.)", lambda result: {"n": "\n"}.get(result[1], result[1]), text)
 
 
 def value(families: dict[str, Family], name: str, **labels: str) -> float:
@@ -75,25 +75,25 @@ def test_statistics_as_prometheus_reads_them():
         train(model, steps, ahead=3)
         model.state_dict()  # read when all pushes have been taken
         statistics = servers.statistics()
-        families = [parse(prometheus(each, {"server": str(n)})) for n, each in enumerate(statistics)]
+        families = [parse(prometheus(statistic, {"server": str(n)})) for n, statistic in enumerate(statistics)]
         again = parse(prometheus(servers.statistics()[0], {"server": "0"}))
-    for number, (each, found) in enumerate(zip(statistics, families, strict=True)):
+    for number, (item, result) in enumerate(zip(statistics, families, strict=True)):
         of = {"server": str(number), "collection": "tables"}
-        assert value(found, "tritonemb_pulls_total", **of) == steps
-        assert value(found, "tritonemb_steps_total", **of) == steps - staleness
-        assert value(found, "tritonemb_waiting_pushes", **of) == staleness
-        assert value(found, "tritonemb_waiting_pulls", **of) == 0
+        assert value(result, "tritonemb_pulls_total", **of) == steps
+        assert value(result, "tritonemb_steps_total", **of) == steps - staleness
+        assert value(result, "tritonemb_waiting_pushes", **of) == staleness
+        assert value(result, "tritonemb_waiting_pulls", **of) == 0
         # It begins with nothing to miss: 0, 1, 2, then 3.
-        assert list(buckets(found, **of)) == [1, 2, 3, *[steps] * (len(BOUNDS) + 1 - 3)]
-        assert value(found, "tritonemb_staleness_steps_sum", **of) == 0 + 1 + 2 + 3 * (steps - 3)
-        assert value(found, "tritonemb_staleness_steps_count", **of) == steps
-        for table, numbers in each["collections"]["tables"]["tables"].items():
+        assert list(buckets(result, **of)) == [1, 2, 3, *[steps] * (len(BOUNDS) + 1 - 3)]
+        assert value(result, "tritonemb_staleness_steps_sum", **of) == 0 + 1 + 2 + 3 * (steps - 3)
+        assert value(result, "tritonemb_staleness_steps_count", **of) == steps
+        for table, numbers in item["collections"]["tables"]["tables"].items():
             for name, key in (("rows", "rows"), ("evictions_total", "evictions"), ("bytes", "num_bytes")):
-                assert value(found, f"tritonemb_table_{name}", **of, table=table) == numbers[key]
+                assert value(result, f"tritonemb_table_{name}", **of, table=table) == numbers[key]
     uptime = value(families[0], "tritonemb_uptime_seconds", server="0")
     assert 0 < uptime < value(again, "tritonemb_uptime_seconds", server="0") < 600
     both = totals(statistics)["tables"]
-    parts = [each["collections"]["tables"] for each in statistics]
+    parts = [statistic["collections"]["tables"] for statistic in statistics]
     assert (both["pulls"], both["steps"], both["waiting_pushes"]) == (steps, steps - staleness, 2 * staleness)
     assert both["staleness"] == {"0": 2, "1": 2, "2": 2, "3": 2 * (steps - 3)}
     assert both["tables"]["b"]["rows"] == sum(part["tables"]["b"]["rows"] for part in parts)
@@ -108,9 +108,9 @@ def test_totals_of_servers_that_are_not_alike():
         return {"collections": {"x": {**of, "tables": named}}}
 
     assert totals([]) == {}
-    found = totals([server(5, {"0": 3, "10": 1}, a=2), server(4, {"2": 1, "0": 2}, a=3, b=0), {"collections": {}}])
-    assert list(found["x"]["staleness"]) == ["0", "2", "10"]
-    assert found == {
+    result = totals([server(5, {"0": 3, "10": 1}, a=2), server(4, {"2": 1, "0": 2}, a=3, b=0), {"collections": {}}])
+    assert list(result["x"]["staleness"]) == ["0", "2", "10"]
+    assert result == {
         "x": {
             "pulls": 4, "steps": 3, "waiting_pulls": 2, "waiting_pushes": 0, "staleness": {"0": 5, "2": 1, "10": 1},
             "tables": {"a": {"rows": 5}, "b": {"rows": 0}},
@@ -121,8 +121,8 @@ def test_totals_of_servers_that_are_not_alike():
 def test_what_waits():
     def waiting() -> tuple[int, ...]:
         models[0].state_dict()  # read when all before it has been taken
-        found = servers.statistics()[0]["collections"]["tables"]
-        return tuple(found[key] for key in ("waiting_pulls", "waiting_pushes", "pulls", "steps"))
+        result = servers.statistics()[0]["collections"]["tables"]
+        return tuple(result[key] for key in ("waiting_pulls", "waiting_pushes", "pulls", "steps"))
 
     with local_servers(1) as servers:
         models = [make(servers, group=Trainers(rank, 2)) for rank in range(2)]
@@ -141,14 +141,14 @@ def test_the_log_and_the_state(tmp_path):
         (connection,) = servers.connections
         assert parse(scrape(server))["tritonemb_state_version"].samples == {("tritonemb_state_version", frozenset()): 0}
         model = make(servers)
-        before = connection.query("stats")["stats"]
+        initial = connection.query("stats")["stats"]
         train(model, 2)
         flush(model)
-        after = connection.query("stats")["stats"]
-        assert before["version"] == after["version"] == 1
-        logged = after["log_bytes"] - before["log_bytes"]
+        final = connection.query("stats")["stats"]
+        assert initial["version"] == final["version"] == 1
+        logged = final["log_bytes"] - initial["log_bytes"]
         assert logged > 2_000
-        assert (tmp_path / "log-1").stat().st_size == after["log_bytes"]
+        assert (tmp_path / "log-1").stat().st_size == final["log_bytes"]
         connection.submit("save", {}).result()
         saved = connection.query("stats")["stats"]
         assert (saved["version"], saved["log_bytes"]) == (2, 0)
@@ -158,11 +158,11 @@ def test_names_that_need_care():
     table = {"rows": 3, "evictions": 0}
     odd = 'a "b"\\n\n{c="d"},é'
     statistics = {"seconds": 0.25, "queue": 10**17, "collections": {odd: {"pulls": 1, "tables": {odd: table}}}}
-    found = parse(prometheus(statistics, {"server": odd}))
-    assert value(found, "tritonemb_table_rows", server=odd, collection=odd, table=odd) == 3
-    assert value(found, "tritonemb_uptime_seconds", server=odd) == 0.25
-    assert value(found, "tritonemb_queue_length", server=odd) == 10**17
-    assert "tritonemb_staleness_steps" not in found
+    result = parse(prometheus(statistics, {"server": odd}))
+    assert value(result, "tritonemb_table_rows", server=odd, collection=odd, table=odd) == 3
+    assert value(result, "tritonemb_uptime_seconds", server=odd) == 0.25
+    assert value(result, "tritonemb_queue_length", server=odd) == 10**17
+    assert "tritonemb_staleness_steps" not in result
     for name in ("", "1a", "a-b", "__a", "table", "le", "é", "a\n"):
         with pytest.raises(ValueError, match="is not a valid label name, or is reserved"):
             prometheus(statistics, {name: "x"})
@@ -202,17 +202,17 @@ def test_a_scrape_that_fails():
 
 def test_a_follower_is_scraped(tmp_path):
     with Follower(tmp_path, poll=None) as follower:
-        found = parse(scrape(follower))
-        assert value(found, "tritonemb_follower_failing") == 1
-        assert "tritonemb_follower_age_seconds" not in found
+        result = parse(scrape(follower))
+        assert value(result, "tritonemb_follower_failing") == 1
+        assert "tritonemb_follower_age_seconds" not in result
         with local_servers(1) as servers:
             model = make(servers)
             train(model, 2)
             Publisher(tmp_path).publish(model)
         follower.refresh()
-        found = parse(scrape(follower, {"follower": "f"}))
-        assert value(found, "tritonemb_follower_failing", follower="f") == 0
-        assert value(found, "tritonemb_follower_step", follower="f") == 2
-        assert value(found, "tritonemb_follower_bases_total", follower="f") == 1
-        assert 0 <= value(found, "tritonemb_follower_age_seconds", follower="f") < 60
-        assert value(found, "tritonemb_table_rows", follower="f", collection="tables", table="a") > 10
+        result = parse(scrape(follower, {"follower": "f"}))
+        assert value(result, "tritonemb_follower_failing", follower="f") == 0
+        assert value(result, "tritonemb_follower_step", follower="f") == 2
+        assert value(result, "tritonemb_follower_bases_total", follower="f") == 1
+        assert 0 <= value(result, "tritonemb_follower_age_seconds", follower="f") < 60
+        assert value(result, "tritonemb_table_rows", follower="f", collection="tables", table="a") > 10

@@ -54,15 +54,15 @@ def tablet_servers(transports, own, number=4):
 def three(tmp_path=None, log=None, faults=None):
     """Transports of three servers, these servers, and the connections of a trainer."""
     if tmp_path is not None:
-        own = transports = [KilledAt(tmp_path / f"server-{index}", log, NEVER) for index in range(3)]
+        local = transports = [KilledAt(tmp_path / f"server-{index}", log, NEVER) for index in range(3)]
     else:
-        own = [EmbeddingServer(f"server-{index}") for index in range(3)]
+        local = [EmbeddingServer(f"server-{index}") for index in range(3)]
         transports = [
             LocalTransport(server, server.name) if faults is None else FaultyTransport(server, faults, index)
-            for index, server in enumerate(own)
+            for index, server in enumerate(local)
         ]
-    with tablet_servers(transports, own) as servers:
-        yield transports, own, servers
+    with tablet_servers(transports, local) as servers:
+        yield transports, local, servers
 
 
 class KilledAt(Restarted):
@@ -118,12 +118,12 @@ HOWS = {
 def test_servers_that_join_and_leave_change_no_bit(how):
     with local_servers(2) as servers:
         expected = train_all(servers, 14, **how)
-    with three() as (transports, own, servers):
+    with three() as (transports, local, servers):
         counts = []
 
         def move(leaving=()):
             rebalance(transports, leaving)
-            counts.append(owned(own))
+            counts.append(owned(local))
 
         trainers = how.get("trainers", 1)
         moves = {
@@ -132,17 +132,17 @@ def test_servers_that_join_and_leave_change_no_bit(how):
             12 * trainers: lambda: move(["server-1", "server-2"]),
         }
         same(train_all(servers, 14, on_step=at_steps(moves), **how), expected)
-        assert [sorted(each) for each in counts] == [[1, 1, 2], [0, 2, 2], [0, 0, 4]]
-        assert [each[0] for each in counts][1:] == [0, 4]
+        assert [sorted(count) for count in counts] == [[1, 1, 2], [0, 2, 2], [0, 0, 4]]
+        assert [count[0] for count in counts][1:] == [0, 4]
 
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_tablets_that_move_all_the_time_over_a_bad_network(seed):
     """While batches are pulled and pushed by two trainers."""
-    how = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
+    options = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
     with local_servers(2) as servers:
-        expected = train_all(servers, 20, **how)
+        expected = train_all(servers, 20, **options)
     with three(faults=Faults(lost=0.02, twice=0.05, late=0.1, cut=0.01)) as (transports, _, servers):
         stopped, problems, num_moves = threading.Event(), [], 0
 
@@ -158,11 +158,11 @@ def test_tablets_that_move_all_the_time_over_a_bad_network(seed):
         thread = threading.Thread(target=move)
         on_step = at_steps({2: thread.start})
         try:
-            found = train_all(servers, 20, on_step=on_step, **how)
+            actual = train_all(servers, 20, on_step=on_step, **options)
         finally:
             stopped.set()
             thread.join()
-        same(found, expected)
+        same(actual, expected)
         assert not problems
         assert num_moves > 2
 
@@ -178,8 +178,8 @@ def test_a_source_or_a_target_that_is_killed_changes_no_bit(tmp_path, log, how, 
     how = HOWS[how]
     with local_servers(2) as servers:
         expected = train_all(servers, 12, **how)
-    with three(tmp_path, log) as (transports, own, servers):
-        victims = own[:2] if op in ("fetch_tablet", "commit_move") else own[2:]
+    with three(tmp_path, log) as (transports, local, servers):
+        victims = local[:2] if op in ("fetch_tablet", "commit_move") else local[2:]
 
         def move() -> None:
             for victim in victims:
@@ -189,11 +189,11 @@ def test_a_source_or_a_target_that_is_killed_changes_no_bit(tmp_path, log, how, 
                     rebalance(transports)
                     break
             assert max(victim.times for victim in victims) == 1
-            assert sorted(owned(own)) == [1, 1, 2]
-            assert not any("~" in key for server in own for key in server.server.collections)
-            for server in own:
+            assert sorted(owned(local)) == [1, 1, 2]
+            assert not any("~" in key for server in local for key in server.server.collections)
+            for server in local:
                 server.restart()
-            assert sorted(owned(own)) == [1, 1, 2]
+            assert sorted(owned(local)) == [1, 1, 2]
 
         same(train_all(servers, 12, on_step=at_steps({5: move}), **how), expected)
 
@@ -226,21 +226,21 @@ def test_a_coordinator_that_is_killed_changes_no_bit(op, how, monkeypatch):
     how = HOWS[how]
     with local_servers(2) as servers:
         expected = train_all(servers, 12, **how)
-    with three() as (transports, own, servers):
+    with three() as (transports, local, servers):
 
         def move() -> None:
             source, target = (Connection(transports[n], DEADLINE) for n in (0, 2))
             with source, target, pytest.raises(Killed):
-                move_tablet(*(MortalConnection(each, op) for each in (source, target)), FIRST)
-            assert owned(own)[:2] == ([1, 2] if op == "commit_move" else [2, 2])
+                move_tablet(*(MortalConnection(item, op) for item in (source, target)), FIRST)
+            assert owned(local)[:2] == ([1, 2] if op == "commit_move" else [2, 2])
 
         def move_again() -> None:
             if op != "commit_move":
-                assert owned(own) == [2, 2, 0]
-                assert not own[0].departures
-            assert owned(own)[2] == (op == "commit_move")  # a request of the trainer has activated it
+                assert owned(local) == [2, 2, 0]
+                assert not local[0].departures
+            assert owned(local)[2] == (op == "commit_move")  # a request of the trainer has activated it
             rebalance(transports)
-            assert sorted(owned(own)) == [1, 1, 2]
+            assert sorted(owned(local)) == [1, 1, 2]
 
         trainers = how.get("trainers", 1)
         moves = {4 * trainers: move, 9 * trainers: move_again}
@@ -249,10 +249,10 @@ def test_a_coordinator_that_is_killed_changes_no_bit(op, how, monkeypatch):
 
 def test_a_move_that_was_undone_cannot_be_committed(monkeypatch):
     """Neither by a coordinator that was silent for too long, nor by messages that arrive late."""
-    with three() as (_, own, servers):
+    with three() as (_, local, servers):
         model = make(servers, 1)
         train(model, 2)
-        (source, target), ticket = (RawClient(own[n]) for n in (0, 2)), {"collection": FIRST, "ticket": "11" * 16}
+        (source, target), ticket = (RawClient(local[n]) for n in (0, 2)), {"collection": FIRST, "ticket": "11" * 16}
         assert "undone" in source.query("commit_move", address="server-2", **ticket)["error"]["message"]
         monkeypatch.setattr(migration, "MAX_SUSPENSION", -1.0)
         assert "error" not in source.query("fetch_tablet", record=0, **ticket)
@@ -269,8 +269,8 @@ def test_a_move_that_was_undone_cannot_be_committed(monkeypatch):
             values = {**ticket, "offset": 0, "values": {}, **changes}
             assert "error" in target.query("stage_tablet", **values), changes
         assert "error" in target.query("stage_tablet", **ticket, offset=50, values={"end": ""})  # no header
-        assert owned(own) == [2, 2, 0]
-        assert not own[2].collections
+        assert owned(local) == [2, 2, 0]
+        assert not local[2].collections
         train(model, 1)
 
 
@@ -283,21 +283,21 @@ def test_a_client_that_was_away_finds_its_tablets():
         expected_state = model.state_dict()
     with three() as (transports, _, servers):
         model = make(servers, 2, dynamic=DYNAMIC)
-        found = [train(model, 3)]
+        results = [train(model, 3)]
         for leaving in ([], ["server-0"], ["server-2"], ["server-1"]):
             rebalance(transports, leaving)
-        found.append(train(model, 3))
+        results.append(train(model, 3))
         rebalance(transports, ["server-0", "server-1"])
-        with Servers(transports) as others, torch.no_grad():  # the number of tablets is known to the servers
+        with Servers(transports) as peers, torch.no_grad():  # the number of tablets is known to the servers
             reader = placed(dynamic=DYNAMIC)
-            attach_for_reading(reader, others)
+            attach_for_reading(reader, peers)
             rebalance(transports, ["server-2"])
-            before = reader(next(batches(1)))
+            initial = reader(next(batches(1)))
             rebalance(transports, ["server-1"])
-            assert torch.equal(reader(next(batches(1))), before)
-        found.append(train(model, 3))
+            assert torch.equal(reader(next(batches(1))), initial)
+        results.append(train(model, 3))
         flush(model)
-        same((found, model.state_dict()), (list(expected), expected_state))
+        same((results, model.state_dict()), (list(expected), expected_state))
         statistics = totals(servers.statistics())["tables"]
         assert (statistics["steps"], list(statistics["tables"])) == (9, ["a", "b", "d"])
 
@@ -346,15 +346,15 @@ def test_servers_of_other_tablets_are_refused():
     with three() as (transports, _, servers):
         make(servers, 1)
         with (
-            Servers(transports, tablets=2) as others,
+            Servers(transports, tablets=2) as peers,
             pytest.raises(ValueError, match="have 4 tablets, got tablets=2; pass"),
         ):
-            make(others, 1)
+            make(peers, 1)
     with local_servers(1) as servers:
         make(servers, 1)
         transports = [connection.transport for connection in servers.connections]
-        with Servers(transports, tablets=2) as others, pytest.raises(ValueError, match="have None tablets"):
-            make(others, 1)
+        with Servers(transports, tablets=2) as peers, pytest.raises(ValueError, match="have None tablets"):
+            make(peers, 1)
 
     class Others(Trainers):
         def all_gather_object(self, value):
@@ -373,35 +373,35 @@ def test_the_next_move_makes_each_collection_even():
             source, target, key = move
             keys[source].remove(key)
             keys[target].append(key)
-        sizes.append([[sum(key.startswith(name) for key in each) for each in keys] for name in "abc"])
+        sizes.append([[sum(key.startswith(name) for key in item) for item in keys] for name in "abc"])
     assert sizes[0] == [[2, 2, 1], [2, 1, 2], [1, 0, 1]] or sorted(map(sorted, sizes[0])) == [
         [0, 1, 1],
         [1, 2, 2],
         [1, 2, 2],
     ]
-    assert [sorted(each) for each in sizes[1]] == [[0, 2, 3], [0, 2, 3], [0, 1, 1]]
-    assert [each[1] for each in sizes[1]] == [0, 0, 0]
+    assert [sorted(size) for size in sizes[1]] == [[0, 2, 3], [0, 2, 3], [0, 1, 1]]
+    assert [size[1] for size in sizes[1]] == [0, 0, 0]
 
 
 def test_servers_that_trainers_cannot_reach_get_no_tablets():
-    with three() as (transports, own, servers):
+    with three() as (transports, local, servers):
         make(servers, 1)
-        for name in ("grpc+tls://0.0.0.0:9000", own[0].name):  # also two with one address
-            own[2].name = name
+        for name in ("grpc+tls://0.0.0.0:9000", local[0].name):  # also two with one address
+            local[2].name = name
             with pytest.raises(ValueError, match="start each with --advertise"):
                 rebalance(transports)
-        assert owned(own) == [2, 2, 0]
+        assert owned(local) == [2, 2, 0]
 
 
 def test_a_request_of_an_earlier_stay_is_not_executed():
     """It may have been sent before one that was answered with a route; the client sends both again, in order."""
-    with three() as (transports, own, servers):
+    with three() as (transports, local, servers):
         model = make(servers, 1)
         train(model, 2)
         rebalance(transports, ["server-0"])
         rebalance(transports, ["server-1", "server-2"])
-        assert owned(own) == [4, 0, 0]
-        raw = RawClient(own[0])
+        assert owned(local) == [4, 0, 0]
+        raw = RawClient(local[0])
         route = raw.send("read", collection=FIRST, ticket=None, table="a")["moved"]
         assert route["address"] == "server-0"
         assert "names" in raw.send("read", collection=FIRST, ticket=route["ticket"], table="a")
@@ -410,23 +410,23 @@ def test_a_request_of_an_earlier_stay_is_not_executed():
 
 def test_clients_that_keep_the_log_keep_the_tablets(tmp_path):
     """A server that was started again lacks what they have yet to send again."""
-    with three(tmp_path, "memory") as (transports, own, servers):
+    with three(tmp_path, "memory") as (transports, local, servers):
         model = make(servers, 1)
         train(model, 2)
         with pytest.raises(ValueError, match=r'tablets cannot leave .* which has log="memory"; use "disk"'):
             rebalance(transports)
-        assert owned(own) == [2, 2, 0]
+        assert owned(local) == [2, 2, 0]
 
 
 def test_a_target_without_memory_leaves_the_tablet_where_it_is():
-    with three() as (transports, own, servers):
+    with three() as (transports, local, servers):
         model = make(servers, 1)
         train(model, 2)
-        own[2].quota.__dict__["memory"] = 100.0
+        local[2].quota.__dict__["memory"] = 100.0
         with pytest.raises(ValueError, match="bytes left for tables"):
             rebalance(transports)
-        assert owned(own) == [2, 2, 0]
-        assert not own[0].departures
+        assert owned(local) == [2, 2, 0]
+        assert not local[0].departures
         train(model, 2)
 
 
@@ -435,14 +435,14 @@ def test_a_process_joins_and_leaves(monkeypatch, capsys):
     """By the commands; trainers learn of it by themselves."""
     pytest.importorskip("pyarrow.flight")
     monkeypatch.setenv("TRITONEMB_TOKEN", "11" * 16)
-    how = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
+    kwargs = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
     with local_servers(2) as servers:
-        expected = train_all(servers, 12, **how)
+        expected = train_all(servers, 12, **kwargs)
     with ExitStack() as stack:
-        own = [stack.enter_context(EmbeddingServer()) for _ in range(2)]
-        for server in own:
+        local = [stack.enter_context(EmbeddingServer()) for _ in range(2)]
+        for server in local:
             server.name = stack.enter_context(transport.FlightServer(server)).address
-        addresses = [server.name for server in own]
+        addresses = [server.name for server in local]
         servers = stack.enter_context(connect(addresses, tablets=4))
         lines = []
 
@@ -455,9 +455,9 @@ def test_a_process_joins_and_leaves(monkeypatch, capsys):
         def leave() -> None:
             address = lines[0].split()[-1]
             assert cli.main(["embedding-server", "--leave", address, "--join", *addresses]) == 0
-            assert [len(server.collections) for server in own] == [2, 2]
+            assert [len(server.collections) for server in local] == [2, 2]
 
-        found = train_all(servers, 12, on_step=at_steps({6: join, 14: leave}), **how)
+        actual = train_all(servers, 12, on_step=at_steps({6: join, 14: leave}), **kwargs)
         assert lines[1] == capsys.readouterr().out == "1 tablets have moved\n"
         assert len(servers) == 3
-        same(found, expected)
+        same(actual, expected)

@@ -49,18 +49,18 @@ def processes_of(parent: int) -> list[int]:
 
 def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
     """And do not load what only trainers need."""
-    how = {"trainers": 2, "staleness": 2, "ahead": 2, "dynamic": DYNAMIC}
+    options = {"trainers": 2, "staleness": 2, "ahead": 2, "dynamic": DYNAMIC}
     with local_servers(1) as servers:
-        expected = train_all(servers, 8, **how)
-    before = set(processes_of(os.getpid()))
+        expected = train_all(servers, 8, **options)
+    initial = set(processes_of(os.getpid()))
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # has the process say what it imports
     with start(1, processes=True) as servers:
         imported = {line.rpartition("|")[2].strip() for line in capfd.readouterr().err.splitlines()}
         assert "tritonemb.server.launch" in imported
         assert "tritonemb.sharding" not in imported
-        mine = [pid for pid in processes_of(os.getpid()) if pid not in before]
-        assert len(mine) == 1
-        same(train_all(servers, 8, **how), expected)
+        local = [pid for pid in processes_of(os.getpid()) if pid not in initial]
+        assert len(local) == 1
+        same(train_all(servers, 8, **options), expected)
         assert "import time:" not in capfd.readouterr().err  # everything was imported before it served
         monkeypatch.setenv("TRITONEMB_TOKEN", servers.token)
         assert cli.main(["doctor", "--servers", ",".join(servers.addresses)]) == 0
@@ -69,7 +69,7 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
         assert "all is well" in text
         assert cli.main(["doctor", "--servers", "grpc://127.0.0.1:1"]) == 1
         assert "FAILS: grpc://127.0.0.1:1 does not answer" in capfd.readouterr().out
-    assert all(map(process_ends, mine))
+    assert all(map(process_ends, local))
 
 
 class Process:
@@ -106,8 +106,8 @@ def test_a_process_has_a_session_of_its_own_and_says_that_it_is_being_started(mo
     """So a signal to the group of the trainer ends the trainer alone, which then saves what servers have."""
     started = threading.Event()
 
-    def start_one(*args: Any, **how: Any) -> Process:
-        process = Process(*args, **how)
+    def start_one(*args: Any, **options: Any) -> Process:
+        process = Process(*args, **options)
         if len(processes) == 1:
             process.may_serve.set()
         started.set()
@@ -150,9 +150,9 @@ def test_a_server_that_is_asked_for_without_a_token_says_which_one_it_has(capsys
 @pytest.mark.timeout(600)
 def test_killed_servers_change_no_bit(tmp_path, log, staleness):
     """At any moment: while they take pushes, log them, answer, save their state, or have just been started again."""
-    how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
+    options = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
     with local_servers(1) as servers:
-        expected = train_all(servers, 150, **how)
+        expected = train_all(servers, 150, **options)
     with start(2, processes=True, folder=tmp_path, log=log) as servers:
         draw, steps, kills = random.Random(staleness), itertools.count(), []
 
@@ -160,13 +160,13 @@ def test_killed_servers_change_no_bit(tmp_path, log, staleness):
             """Before some of the trainers' steps, whatever the servers are doing then."""
             if next(steps) in moments:
                 kills.append(len(kills))
-                for each in servers._local_servers if len(kills) == 2 else [draw.choice(servers._local_servers)]:
-                    each._process.kill()
+                for connection in servers._local_servers if len(kills) == 2 else [draw.choice(servers._local_servers)]:
+                    connection._process.kill()
 
         moments = draw.sample(range(10, 250), 2)
-        for each in servers.connections:
-            each._max_replay_bytes, each._patience = 30_000, 4 * DEADLINE
-        same(train_all(servers, 150, on_step=kill, **how), expected)
+        for connection in servers.connections:
+            connection._max_replay_bytes, connection._patience = 30_000, 4 * DEADLINE
+        same(train_all(servers, 150, on_step=kill, **options), expected)
         assert len(kills) == 2
 
 
@@ -214,10 +214,10 @@ def test_killed_trainers_change_no_bit(tmp_path, staleness):
     def run(folder: Path, kills: int) -> dict[str, torch.Tensor]:
         checkpoints = folder / "run/checkpoints"
         with start(2, processes=True, folder=folder / "rows", log="disk") as servers:
-            own = environment | {"TRITONEMB_TOKEN": servers.token}
+            local = environment | {"TRITONEMB_TOKEN": servers.token}
             for number in range(kills + 1):
                 trainer = command(folder / "run", servers.addresses)
-                process = subprocess.Popen(trainer, env=own, stdout=subprocess.PIPE, text=True)
+                process = subprocess.Popen(trainer, env=local, stdout=subprocess.PIPE, text=True)
                 if number < kills:
                     next(line for line in process.stdout if line.startswith("checkpoint"))
                     for _ in range(draw.randrange(12)):  # more lines
@@ -227,9 +227,9 @@ def test_killed_trainers_change_no_bit(tmp_path, staleness):
             assert process.returncode == 0
         return read_tables(next(iter(saved_on_servers(checkpoints / "step-400").values())))
 
-    expected, found = run(tmp_path / "whole", 0), run(tmp_path / "killed", 5)
+    expected, actual = run(tmp_path / "whole", 0), run(tmp_path / "killed", 5)
     for name, tensors in expected.items():
-        assert_same_bits(found[name], tensors)
+        assert_same_bits(actual[name], tensors)
 
 
 @pytest.mark.more
@@ -252,18 +252,18 @@ def test_a_killed_server_without_a_log_ends_training():
 
 def test_a_server_that_has_moved_is_found(tmp_path):
     server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
-    before = FlightServer(server)
-    with server, connect([before.address], token=before.token, folder=tmp_path, patience=DEADLINE) as servers:
+    initial = FlightServer(server)
+    with server, connect([initial.address], token=initial.token, folder=tmp_path, patience=DEADLINE) as servers:
         model = make(servers, 1)
-        found = train(model, 2)
-        before.close()
-        with FlightServer(server, token=before.token) as now:
+        result = train(model, 2)
+        initial.close()
+        with FlightServer(server, token=initial.token) as now:
             address_file(tmp_path / "server-0").write_text(now.address)
-            found += train(model, 2)
-            assert servers.addresses == [now.address] != [before.address]
+            result += train(model, 2)
+            assert servers.addresses == [now.address] != [initial.address]
     with local_servers(1) as servers:
         model = make(servers, 1)
-        same(([found], {}), ([train(model, 2) + train(model, 2)], {}))
+        same(([result], {}), ([train(model, 2) + train(model, 2)], {}))
 
 
 def test_ray_has_to_be_installed(monkeypatch):
@@ -296,7 +296,7 @@ def test_what_the_command_is_asked_for_wrongly(options, message):
 def test_the_command_waits_for_a_lost_server_as_long_as_it_is_asked_to(tmp_path, monkeypatch):
     patience = []
     for name in ("start", "start_on_ray", "connect"):
-        monkeypatch.setattr(job, name, lambda *args, **how: patience.append(how["patience"]) or Servers([]))
+        monkeypatch.setattr(job, name, lambda *args, **options: patience.append(options["patience"]) or Servers([]))
     for servers in ("2", "ray:2", "localhost:1"):
         for seconds in (None, 300.0):
             options = ServersOptions(servers=servers, server_restart_timeout=seconds)

@@ -60,11 +60,11 @@ def below(parent: int | None = None) -> list[psutil.Process]:
 
 
 def named(name: str, processes: list[psutil.Process]) -> list[psutil.Process]:
-    found = []
+    results = []
     for process in processes:
         with suppress(psutil.NoSuchProcess):  # by now
-            found += [process] * (name in " ".join([process.name(), *process.cmdline()]))
-    return found
+            results += [process] * (name in " ".join([process.name(), *process.cmdline()]))
+    return results
 
 
 def train_for(seconds: float, model) -> None:
@@ -80,12 +80,12 @@ def gone(processes: list[psutil.Process]) -> bool:
 def test_actors_have_the_bits_of_threads(temporary):
     with local_servers(2) as servers:
         expected = train_all(servers, 8, **HOW)
-    before = set(below())
+    initial = set(below())
     with start_on_ray(2) as servers:
         same(train_all(servers, 8, **HOW), expected)
-        mine = [process for process in below() if process not in before]
-        assert len(named("ray::ServerActor", mine)) == 2
-        listening = [at for process in mine for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
+        local = [process for process in below() if process not in initial]
+        assert len(named("ray::ServerActor", local)) == 2
+        listening = [at for process in local for at in process.net_connections() if at.status == psutil.CONN_LISTEN]
         assert {at.laddr.ip.removeprefix("::ffff:") for at in listening} == {"127.0.0.1"}
         ports = {at.laddr.port for at in listening}
         assert {address.rpartition(":")[0] for address in servers.addresses} == {"grpc://127.0.0.1"}
@@ -93,8 +93,8 @@ def test_actors_have_the_bits_of_threads(temporary):
         assert any(temporary.rglob("gcs_server.out"))
         written = [path.read_bytes() for path in temporary.rglob("*") if path.is_file()]
         assert not [text for text in written if servers.token.encode() in text]
-        assert not named(servers.token, mine)
-    assert gone(mine)
+        assert not named(servers.token, local)
+    assert gone(local)
 
 
 def test_killed_actors_change_no_bit(tmp_path):
@@ -126,12 +126,12 @@ def test_what_is_lost_without_a_log_ends_training():
     with start_on_ray(1, patience=2.0) as servers:
         model = make(servers, 1)
         train(model, 2)
-        mine = below()
-        named("ray::ServerActor", mine)[0].kill()
+        local = below()
+        named("ray::ServerActor", local)[0].kill()
         with pytest.raises(ConnectionError, match="has not answered for 2 seconds; restart it"):
             train(model, 2)
         assert len(named("ray::ServerActor", below())) == 0
-    assert gone(mine)
+    assert gone(local)
 
 
 @pytest.mark.parametrize("part", ["gcs_server", "drive()"])
@@ -139,22 +139,22 @@ def test_training_ends_with_an_error_when_ray_is_lost(monkeypatch, part, tmp_pat
     """Its head, or the process that has started the servers."""
     monkeypatch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")  # the servers live as long without a head
     with start_on_ray(2, patience=2.0, folder=tmp_path, log="disk") as servers:
-        model, mine = make(servers, 1), below()
+        model, local = make(servers, 1), below()
         train(model, 2)
-        (lost,) = named(part, mine)
+        (lost,) = named(part, local)
         lost.kill()
         with pytest.raises(ConnectionError, match="has not answered for 2 seconds"):
             train_for(30, model)
-    assert gone(mine)
+    assert gone(local)
 
 
 def test_training_goes_on_while_servers_live():
     with start_on_ray(2, patience=2.0) as servers:
-        model, mine = make(servers, 1), below()
-        (lost,) = named("raylet/raylet", mine)
+        model, local = make(servers, 1), below()
+        (lost,) = named("raylet/raylet", local)
         lost.kill()
         train_for(4, model)
-    assert gone(mine)
+    assert gone(local)
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
@@ -163,32 +163,32 @@ def test_nothing_outlives_the_command(tmp_path, sign):
     command += ["--servers", "ray:2", "--staleness", "4", "--out", str(tmp_path / "run"), "--server-log", "disk"]
     with (tmp_path / "said").open("w") as said:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
-    mine = []
+    local = []
     try:
         assert process.stdout.readline(), (tmp_path / "said").read_text()  # it begins to train
-        mine = below(process.pid)
-        assert len(named("ray::ServerActor", mine)) == 2
+        local = below(process.pid)
+        assert len(named("ray::ServerActor", local)) == 2
         process.send_signal(sign)
         process.communicate(timeout=DEADLINE)
-        assert gone(mine)
+        assert gone(local)
         assert "Traceback" not in (tmp_path / "said").read_text()
     finally:
         process.kill()
-        for each in mine:
+        for item in local:
             with suppress(psutil.NoSuchProcess):
-                each.kill()
+                item.kill()
 
 
 def test_what_cannot_be_started_says_so(tmp_path):
     (tmp_path / "server-0").write_text("no folder")
-    before = set(below())
-    for how, error, message in (
+    initial = set(below())
+    for options, error, message in (
         ({"folder": tmp_path, "log": "disk"}, OSError, "cannot use .*server-0"),
         ({"log": "disk"}, ValueError, "log='disk' needs a folder"),
     ):
         with pytest.raises(error, match=message):
-            start_on_ray(1, **how)
-    assert gone([process for process in below() if process not in before])
+            start_on_ray(1, **options)
+    assert gone([process for process in below() if process not in initial])
 
 
 def run(script: str, folder: Path, address: str) -> list[str]:
@@ -209,10 +209,10 @@ def run(script: str, folder: Path, address: str) -> list[str]:
 @pytest.fixture
 def address() -> str:
     """Of this machine, for others."""
-    found = ray.util.get_node_ip_address()
-    if ip_address(found).is_loopback or shutil.which("openssl") is None:
+    result = ray.util.get_node_ip_address()
+    if ip_address(result).is_loopback or shutil.which("openssl") is None:
         pytest.skip("this machine has no other address, or no openssl")
-    return found
+    return result
 
 
 BEGIN = """
@@ -256,7 +256,7 @@ def test_a_cluster_that_other_machines_reach_needs_tls(temporary, address):
         "the Ray cluster cannot reserve {'CPU': 3} for each of 1 servers within 2 seconds; start "
     )
     assert no_tls.startswith(f"other machines can reach servers at {address}: give certificate= and key=")
-    assert [each.rpartition(":")[0] for each in addresses.split()] == [f"grpc+tls://{address}"] * 2
+    assert [item.rpartition(":")[0] for item in addresses.split()] == [f"grpc+tls://{address}"] * 2
     assert names == "rows-0 rows-1"
     assert left == "([], 2.0)"
 

@@ -38,9 +38,9 @@ SMALL = {"capacity": 50, "eviction": te.EvictionConfig(protect=3)}
 def test_lost_servers_change_no_bit(tmp_path, log, how):
     with local_servers(2) as servers:
         expected = train_all(servers, 12, **how)
-    with restarted(tmp_path, log) as (servers, own):
+    with restarted(tmp_path, log) as (servers, local):
         same(train_all(servers, 12, **how), expected)
-    assert min(server.times for server in own) > 2
+    assert min(server.times for server in local) > 2
 
 
 @pytest.mark.more
@@ -67,11 +67,11 @@ def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
 
 @pytest.mark.more
 def test_a_server_that_is_gone_ends_training(tmp_path):
-    with restarted(tmp_path, "disk", every=NEVER) as (servers, own):
+    with restarted(tmp_path, "disk", every=NEVER) as (servers, local):
         model = make(servers)
         train(model, 2)
         servers.connections[0]._patience = 3.0
-        own[0].receive = lambda message, reply: None
+        local[0].receive = lambda message, reply: None
         with pytest.raises(ConnectionError, match=r"server-0 has not answered for 3 seconds"):
             train(model, 1)
 
@@ -96,17 +96,17 @@ def test_a_torn_record_is_left_out_and_a_damaged_one_is_not(tmp_path):
         with pytest.raises(StorageError, match=f"damaged at byte {ends[0]}"):
             list(read_records(path, torn=True))
     path.write_bytes(whole)
-    for (values, tensors), (given, others) in zip(read_records(path), messages, strict=True):
-        assert values == given
-        assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(tensors, others, strict=True))
+    for (values, tensors), (inputs, peers) in zip(read_records(path), messages, strict=True):
+        assert values == inputs
+        assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(tensors, peers, strict=True))
 
 
 def test_a_damaged_record_of_a_log_is_not_taken_for_a_torn_one(tmp_path):
     """Whichever bit is flipped, also of the last record: what was acknowledged is read, or is missed."""
     messages = [({"n": n}, [torch.arange(n), torch.tensor(1.5)]) for n in range(3)]
     with MessageLog(tmp_path / "log", durable=True) as log:
-        for each in (messages[:2], messages[2:]):
-            log.append(each)
+        for item in (messages[:2], messages[2:]):
+            log.append(item)
     content = (tmp_path / "log").read_bytes()
     refused = 0
     for at in range(0, len(content), 3):
@@ -139,17 +139,17 @@ def test_files_of_earlier_versions_are_read(tmp_path):
     with local_servers(1) as servers:
         model = make(servers, dynamic=OF_IDS, cache=1)
         expected = train(model, 3), train(model, 4), train(model, 5), flush(model) or model.state_dict()
-    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
-        model, raw = make(servers, dynamic=OF_IDS, cache=1), RawClient(own.server)
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (local,)):
+        model, raw = make(servers, dynamic=OF_IDS, cache=1), RawClient(local.server)
         results = [train(model, 3)]
         # A pull that waits for a second trainer is in progress when the snapshot is saved.
-        spec = asdict(replace(own.server.collections["tables"].spec, trainers=2, staleness=2))
+        spec = asdict(replace(local.server.collections["tables"].spec, trainers=2, staleness=2))
         values = {"client": "raw", "received": 0, "collection": "two", "rank": 0}
         raw.send("create", spec=spec, server=0, **values)
-        own.server.receive(({"op": "pull", "number": 1, **PULL, "sizes": [3, 0, 0], **values}, [IDS, ONES]), print)
+        local.server.receive(({"op": "pull", "number": 1, **PULL, "sizes": [3, 0, 0], **values}, [IDS, ONES]), print)
         servers.connections[0].submit("save", {}).result()
         results.append(train(model, 4))
-        own.server.close()
+        local.server.close()
         written = ""
         for path in (tmp_path / "server-0").iterdir():
             if path.name.startswith(("clients-", "log-")) or path.suffix == ".rows":
@@ -159,9 +159,9 @@ def test_files_of_earlier_versions_are_read(tmp_path):
                         write_record(file, message)
                 written += repr([values for values, _ in content])
         assert {name for name in EARLIER_NAMES.values() if repr(name) not in written} <= {"facts", "hold", "answered"}
-        own.server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
-        assert list(own.server.clients.inboxes["raw"].in_progress) == [1]
-        assert own.server.collections["tables"].lease.is_active
+        local.server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
+        assert list(local.server.clients.inboxes["raw"].in_progress) == [1]
+        assert local.server.collections["tables"].lease.is_active
         results.append(train(model, 5))
         flush(model)
         same((results, model.state_dict()), (list(expected[:3]), expected[3]))
@@ -173,9 +173,9 @@ def test_a_server_that_is_lost_again_behind_a_torn_record_is_started_a_third_tim
     (log,) = (tmp_path / "server-0").glob("log-*")
     log.write_bytes(log.read_bytes()[:-60])
     for _ in range(2):
-        with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
+        with restarted(tmp_path, "disk", 1, NEVER) as (servers, (local,)):
             make(servers, 2)  # something is logged
-            assert own.server.collections["tables"].ordering.next_pull == 4
+            assert local.server.collections["tables"].ordering.next_pull == 4
 
 
 @pytest.mark.parametrize("log", ["memory", "disk"])
@@ -196,21 +196,21 @@ def test_an_answer_that_may_be_lost_stays_until_it_is_acknowledged(tmp_path, log
 
 def test_a_client_acknowledges_what_it_has_received_alone():
     with local_servers(1) as servers:
-        connection, server, taken = servers.connections[0], servers._local_servers[0], {}
+        connection, server, selection = servers.connections[0], servers._local_servers[0], {}
         receive, acknowledged = server.receive, []
 
         def keep(message, reply):
-            if (number := message[0].get("number")) is not None and number not in taken:
-                taken[number] = reply
+            if (number := message[0].get("number")) is not None and number not in selection:
+                selection[number] = reply
                 acknowledged.append(message[0]["received"])
 
         server.receive = keep
         for number in range(5):
             connection.submit("save", {})
             if number in (1, 3):  # later ones are answered first
-                taken[number](({"number": number, "durable_sequence": 0}, []))
+                selection[number](({"number": number, "durable_sequence": 0}, []))
             if number == 3:
-                taken[0](({"number": 0, "durable_sequence": 0}, []))
+                selection[0](({"number": 0, "durable_sequence": 0}, []))
         assert acknowledged == [0, 0, 0, 0, 2]
         server.receive = receive
 
@@ -259,7 +259,7 @@ def test_a_snapshot_goes_on_on_other_servers(tmp_path, before, after, staleness)
         first = model.table_set.service.snapshot(tmp_path / "first-")
         train(model, 6)
         second = model.table_set.service.snapshot(tmp_path / "second-", changes_only=True)
-        assert [each["after"] for each in second] == [each["snapshot"] for each in first]
+        assert [item["after"] for item in second] == [item["snapshot"] for item in first]
         evictions = sum(
             s["collections"]["tables"]["tables"].get("d", {}).get("evictions", 0) for s in servers.statistics()
         )
@@ -282,7 +282,7 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
         service.snapshot(tmp_path / "b-", changes_only=True)
         train(model, 1)
         service.snapshot(tmp_path / "c-", changes_only=True)
-        before = model.state_dict()
+        initial = model.state_dict()
         a, b, c = ([tmp_path / f"{name}-{n}.server" for n in range(2)] for name in "abc")
         for chains, message in (
             ([[a[0], c[0]], [a[1], c[1]]], "does not follow"),
@@ -291,37 +291,37 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
         ):
             with pytest.raises(OSError, match=message):
                 service.restore(chains, 3)
-        assert_same_bits(model.state_dict(), before)
+        assert_same_bits(model.state_dict(), initial)
         other = make(servers, optimizer=te.optim.Adagrad(lr=0.1), group=Trainers()).table_set.service
         whole = a[0].read_bytes()
         a[0].write_bytes(whole[:-90])
         with pytest.raises(OSError, match=r"damaged|no end"):
             other.restore([[a[0]], [a[1]]], 3)
-        assert_same_bits(model.state_dict(), before)
+        assert_same_bits(model.state_dict(), initial)
 
 
 @pytest.mark.parametrize("log", ["memory", "disk"])
 def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
     with local_servers(1) as servers:
-        alone = make(servers)
-        train(alone, 5)
-        expected = train(alone, 4)
-    with restarted(tmp_path, log, 1, NEVER) as (servers, (own,)):
+        single = make(servers)
+        train(single, 5)
+        expected = train(single, 4)
+    with restarted(tmp_path, log, 1, NEVER) as (servers, (local,)):
         model = make(servers)
         train(model, 5)
         service = model.table_set.service
         service.snapshot(tmp_path / "a-")
         train(model, 3)
         service.restore([[tmp_path / "a-0.server"]], 5)
-        found = train(model, 4)
+        actual = train(model, 4)
         flush(model)
         (tmp_path / "a-0.server").unlink()
         for _ in range(2):
-            own.restart()
-            assert own.server.collections["tables"].ordering.next_push == (9 if log == "disk" else 5)
+            local.restart()
+            assert local.server.collections["tables"].ordering.next_push == (9 if log == "disk" else 5)
         more = train(model, 1)
     with local_servers(1) as servers:
-        same(([found + more], {}), ([expected + train(_trained(servers, 9), 1)], {}))
+        same(([actual + more], {}), ([expected + train(_trained(servers, 9), 1)], {}))
 
 
 def _trained(servers: Servers, steps: int):
@@ -333,34 +333,34 @@ def _trained(servers: Servers, steps: int):
 
 def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
     """The next one is whole; what came before it is in the log."""
-    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (local,)):
         model = make(servers)
         train(model, 3)
         flush(model)  # its thread has nothing to do any more
         with monkeypatch.context() as patch:
             patch.setattr(durable, "atomic_write", raising(OSError(28, "No space left on device")))
             with pytest.raises(StorageError, match=r"could not save its state .* make room there"):
-                own.server.save()
+                local.server.save()
         train(model, 2)
-        before = model.state_dict()
+        initial = model.state_dict()
         for _ in range(2):
-            own.restart()
-            assert_same_bits(model.state_dict(), before)
+            local.restart()
+            assert_same_bits(model.state_dict(), initial)
 
 
 def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, monkeypatch):
-    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (own,)):
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (local,)):
         model = make(servers)
         train(model, 3)
         flush(model)  # the last push has been logged
         with monkeypatch.context() as patch:
             patch.setattr(durable.os, "fdatasync", raising(OSError(28, "No space left on device")))
-            own.server.durable.log._durable = True
+            local.server.durable.log._durable = True
             with pytest.raises(OSError, match=r"log .* could not be written: .*; make room there"):
                 train(model, 1)
-        steps = own.server.collections["tables"].ordering.next_push
-        own.restart()
-        assert own.server.collections["tables"].ordering.next_push == steps == 3
+        steps = local.server.collections["tables"].ordering.next_push
+        local.restart()
+        assert local.server.collections["tables"].ordering.next_push == steps == 3
 
 
 def raising(error: Exception):
@@ -385,36 +385,36 @@ def test_what_was_pulled_before_a_checkpoint_was_restored_is_void(tmp_path):
         train(model, 4)
         service = model.table_set.service
         service.snapshot(tmp_path / "a-")
-        held = [te.nn.prefetch(model, batch) for batch in batches(2)]
-        output = model(held[0])
+        occupied = [te.nn.prefetch(model, batch) for batch in batches(2)]
+        output = model(occupied[0])
         service.restore([[tmp_path / f"a-{n}.server"] for n in range(2)], 4)
         with pytest.raises(RuntimeError, match="pulled before the tables were restored"):
             output.sum().backward()
-        found = train(model, 4)
-        del held, output
-        found += train(model, 2)
+        actual = train(model, 4)
+        del occupied, output
+        actual += train(model, 2)
     with local_servers(2) as servers:
         model = make(servers, 2)
         train(model, 4)
         expected = train(model, 4) + train(model, 2)
-    same(([found], {}), ([expected], {}))
+    same(([actual], {}), ([expected], {}))
 
 
 def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
     monkeypatch.setattr(connection.Connection.query, "__defaults__", (0.2,))
     with local_servers(1) as servers:
         make(servers)
-        before, server = servers.statistics()[0]["collections"], servers._local_servers[0]
-        receive, asked = server.receive, []
+        initial, server = servers.statistics()[0]["collections"], servers._local_servers[0]
+        receive, requests = server.receive, []
 
         def late(message, reply):
-            asked.append(message[0]["op"])
-            if message[0]["op"] == "ping" or asked.count("stats") > 2:
+            requests.append(message[0]["op"])
+            if message[0]["op"] == "ping" or requests.count("stats") > 2:
                 receive(message, reply)
 
         monkeypatch.setattr(server, "receive", late)
-        assert servers.statistics()[0]["collections"] == before
-        assert asked.count("stats") > 2
+        assert servers.statistics()[0]["collections"] == initial
+        assert requests.count("stats") > 2
         monkeypatch.setattr(server, "receive", lambda message, reply: None)
         servers.connections[0]._patience = 0.5
         with pytest.raises(ConnectionError, match="has not answered"):
@@ -422,16 +422,16 @@ def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
 
 
 def test_servers_in_another_order_are_refused():
-    own = [EmbeddingServer(f"server-{index}") for index in range(2)]
-    transports = [LocalTransport(server, server.name) for server in own]
-    with own[0], own[1]:
+    local = [EmbeddingServer(f"server-{index}") for index in range(2)]
+    transports = [LocalTransport(server, server.name) for server in local]
+    with local[0], local[1]:
         with Servers(transports) as servers:
             make(servers)
         with (
-            Servers(transports[::-1]) as others,
+            Servers(transports[::-1]) as peers,
             pytest.raises(ValueError, match="pass the addresses in the original order"),
         ):
-            make(others)
+            make(peers)
 
 
 def test_a_batch_that_is_dropped_while_another_waits_holds_nobody_up():
@@ -487,11 +487,11 @@ def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monke
     transport = LocalTransport(server, "server-0")
     with Servers([transport], [server]) as first, Servers([transport]) as second:
         model = make(first, 2)
-        found = train(model, 3)
+        result = train(model, 3)
         refusal = "from another trainer of rank 0 of 'tables' in the last 10 seconds; end that run first"
         with pytest.raises(ConnectionRefusedError, match=refusal):
             make(second, 2)
-        found += train(model, 3)
+        result += train(model, 3)
         server.clients.last_seen.clear()  # as it is after these seconds
         train(make(second, 2), 1)
         with pytest.raises(PermissionError, match="another trainer of rank 0 of 'tables' has replaced this one"):
@@ -500,7 +500,7 @@ def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monke
             first.connections[0].query("connect")
     with local_servers(1) as servers:
         model = make(servers, 2)
-        same(([found], {}), ([train(model, 3) + train(model, 3)], {}))
+        same(([result], {}), ([train(model, 3) + train(model, 3)], {}))
 
 
 def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
@@ -582,9 +582,9 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
     with local_servers(1) as servers:
         model = make(servers, 2)
         expected = train(model, 2) + train(model, 4)
-    with restarted(tmp_path, log, 1, NEVER) as (servers, (own,)):
+    with restarted(tmp_path, log, 1, NEVER) as (servers, (local,)):
         model = make(servers, 2)
-        found, server = train(model, 2), own.server
+        actual, server = train(model, 2), local.server
         raw, stranger = RawClient(server), RawClient(server, "stranger")
         for values in ({"op": "push", "number": 0}, {"op": "push", "number": 0, "received": 0}, {"op": "stats"},
                        {"op": "push", "number": "0", "received": 0, "client": "x"}, {"query": 0}, {}):  # fmt: skip
@@ -610,7 +610,7 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
         rows = raw.send("pull", [IDS, ONES], collection="other", rank=0, **PULL)
         assert "error" not in rows
         if log is not None:
-            own.restart()
-        found += train(model, 4)
-        assert own.server._failure is None
-    same(([found], {}), ([expected], {}))
+            local.restart()
+        actual += train(model, 4)
+        assert local.server._failure is None
+    same(([actual], {}), ([expected], {}))

@@ -86,8 +86,8 @@ def test_tables_of_one_width_have_the_bits_of_one_process(number):
 
     outputs, state = run(None)
     with local_servers(number) as servers:
-        found = run(servers)
-        same(([found[0]], found[1]), ([outputs], state))
+        result = run(servers)
+        same(([result[0]], result[1]), ([outputs], state))
 
 
 def test_records_in_a_log_of_an_earlier_version_have_a_tensor_per_table():
@@ -126,8 +126,8 @@ def test_ids_without_rows_read_as_initial_values():
         for model in models:
             train(model, 12)
         with torch.no_grad():
-            found, expected = (model(batch) for model, batch in zip(models, [*batches(1, 5)] * 2, strict=True))
-        assert torch.equal(found, expected)
+            actual, expected = (model(batch) for model, batch in zip(models, [*batches(1, 5)] * 2, strict=True))
+        assert torch.equal(actual, expected)
         statistics = [model["d"].statistics() for model in models]
         assert statistics[0].refused == statistics[1].refused > 0
         assert statistics[0].evictions == statistics[1].evictions > 0
@@ -156,20 +156,20 @@ def test_a_batch_that_finds_no_room_changes_nothing(servers):
     one, other = (many[partitions_of(many, 2) == partition] for partition in range(2))
     too_many = te.KeyedJaggedTensor(KEYS, torch.cat([one[:6_000], other[:10]]), lengths=torch.tensor([6_010, 0, 0]))
     tables = [te.TableConfig("d", None, 4, features=["a"], capacity=8_192, placement="server")]
-    with local_servers(servers) as some:
+    with local_servers(servers) as subset:
         model = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))
-        te.server.attach(model, some)
+        te.server.attach(model, subset)
         train(model, 2)
-        before = model.state_dict()
+        initial = model.state_dict()
         with pytest.raises(ValueError, match=r"'d': cannot insert 1,\d\d\d of [56],\d\d\d new ids of a batch"):
             model(too_many)
         if servers == 1:
-            assert_same_bits(model.state_dict(), before)
+            assert_same_bits(model.state_dict(), initial)
             train(model, 1)
         else:
             with pytest.raises(RuntimeError, match="another server was full"):
                 train(model, 1)
-            model.load_state_dict(before)
+            model.load_state_dict(initial)
             train(model, 1)
 
 
@@ -178,12 +178,12 @@ def test_a_model_with_leased_rows_is_one_graph(dynamo):
         models = [make(servers), make(None)]
         compiled = [torch.compile(models[0], fullgraph=True, backend="aot_eager"), models[1]]
         for batch in batches(4):
-            found = []
+            results = []
             for model, call in zip(models, compiled, strict=True):
                 output = call(te.nn.prefetch(model, batch))
                 output.square().sum().backward()
-                found.append(output.detach())
-            assert torch.equal(*found)
+                results.append(output.detach())
+            assert torch.equal(*results)
         assert_same_bits(models[0].state_dict(), models[1].state_dict())
 
 

@@ -80,11 +80,11 @@ def run(
         if tablets is not None:
             stack.enter_context(moving(started, addresses))
         where = (addresses, tablets) if servers else None
-        found = ranks(number).run(partial(on_a_rank, **options), placement, where, folder, checkpoint)
-    for losses, evaluations, state in found[1:]:
-        assert (losses, evaluations) == found[0][:2]
-        assert_same_bits(state, found[0][2])
-    return found[0]
+        result = ranks(number).run(partial(on_a_rank, **options), placement, where, folder, checkpoint)
+    for losses, evaluations, state in result[1:]:
+        assert (losses, evaluations) == result[0][:2]
+        assert_same_bits(state, result[0][2])
+    return result[0]
 
 
 @contextmanager
@@ -116,12 +116,12 @@ def moving(servers: list[EmbeddingServer], addresses: list[str]) -> Iterator[Non
 
 def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Of dynamic tables, whose rows stand by rank elsewhere, with rows by id."""
-    found = dict(state)
+    result = dict(state)
     for key in [key for key in state if key.endswith(".ids")]:
         of_table = key.removesuffix("ids")
         order = state[key].argsort()
-        found |= {n: v[order] for n, v in state.items() if n.startswith(of_table) and v.dim() and len(v) == len(order)}
-    return found
+        result |= {n: v[order] for n, v in state.items() if n.startswith(of_table) and v.dim() and len(v) == len(order)}
+    return result
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def by_id(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, servers, max_steps):
     expected = run(ranks, 2, 0, max_steps=max_steps)
     for tablets in (None, 3) if servers > 1 else (None,):
-        found = run(ranks, 2, servers, max_steps=max_steps, tablets=tablets)
-        assert found[:2] == expected[:2]
-        assert_same_bits(found[2], by_id(expected[2]))
+        actual = run(ranks, 2, servers, max_steps=max_steps, tablets=tablets)
+        assert actual[:2] == expected[:2]
+        assert_same_bits(actual[2], by_id(expected[2]))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,9 @@ def test_ranks_have_the_bits_of_ranks_with_tables_in_host_memory(ranks, servers,
 def test_a_run_is_resumed_on_other_servers(ranks, tmp_path, checkpoints):
     expected = run(ranks, 2, 2, tmp_path / "whole", epochs=2, checkpoints=checkpoints)
     run(ranks, 2, 1, tmp_path / "first", epochs=1, checkpoints=checkpoints)
-    found = run(ranks, 2, 3, tmp_path / "second", tmp_path / "first/checkpoints/step-18", epochs=2)
-    assert_same_bits(found[2], expected[2])
-    assert found[0] == [loss for loss in expected[0] if loss[0] > 18]
+    actual = run(ranks, 2, 3, tmp_path / "second", tmp_path / "first/checkpoints/step-18", epochs=2)
+    assert_same_bits(actual[2], expected[2])
+    assert actual[0] == [loss for loss in expected[0] if loss[0] > 18]
 
 
 @pytest.mark.slow

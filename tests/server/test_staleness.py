@@ -24,14 +24,14 @@ LFU = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, ha
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda each: each.name)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda item: item.name)
 @pytest.mark.parametrize("servers", [1, 2, 4])
 def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
-    alone = make(None, optimizer=optimizer, dynamic=DYNAMIC)
-    expected = [train(alone, 9)], alone.state_dict()
-    with local_servers(servers) as some:
-        same(train_all(some, 9, optimizer=optimizer, dynamic=DYNAMIC), expected)
-    assert alone["d"].statistics().evictions > 0
+    single = make(None, optimizer=optimizer, dynamic=DYNAMIC)
+    expected = [train(single, 9)], single.state_dict()
+    with local_servers(servers) as subset:
+        same(train_all(subset, 9, optimizer=optimizer, dynamic=DYNAMIC), expected)
+    assert single["d"].statistics().evictions > 0
 
 
 @pytest.mark.few(1)
@@ -40,10 +40,10 @@ def test_bits_depend_on_the_staleness_alone(staleness):
     dynamic = {"capacity": 60 + 18 * staleness, "eviction": te.EvictionConfig(protect=staleness + 1)}
     expected = None
     for servers, ahead in ((1, 0), (2, 1), (4, staleness)):
-        with local_servers(servers) as some:
-            found = train_all(some, 12, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
-        expected = expected or found
-        same(found, expected)
+        with local_servers(servers) as subset:
+            actual = train_all(subset, 12, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
+        expected = expected or actual
+        same(actual, expected)
 
 
 @pytest.mark.few(2)
@@ -58,13 +58,13 @@ def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
     weights = [table.weight.detach().double() for table in first.tables]
     sums = [torch.zeros_like(weight) for weight in weights]
     history = [weights]
-    given = [list(batches(steps, trainer)) for trainer in range(trainers)]
+    inputs = [list(batches(steps, trainer)) for trainer in range(trainers)]
     for step in range(steps):
         seen = history[max(0, step - staleness)]
         total = [torch.zeros_like(weight) for weight in weights]
         for trainer in range(trainers):
             read = [weight.clone().requires_grad_() for weight in seen]
-            batch = given[trainer][step]
+            batch = inputs[trainer][step]
             parts = []
             for table, mode, feature in ((0, "sum", "a"), (0, "sum", "c"), (1, "mean", "b")):
                 part = batch[feature]
@@ -76,9 +76,9 @@ def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
             for number, weight in enumerate(read):
                 total[number] += weight.grad / trainers
         weights = [weight.clone() for weight in weights]
-        for weight, own, gradient in zip(weights, sums, total, strict=True):
-            own += gradient.square()
-            weight -= torch.where(gradient != 0, lr * gradient / (own.sqrt() + 1e-8), 0.0)
+        for weight, local, gradient in zip(weights, sums, total, strict=True):
+            local += gradient.square()
+            weight -= torch.where(gradient != 0, lr * gradient / (local.sqrt() + 1e-8), 0.0)
         history.append(weights)
     for name, weight in zip("ab", weights, strict=True):
         torch.testing.assert_close(state[f"{name}.weight"].double(), weight, rtol=1e-5, atol=1e-6)
@@ -101,10 +101,10 @@ def test_a_bad_network_changes_no_bit(faults, how):
     with local_servers(2) as servers:
         expected = train_all(servers, 8, **how)
     with local_servers(2, faults) as servers:
-        found = train_all(servers, 8, **how)
+        actual = train_all(servers, 8, **how)
         histograms = [s["collections"]["tables"]["staleness"] for s in servers.statistics()]
     if isinstance(how["staleness"], int):
-        same(found, expected)
+        same(actual, expected)
     assert all(int(steps) <= 2 for histogram in histograms for steps in histogram)
 
 
@@ -139,8 +139,8 @@ def test_micro_batches_make_one_step():
                 for batch in batches(2):
                     model(batch).square().sum().backward()
         flush(model)
-        found = servers.statistics()[0]["collections"]["tables"]
-        assert (found["pulls"], found["steps"]) == (6, 3)
+        result = servers.statistics()[0]["collections"]["tables"]
+        assert (result["pulls"], result["steps"]) == (6, 3)
 
 
 def test_a_batch_that_is_not_trained_holds_nobody_up():
@@ -157,15 +157,15 @@ def test_evaluation_changes_nothing():
     with local_servers(2) as servers:
         model = make(servers, dynamic={"capacity": 90})
         train(model, 3)
-        before = model.state_dict()
+        initial = model.state_dict()
         batch = next(batches(1, trainer=7))
         with torch.no_grad():
-            found = model(batch)
-        assert_same_bits(model.state_dict(), before)
-    alone = make(None, dynamic={"capacity": 90})
-    train(alone, 3)
+            result = model(batch)
+        assert_same_bits(model.state_dict(), initial)
+    single = make(None, dynamic={"capacity": 90})
+    train(single, 3)
     with torch.no_grad():
-        assert torch.equal(alone(batch), found)
+        assert torch.equal(single(batch), result)
 
 
 def test_what_a_user_gets_wrong():
@@ -175,10 +175,10 @@ def test_what_a_user_gets_wrong():
         )
     with local_servers(2) as servers:
         model = make(servers)
-        before = model.state_dict()
+        initial = model.state_dict()
         with pytest.raises(ValueError, match=r"table 'a': id 300 of feature 'a'"):
             model(te.KeyedJaggedTensor(KEYS, torch.tensor([300, 1, 2]), lengths=torch.ones(3, dtype=torch.int64)))
-        assert_same_bits(model.state_dict(), before)
+        assert_same_bits(model.state_dict(), initial)
         with pytest.raises(ValueError, match="other tables, trainers or staleness"):
             make(servers, 1)
 
@@ -244,7 +244,7 @@ def test_frozen_tables_on_servers_are_not_trained(when, dynamic, staleness):
             train(collection, 2)
             flush(collection)
             collection.requires_grad_(False)
-        before = {name: value.clone() for name, value in collection.state_dict().items()}
+        initial = {name: value.clone() for name, value in collection.state_dict().items()}
         batch, scale = next(batches(1)), torch.ones((), requires_grad=True)
         size = batch.values().numel()
         weights = torch.ones(size, requires_grad=staleness > 0)
@@ -254,7 +254,7 @@ def test_frozen_tables_on_servers_are_not_trained(when, dynamic, staleness):
 
         (weighted(weights) * scale).sum().backward()
         flush(collection)
-        assert_same_bits(collection.state_dict(), before)
+        assert_same_bits(collection.state_dict(), initial)
         if staleness:  # at 0 a cache has the rows, which are not pinned until the backward
             with torch.no_grad():
                 of_each = torch.stack([weighted(weight).sum() for weight in torch.eye(size)])

@@ -64,10 +64,10 @@ def test_without_staleness_a_run_has_the_bits_of_one_process(options, tmp_path):
     accumulate = options.get("accumulate", 1)
     expected, rows = trained(None, accumulate=accumulate)
     with local_servers(2) as servers:
-        found, same_rows = trained(servers, tmp_path / "run", **options)
+        actual, same_rows = trained(servers, tmp_path / "run", **options)
     if accumulate == 1:
         assert_same_bits(same_rows, rows)
-        assert (found.losses, found.evaluations) == (expected.losses, expected.evaluations)
+        assert (actual.losses, actual.evaluations) == (expected.losses, expected.evaluations)
     else:  # a row's gradients are summed by micro-batches
         for name, value in rows.items():
             torch.testing.assert_close(same_rows[name], value, rtol=1e-3, atol=1e-4)
@@ -99,9 +99,9 @@ def test_how_far_a_run_is_prefetched_changes_no_bit(tmp_path):
     for number, options in enumerate(({"pipeline": False}, {"prefetch_depth": 1}, {"prefetch_depth": 5})):
         with local_servers(2) as servers:
             runs.append(trained(servers, tmp_path / str(number), staleness=3, checkpoints=EVERY, **options))
-    for found, rows in runs[1:]:
+    for result, rows in runs[1:]:
         assert_same_bits(rows, runs[0][1])
-        assert (found.losses, found.evaluations) == (runs[0][0].losses, runs[0][0].evaluations)
+        assert (result.losses, result.evaluations) == (runs[0][0].losses, runs[0][0].evaluations)
 
 
 @pytest.mark.more
@@ -109,10 +109,10 @@ def test_a_checkpoint_goes_to_other_tiers_and_back(tmp_path):
     _, rows = trained(None)
     with local_servers(2) as servers:
         trainer_of(servers, tmp_path / "servers", epochs=1, checkpoints=EVERY).fit()
-    alone = trainer_of(None, tmp_path / "alone", checkpoints=EVERY)
-    alone.resume(tmp_path / "servers/checkpoints/step-18")
-    alone.fit()
-    assert_same_bits(alone.model.state_dict(), rows)
+    single = trainer_of(None, tmp_path / "alone", checkpoints=EVERY)
+    single.resume(tmp_path / "servers/checkpoints/step-18")
+    single.fit()
+    assert_same_bits(single.model.state_dict(), rows)
     with local_servers(2) as servers:
         back = trainer_of(servers)
         back.resume(tmp_path / "alone/checkpoints/step-24")
@@ -152,17 +152,17 @@ def test_the_log_and_the_report_say_what_servers_do(tmp_path):
         trained(servers, tmp_path, staleness=2)
         now = totals(servers.statistics())["embeddings"]
     events = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    told = [event["servers"]["embeddings"] for event in events if event["event"] == "log"]
-    assert len(told) == 10
-    assert told[-1]["staleness"]["2"] > told[0]["staleness"]["2"] > 0
-    assert set(told[-1]["staleness"]) == {"0", "1", "2"}
+    messages = [event["servers"]["embeddings"] for event in events if event["event"] == "log"]
+    assert len(messages) == 10
+    assert messages[-1]["staleness"]["2"] > messages[0]["staleness"]["2"] > 0
+    assert set(messages[-1]["staleness"]) == {"0", "1", "2"}
     page = " ".join((tmp_path / "report.html").read_text().split())
-    pulls = sum(told[-1]["staleness"].values())
-    for steps, count in told[-1]["staleness"].items():
+    pulls = sum(messages[-1]["staleness"].values())
+    for steps, count in messages[-1]["staleness"].items():
         assert f"{steps}: {100 * count / pulls:.1f} %" in page
     row = page.split("<td>embeddings</td><td>item</td>")[1].split("</tr>")[0]
-    assert f">{told[-1]['tables']['item']['rows']:,}<" in row
-    assert told[-1]["tables"]["item"]["rows"] <= now["tables"]["item"]["rows"]
+    assert f">{messages[-1]['tables']['item']['rows']:,}<" in row
+    assert messages[-1]["tables"]["item"]["rows"] <= now["tables"]["item"]["rows"]
 
 
 @pytest.mark.more
@@ -207,8 +207,8 @@ def test_trainers_on_ranks_resume_together(ranks, tmp_path):
             addresses = [stack.enter_context(FlightServer(server, token="secret")).address for server in servers]
             return ranks(2).run(partial(on_a_rank, **options), addresses, "secret", tmp_path / folder, checkpoint)
 
-    (losses, rows), (others, _) = run(1, "whole", epochs=2)
-    assert losses == others
+    (losses, rows), (peers, _) = run(1, "whole", epochs=2)
+    assert losses == peers
     run(2, "first", epochs=1)
     (again, same_rows), _ = run(3, "second", tmp_path / "first/checkpoints/step-18", epochs=2)
     assert_same_bits(same_rows, rows)
@@ -267,7 +267,7 @@ def test_some_tables_on_servers_and_others_not(staleness, tmp_path):
 def test_columns_stand_in_the_order_of_tables():
     data = jobs.planted()
     with local_servers(2) as servers:
-        found = []
+        results = []
         for names in ((), ("user", "site")):
             torch.manual_seed(0)
             tables = [replace(t, placement="server") if t.name in names else t for t in data.tables(8)]
@@ -275,12 +275,14 @@ def test_columns_stand_in_the_order_of_tables():
             if names:
                 te.server.attach(model, servers)
                 split = model.embeddings
-                values = {f"{table.config.name}.weight": found[0][0][table.config.name] for table in split.here.tables}
+                values = {
+                    f"{table.config.name}.weight": results[0][0][table.config.name] for table in split.here.tables
+                }
                 split.here.load_state_dict(values | {"step": torch.tensor(0)})
-                values = {f"{name}.weight": found[0][0][name] for name in names}
+                values = {f"{name}.weight": results[0][0][name] for name in names}
                 split.on_servers.load_state_dict(values | {"step": torch.tensor(0)})
             else:
                 weights = {table.config.name: table.weight.detach().clone() for table in model.embeddings.tables}
             batch = next(iter(data.open("train", 16))).sparse
-            found.append((weights, model.embeddings(batch).detach()))
-    assert torch.equal(found[0][1], found[1][1])
+            results.append((weights, model.embeddings(batch).detach()))
+    assert torch.equal(results[0][1], results[1][1])

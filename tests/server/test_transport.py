@@ -178,7 +178,7 @@ def test_messages_of_several_threads_stay_whole_and_in_order(peer, monkeypatch):
         assert tensor.numel() == size
         assert (tensor == values["number"]).all()
         numbers[values["thread"]].append(values["number"])
-    assert all(found == list(range(60)) for found in numbers.values())
+    assert all(number == list(range(60)) for number in numbers.values())
 
 
 @pytest.mark.parametrize("kind", ["local", "flight"])
@@ -192,8 +192,8 @@ def test_replies_come_from_any_thread_and_are_dropped_after_close(kind):
         received = [service.received.get(timeout=DEADLINE) for _ in range(3)]
         for message, reply in reversed(received):
             threading.Thread(target=reply, args=(message,)).start()
-        found = {peer.replies.get(timeout=DEADLINE)[0]["number"] for _ in received}
-        assert found == {0, 1, 2}
+        result = {peer.replies.get(timeout=DEADLINE)[0]["number"] for _ in received}
+        assert result == {0, 1, 2}
         other.channel.send(({}, []))
         message, reply_other = service.received.get(timeout=DEADLINE)
         peer.channel.close()

@@ -20,11 +20,11 @@ def test_a_cache_changes_no_bit(servers, staleness, cache, fallback_rows):
         "capacity": 70, "eviction": te.EvictionConfig(protect=4), "admission": te.AdmissionConfig(appearances=2),
         "fallback_rows": fallback_rows,
     }  # fmt: skip
-    how = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 2), "dynamic": dynamic}
-    with local_servers(servers) as some:
-        expected = train_all(some, 14, **how)
-    with local_servers(servers) as some:
-        same(train_all(some, 14, **how, cache=cache), expected)
+    options = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 2), "dynamic": dynamic}
+    with local_servers(servers) as subset:
+        expected = train_all(subset, 14, **options)
+    with local_servers(servers) as subset:
+        same(train_all(subset, 14, **options, cache=cache), expected)
 
 
 def test_only_rows_that_have_changed_are_sent():
@@ -54,10 +54,10 @@ def test_at_most_reads_rows_that_are_new_enough():
             output.sum().backward()  # each step moves a row by the same
         caches = model.table_set.service.caches
         assert sum(cache.rows_saved for cache in caches) > sum(cache.rows_read for cache in caches) // 2
-    alone = make(None, optimizer=te.optim.SGD(lr=1.0))
+    single = make(None, optimizer=te.optim.SGD(lr=1.0))
     states = []
     for _ in range(8):
-        output = alone(batch)
+        output = single(batch)
         states.append(output.detach())
         output.sum().backward()
     for step, output in enumerate(seen):

@@ -261,7 +261,7 @@ def test_updates_with_others_follow_the_pass_in_one_order():
     done, accumulators = [], [Accumulator(), Accumulator()]
     for number, accumulator in enumerate(accumulators):
         of_graph = SimpleNamespace(update_shared=lambda grad, *_, n=number: done.append((n, float(grad))))
-        accumulator.tables = lambda found=of_graph: found
+        accumulator.tables = lambda result=of_graph: result
     values = torch.ones(1, 1, requires_grad=True)
     with pytest.raises(RuntimeError, match="a layer has failed"):
         SharedUpdate.apply(values, accumulators, True).sum().backward()

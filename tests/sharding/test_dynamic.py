@@ -44,10 +44,10 @@ def model(pooled: bool = True, max_gradient: float | None = None, placed: bool =
         tiers = [{"placement": tier, "cache": te.CacheConfig(rows=32)} for tier in ("host", "disk")]
     evict, twice = te.EvictionConfig("lfu", protect=1, half_life=3), te.AdmissionConfig(appearances=2)
     of_item = ["user", "item"] if pooled else ["item"]
-    some = te.AdmissionConfig(probability=0.9)
+    subset = te.AdmissionConfig(probability=0.9)
     # In one process gradients of ids that share a row are added in another order.
     options: list[dict[str, Any]] = (
-        [{"admission": some, "fallback_rows": 5}, {"fallback_rows": 6}] if pooled else [{}, {}]
+        [{"admission": subset, "fallback_rows": 5}, {"fallback_rows": 6}] if pooled else [{}, {}]
     )
     tables = [
         te.TableConfig("user", None, 8, capacity=48, eviction=evict, **options[0], **tiers[0]),

@@ -180,7 +180,7 @@ def test_no_plan_of_one_sharding_is_faster(topology, seed):
     if topology.nodes > 1:
         shardings += [itertools.repeat(Grid()), map(TableRowWise, itertools.cycle(range(topology.nodes)))]
     names = [table.name for table in tables]
-    uniform = [ShardingPlan(dict(zip(names, each, strict=False)), ranks, local) for each in shardings]
+    uniform = [ShardingPlan(dict(zip(names, sharding, strict=False)), ranks, local) for sharding in shardings]
     for prediction in map(report.model.predict, [*uniform, uniform_plan(tables, ranks, local)]):
         if (prediction.hbm <= report.model.rank_hbm).all():
             assert report.prediction.step <= prediction.step * (1 + 1e-9)
@@ -508,7 +508,7 @@ def test_a_plan_says_what_it_is(tmp_path):
     assert "Plan for 16 ranks, 8 per node" in text
     assert "20 more" in text
     assert "next best" in text
-    slowest = max(plan.report.tables, key=lambda each: each.seconds)
+    slowest = max(plan.report.tables, key=lambda item: item.seconds)
     assert slowest.table.name in text
     assert "ids per sample" in plan.explain(slowest.table.name)
     page = plan.to_html()

@@ -58,9 +58,9 @@ def interrupt() -> Iterator[Callable[[], None]]:
                 return
         raise AssertionError("the signal was never handled")
 
-    before = signal.signal(signal.SIGUSR1, handle)
+    initial = signal.signal(signal.SIGUSR1, handle)
     gc.collect()
     gc.disable()  # Python drops what a handler raises while the collector runs a finalizer
     yield send
     gc.enable()
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, initial)

@@ -94,12 +94,12 @@ class Model:
         self.written.update(zip(rows, some_records(len(rows), self.num_bytes, seed), strict=True))
 
     def read(self, rows: Sequence[int]) -> Tensor:
-        found = torch.empty(len(rows), self.num_bytes, dtype=torch.uint8)
-        initial(torch.tensor(rows, dtype=torch.int64), found)
+        result = torch.empty(len(rows), self.num_bytes, dtype=torch.uint8)
+        initial(torch.tensor(rows, dtype=torch.int64), result)
         for place, row in enumerate(rows):
             if row in self.written:
-                found[place] = self.written[row]
-        return found
+                result[place] = self.written[row]
+        return result
 
     def copy(self) -> Model:
         other = Model(self.num_bytes)
@@ -148,8 +148,8 @@ def break_queues(patch: pytest.MonkeyPatch, code: int, offsets: range = range(1 
 
     def submit(self: aio.AioQueue, handle: int, extents: aio.Extents, write: bool) -> Any:
         begins, ends = extents.offsets, extents.offsets + extents.sizes
-        kept = (begins >= offsets.stop) | (ends <= offsets.start) | np.array(write != writes)
-        return _Refused(real(self, handle, aio.Extents(*(part[kept] for part in extents)), write), kept, code)
+        retained = (begins >= offsets.stop) | (ends <= offsets.start) | np.array(write != writes)
+        return _Refused(real(self, handle, aio.Extents(*(part[retained] for part in extents)), write), retained, code)
 
     patch.setattr(aio.AioQueue, "submit", submit)
 

@@ -19,10 +19,10 @@ PAGE = 4096
 
 @pytest.fixture
 def queue():
-    made = aio.make_queue()
-    if made is None:
+    created = aio.make_queue()
+    if created is None:
         pytest.skip("this system has no asynchronous I/O")
-    return made
+    return created
 
 
 @pytest.fixture
@@ -79,18 +79,18 @@ def test_what_is_written_is_in_the_file(queue, pages):
     buffer, numbers = IoBuffer(100 * PAGE), np.arange(7, 1000, 10)
     buffer.array.view(np.int64)[:] = -5
     assert (queue.submit(pages, extents(buffer, numbers), True).wait() == PAGE).all()
-    found = IoBuffer(2000 * PAGE)
-    queue.submit(pages, extents(found, np.arange(2000)), False).wait()
+    actual = IoBuffer(2000 * PAGE)
+    queue.submit(pages, extents(actual, np.arange(2000)), False).wait()
     expected = np.arange(2000)
     expected[numbers] = -5
-    assert (firsts(found) == expected).all()
+    assert (firsts(actual) == expected).all()
 
 
 def test_each_extent_has_a_result_of_its_own(queue, pages):
     buffer = IoBuffer(4 * PAGE)
-    asked = extents(buffer, np.array([1, 2000, 3, 5000]))
-    asked.addresses[2] = 8 * PAGE  # no memory of this process
-    assert queue.submit(pages, asked, False).wait().tolist() == [PAGE, 0, -errno.EFAULT, 0]
+    requests = extents(buffer, np.array([1, 2000, 3, 5000]))
+    requests.addresses[2] = 8 * PAGE  # no memory of this process
+    assert queue.submit(pages, requests, False).wait().tolist() == [PAGE, 0, -errno.EFAULT, 0]
     handle = os.open(f"/proc/self/fd/{pages}", os.O_RDONLY)
     assert queue.submit(handle, extents(buffer, np.array([1, 2])), True).wait().tolist() == [-errno.EBADF] * 2
     os.close(handle)
@@ -100,15 +100,15 @@ def test_each_extent_has_a_result_of_its_own(queue, pages):
 def test_a_queue_is_given_back(queue, pages):
     """Linux has 65,536 requests for all processes, and each queue 512 of them."""
     for _ in range(150):
-        another = aio.make_queue()
-        assert another is not None
+        other = aio.make_queue()
+        assert other is not None
         buffer = IoBuffer(PAGE)
-        assert another.submit(pages, extents(buffer, np.array([5])), False).wait() == PAGE
+        assert other.submit(pages, extents(buffer, np.array([5])), False).wait() == PAGE
 
 
 @pytest.mark.more
 def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
-    def refuse(which: int, *_: int) -> int:
+    def refuse(index: int, *_: int) -> int:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(aio, "_call", refuse)
@@ -129,9 +129,9 @@ def test_a_forked_process_may_use_and_drop_a_buffer():
     buffer.array[:] = 7
     child = os.fork()
     if child == 0:
-        own, lost = IoBuffer(aio.HUGE_PAGE), buffer.array.any()
+        local, lost = IoBuffer(aio.HUGE_PAGE), buffer.array.any()
         del buffer
-        own.array[:] = 8  # it lay where the other one had been, and was unmapped with it
+        local.array[:] = 8  # it lay where the other one had been, and was unmapped with it
         os._exit(int(lost))
     assert os.waitpid(child, 0)[1] == 0
     assert (buffer.array == 7).all()

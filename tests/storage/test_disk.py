@@ -87,10 +87,10 @@ def test_many_threads_ask_at_once(tmp_path, options, monkeypatch):
 
 
 def test_initial_is_asked_once_for_those_never_written(tmp_path):
-    asked = []
+    requests = []
 
     def fill(rows, records):
-        asked.append(rows.tolist())
+        requests.append(rows.tolist())
         initial(rows, records)
 
     with DiskRows.create(tmp_path / "rows", identity(100, 516), fill) as store:
@@ -98,7 +98,7 @@ def test_initial_is_asked_once_for_those_never_written(tmp_path):
         read(store, [2, 3, 4, 50, 99])
         read(store, [3, 50])
         read(store, [0, 1])
-    assert asked == [[2, 4, 99], [0, 1]]
+    assert requests == [[2, 4, 99], [0, 1]]
 
 
 def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
@@ -119,14 +119,14 @@ def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
 
 
 def test_a_table_that_nobody_has_any_more_ends_its_threads(tmp_path):
-    before = set(threading.enumerate())
+    previous = set(threading.enumerate())
     store = disk_rows(tmp_path / "rows", 1000, 516)
     write(store, range(1000), 0).wait()
-    own = {thread for thread in set(threading.enumerate()) - before if not thread.name.startswith("tritonemb-disk")}
-    assert own
+    local = {thread for thread in set(threading.enumerate()) - previous if not thread.name.startswith("tritonemb-disk")}
+    assert local
     del store
     gc.collect()
-    for thread in own:
+    for thread in local:
         thread.join(60)
         assert not thread.is_alive()
     with disk_rows(tmp_path / "rows", 1000, 516) as store:  # and its lock is gone
@@ -150,10 +150,10 @@ def test_it_holds_weights_and_states(tmp_path):
         views["exp_avg_sq"][1] = torch.arange(5) / 8
         store.write(rows[1:2], records[1:2]).wait()
     with DiskRows.open(tmp_path / "rows", TableIdentity("user", 1000, record, 7), fill) as store:
-        found = torch.ones(3, record.num_bytes, dtype=torch.uint8)
-        store.read(rows, found).wait()
-    assert found.equal(records)
-    assert record.views(found)["exp_avg_sq"][1].tolist() == [0, 0.125, 0.25, 0.375, 0.5]
+        result = torch.ones(3, record.num_bytes, dtype=torch.uint8)
+        store.read(rows, result).wait()
+    assert result.equal(records)
+    assert record.views(result)["exp_avg_sq"][1].tolist() == [0, 0.125, 0.25, 0.375, 0.5]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")

@@ -64,12 +64,12 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, thre
     rows = [8, 50, 99] if partial else range(100)
     monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
     break_queues(monkeypatch, errno.EIO, range(8 * PAGE, 9 * PAGE))
-    asked = threading.Event()
+    requests = threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: asked.wait())
+        patch.setattr(os, "fsync", lambda _: requests.wait())
         flushed = store.flush()  # holds the others until all have been asked for
         first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), start_read(store, [0])
-        asked.set()
+        requests.set()
         flushed.wait()
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
         first.wait()
@@ -79,14 +79,14 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, thre
     store.close()  # everybody knows by now
     monkeypatch.undo()
     with disk_rows(filled, 100, 516) as store:  # each page is as it was, or as it was to be
-        found, old, new = read(store, range(100)), Model(516), Model(516)
+        result, old, new = read(store, range(100)), Model(516), Model(516)
         old.write(range(100), 1)
         new.write(range(100), 1)
         new.write(rows, 2)
-        same_as_new = (found == new.read(range(100))).all(1)
-        assert (same_as_new | (found == old.read(range(100))).all(1)).all()
+        same_as_new = (result == new.read(range(100))).all(1)
+        assert (same_as_new | (result == old.read(range(100))).all(1)).all()
         assert not same_as_new[50]  # which stands in page 8
-        assert found[0].equal(old.read([0])[0]) or not partial
+        assert result[0].equal(old.read([0])[0]) or not partial
 
 
 def test_a_failure_that_nobody_has_waited_for_comes_out_of_close(filled, monkeypatch):
@@ -149,10 +149,10 @@ def test_a_full_disk(small_disk, monkeypatch):
         read(store, [0])
     store.close()
     with disk_rows(path, 100_000, 516) as store:
-        found, never = read(store, range(4000)), model.read(range(4000))
+        result, never = read(store, range(4000)), model.read(range(4000))
         model.write(range(700, 4000), 2)
-        written = (found == model.read(range(4000))).all(1)
-        assert (written | (found == never).all(1)).all()
+        written = (result == model.read(range(4000))).all(1)
+        assert (written | (result == never).all(1)).all()
         assert written[:700].all()
         assert 700 < int(written.sum()) < 4000
 
@@ -290,8 +290,8 @@ def test_a_file_of_another_format(filled, monkeypatch):
 
 def test_a_file_of_another_table_is_refused_with_each_difference(tmp_path):
     path, record = tmp_path / "rows", record_of(16, torch.float32, RowWiseAdagrad.states)
-    given = {"table": "user", "num_rows": 100, "record": record, "seed": 7, "row_origin": 0, "column_origin": 0}
-    DiskRows.create(path, TableIdentity(**given), initial).close()
+    inputs = {"table": "user", "num_rows": 100, "record": record, "seed": 7, "row_origin": 0, "column_origin": 0}
+    DiskRows.create(path, TableIdentity(**inputs), initial).close()
     cases = [
         ({"table": "item"}, "the table's name: 'user' in the file, expected 'item'"),
         ({"num_rows": 101}, "the number of rows: 100 in the file, expected 101"),
@@ -314,10 +314,10 @@ def test_a_file_of_another_table_is_refused_with_each_difference(tmp_path):
     ]
     for change, message in cases:
         with pytest.raises(StorageError) as caught:
-            DiskRows.open(path, TableIdentity(**given | change), initial)
+            DiskRows.open(path, TableIdentity(**inputs | change), initial)
         assert f"file {path} belongs to another table or optimizer:\n" in str(caught.value)
         assert message in str(caught.value)
-    DiskRows.open(path, TableIdentity(**given), initial).close()
+    DiskRows.open(path, TableIdentity(**inputs), initial).close()
 
 
 def test_a_file_has_one_owner_and_is_not_overwritten(filled):
@@ -381,21 +381,21 @@ def test_file_systems_without_direct_io(tmp_path, monkeypatch, system):
 def test_the_page_cache_is_asked_to_keep_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", without_direct(os.open))
     monkeypatch.setattr("tritonemb.storage.aio.SWEEP_BYTES", 100 * PAGE)
-    asked, real = [], os.posix_fadvise
+    requests, real = [], os.posix_fadvise
 
     def note(handle, offset, size, advice):
         assert advice == os.POSIX_FADV_DONTNEED
-        asked.append((offset, size))
+        requests.append((offset, size))
         real(handle, offset, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
     use_threads(monkeypatch, 1)
     with disk_rows(tmp_path / "rows", 2000, 516) as store:
-        asked.clear()
+        requests.clear()
         write(store, range(70), 1).wait()
-        assert asked == [(PAGE, 10 * PAGE)]
+        assert requests == [(PAGE, 10 * PAGE)]
         write(store, range(700), 1).wait()
-        assert (0, 0) in asked
-        asked.clear()
+        assert (0, 0) in requests
+        requests.clear()
         read(store, [0, 7, 21])
-        assert asked == [(PAGE, 2 * PAGE), (4 * PAGE, PAGE)]
+        assert requests == [(PAGE, 2 * PAGE), (4 * PAGE, PAGE)]

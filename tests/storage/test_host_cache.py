@@ -83,11 +83,11 @@ def test_the_policies_choose(tmp_path):
         with disk_rows(tmp_path / policy, 1000, 5, host_rows=32, policy=policy) as store:
             for rows in ([0], [0], [0], range(1, 32), range(2, 32), [40]):
                 read(store, rows)
-            before = store.counts()
+            initial = store.counts()
             read(store, [0, 1])
-            assert store.counts().cache_hits - before.cache_hits == 1
+            assert store.counts().cache_hits - initial.cache_hits == 1
             read(store, sorted({0, 1} - set(gone)))
-            assert store.counts().read - before.read == len(gone) * 5
+            assert store.counts().read - initial.read == len(gone) * 5
 
 
 def test_rows_without_a_place_go_straight_through(tmp_path):
@@ -111,11 +111,11 @@ def test_a_small_table_is_all_in_memory(tmp_path):
 def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
     with disk_rows(tmp_path / "rows", 1000, 516, host_rows=32) as store:
         with held(store):
-            asked = []
+            requests = []
             for seed in range(4):
-                asked.append((start_read(store, range(100)), seed - 1))
+                requests.append((start_read(store, range(100)), seed - 1))
                 write(store, range(100), seed)
-        for (future, records), seed in asked:
+        for (future, records), seed in requests:
             future.wait()
             assert records.equal(Model(516).read(range(100)) if seed < 0 else some_records(100, 516, seed))
 
@@ -216,10 +216,10 @@ def test_what_fails_in_memory_is_told_too(filled, monkeypatch):
 
 def test_pages_and_bytes_are_those_of_all_that_was_written(tmp_path):
     store, plain = disk_rows(tmp_path / "rows", 5000, 516, host_rows=5000), disk_rows(tmp_path / "plain", 5000, 516)
-    for each in (store, plain):
-        write(each, range(0, 5000, 3), 1).wait()
-        each.snapshot(tmp_path / "saved").wait()
-        write(each, [7, 4000], 2).wait()
+    for item in (store, plain):
+        write(item, range(0, 5000, 3), 1).wait()
+        item.snapshot(tmp_path / "saved").wait()
+        write(item, [7, 4000], 2).wait()
     assert store.last_snapshot
     assert store.changed_pages().equal(plain.changed_pages())
     assert store.bytes_on_disk() > 5000 * 516
@@ -241,20 +241,20 @@ def test_changes_need_a_snapshot_to_follow(filled):
 
 @pytest.mark.parametrize("how", ["dropped", "in a circle", "while operators are traced"])
 def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, how):
-    before, shapes = set(threading.enumerate()), ShapeEnv()
+    initial, shapes = set(threading.enumerate()), ShapeEnv()
     store = disk_rows(tmp_path / "rows", 1000, 516, host_rows=1000)
     write(store, range(1000), 5).wait()
     if how != "dropped":
         store.itself = store
-    own = {thread for thread in set(threading.enumerate()) - before if not thread.name.startswith("tritonemb-disk")}
+    local = {thread for thread in set(threading.enumerate()) - initial if not thread.name.startswith("tritonemb-disk")}
     traced = how == "while operators are traced"
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes) if traced else nullcontext():
         del store
         deadline = time.monotonic() + 60
-        while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
+        while any(thread.is_alive() for thread in local) and time.monotonic() < deadline:
             gc.collect()  # the thread may still hold what it has just done
             time.sleep(0.01)
-    assert not [thread.name for thread in own if thread.is_alive()]
+    assert not [thread.name for thread in local if thread.is_alive()]
     assert not shapes.pending_fresh_unbacked_symbols
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
         assert read(store, range(1000)).equal(some_records(1000, 516, 5))
@@ -266,7 +266,7 @@ def test_a_file_that_nobody_can_open_again_is_not_written_to_in_the_end(tmp_path
     (tmp_path / "rows").unlink()
     written: list[int] = []
     real = RowFile.write
-    monkeypatch.setattr(RowFile, "write", lambda self, *given: written.append(1) or real(self, *given))
+    monkeypatch.setattr(RowFile, "write", lambda self, *inputs: written.append(1) or real(self, *inputs))
     store.close()
     assert written == []
 
@@ -301,8 +301,8 @@ def test_tables_and_rows_of_inference_mode(tmp_path, host_rows):
     model = Model(516)
     model.write(range(0, 100, 3), 1)
     with ThreadPoolExecutor(1) as pool:
-        store, found = pool.submit(first).result()
-    assert found.equal(model.read(range(100)))
+        store, result = pool.submit(first).result()
+    assert result.equal(model.read(range(100)))
     write(store, [5, 6], 2).wait()
     model.write([5, 6], 2)
     assert read(store, range(100)).equal(model.read(range(100)))

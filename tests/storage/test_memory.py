@@ -19,17 +19,17 @@ from tritonemb.storage.store import record_of
 
 def test_initial_values_come_in_parts_and_fields_are_the_table(monkeypatch):
     monkeypatch.setattr(memory, "FILL_BYTES", 1000)
-    record, asked = record_of(8, torch.float32, Adam.states), []
+    record, requests = record_of(8, torch.float32, Adam.states), []
 
     def fill(rows, records):
-        asked.append(rows.tolist())
+        requests.append(rows.tolist())
         views = record.views(records)
         views["weight"].copy_(rows[:, None].expand(-1, 8))
         views["exp_avg"].zero_()
         views["exp_avg_sq"].zero_()
 
     store = HostRows(25, record, fill)
-    assert asked == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
+    assert requests == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
     fields = store.fields
     assert fields["weight"][:, 3].tolist() == list(range(25))
     fields["exp_avg"][7] = 2.5
@@ -44,15 +44,15 @@ def test_it_refuses_what_it_cannot_do():
 @pytest.fixture
 def cudart(monkeypatch):
     """What is asked of the CUDA runtime, which answers with the code `failure`."""
-    asked: list[tuple] = []
+    requests: list[tuple] = []
     runtime = SimpleNamespace(
-        failure=0, asked=asked, cudaGetErrorString=lambda code: f"error {code}",
-        cudaHostRegister=lambda *args: asked.append(("register", *args)) or runtime.failure,
-        cudaHostUnregister=lambda *args: asked.append(("unregister", *args)) or runtime.failure,
+        failure=0, asked=requests, cudaGetErrorString=lambda code: f"error {code}",
+        cudaHostRegister=lambda *args: requests.append(("register", *args)) or runtime.failure,
+        cudaHostUnregister=lambda *args: requests.append(("unregister", *args)) or runtime.failure,
     )  # fmt: skip
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext(asked.append(("device", gpu))))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: asked.append(("wait", gpu)))
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext(requests.append(("device", gpu))))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: requests.append(("wait", gpu)))
     return runtime
 
 

@@ -19,10 +19,10 @@ blocks = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(sorted)
 @given(st.lists(blocks, max_size=8))
 def test_they_are_as_a_dict(asked):
     table, model = PageTable(NUM_BLOCKS), {}
-    for some in asked:
-        for block in some:
+    for subset in asked:
+        for block in subset:
             model.setdefault(block, len(model))
-        assert table.allocate(np.array(some, dtype=np.int64)).tolist() == [model[block] for block in some]
+        assert table.allocate(np.array(subset, dtype=np.int64)).tolist() == [model[block] for block in subset]
         everything = np.arange(NUM_BLOCKS)
         assert table.find(everything).tolist() == [model.get(block, -1) for block in range(NUM_BLOCKS)]
         assert table.count == len(model)
@@ -44,8 +44,8 @@ def test_they_grow_and_are_listed_in_pieces(monkeypatch):
     table = PageTable(10**6)
     for first in (7, 3, 500_000 % 10):
         table.allocate(np.arange(first, 10**6, 10))
-    found = np.concatenate(list(table.blocks()))
-    assert (found == np.sort(np.concatenate([np.arange(first, 10**6, 10) for first in (0, 3, 7)]))).all()
+    result = np.concatenate(list(table.blocks()))
+    assert (result == np.sort(np.concatenate([np.arange(first, 10**6, 10) for first in (0, 3, 7)]))).all()
     assert (table.find(np.arange(7, 10**6, 10)) == np.arange(10**5)).all()
 
 

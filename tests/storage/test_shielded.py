@@ -52,10 +52,10 @@ def open_table(path: Path) -> DiskRows:
 def free_contexts() -> list[aio.IoContext]:
     """Those that nobody has."""
     pool = aio.IoContext.free
-    found = [pool.get() for _ in range(pool.qsize())]
-    for context in found:
+    results = [pool.get() for _ in range(pool.qsize())]
+    for context in results:
         pool.put(context)
-    return found
+    return results
 
 
 def all_are_free(context: aio.IoContext) -> bool:
@@ -78,13 +78,13 @@ class TestShielded:
 
     def test_another_thread_does_it_itself(self):
         def work() -> None:
-            found.append((shielded(threading.current_thread), threading.current_thread()))
+            results.append((shielded(threading.current_thread), threading.current_thread()))
 
-        found = []
+        results = []
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-        assert found == [(thread, thread)]
+        assert results == [(thread, thread)]
 
     def test_when_no_thread_can_be_started_it_is_done_all_the_same(self, monkeypatch):
         monkeypatch.setattr(threading.Thread, "start", no_thread)
@@ -210,22 +210,22 @@ def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call
 
 def test_an_interrupt_when_the_kernel_has_told_what_has_ended(saved, monkeypatch, interrupt):
     """Once lost, it is never told again, and whoever waits for it waits for ever."""
-    told, armed, real = [], [], aio._call
+    messages, armed, real = [], [], aio._call
 
-    def call(which: int, *arguments: int) -> int:
-        found = real(which, *arguments)
-        if which == aio._GET_EVENTS:
-            told.append(found)
-            if armed and len(told) == 1:
+    def call(index: int, *arguments: int) -> int:
+        result = real(index, *arguments)
+        if index == aio._GET_EVENTS:
+            messages.append(result)
+            if armed and len(messages) == 1:
                 interrupt()
-        return found
+        return result
 
     with SnapshotReader(saved / "whole") as rows:
         monkeypatch.setattr(aio, "_call", call)
         check(rows)
-        if not told:
+        if not messages:
             pytest.skip("no asynchronous I/O here")
-        told.clear()
+        messages.clear()
         armed.append(True)
         with pytest.raises(Stop):
             check(rows)

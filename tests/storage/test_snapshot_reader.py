@@ -31,16 +31,16 @@ def snapshot(request, tmp_path):
 
 def test_rows_are_read_from_a_snapshot_which_stays_as_it_is(snapshot):
     path, changes, model = snapshot
-    before = digest(path)
-    wanted = torch.tensor([0, 1, 2, 6, 7, 8, 1_999, 2_000, ROWS - 2, ROWS - 1])
+    previous = digest(path)
+    expected = torch.tensor([0, 1, 2, 6, 7, 8, 1_999, 2_000, ROWS - 2, ROWS - 1])
     with SnapshotReader(path) as one, SnapshotReader(path) as other:  # by several at once
         for saved in (one, other):
             records = torch.full((10, model.num_bytes), 254, dtype=torch.uint8)
-            saved.read(wanted, records, initial)
-            assert torch.equal(records, model.read(wanted.tolist()))
+            saved.read(expected, records, initial)
+            assert torch.equal(records, model.read(expected.tolist()))
         with pytest.raises(ValueError, match="got row 40000"):
             one.read(torch.tensor([ROWS]), records[:1], initial)
-    assert digest(path) == before
+    assert digest(path) == previous
     assert snapshot_header(path)["snapshot"] == snapshot_header(changes)["after"]
     with pytest.raises(StorageError, match="holds changes"):
         SnapshotReader(changes)
@@ -117,8 +117,8 @@ class TestDigest:
             [], [(a, 1)], [(a, 2)], [(b, 1)], [(a + 1, 1)], [(a, 1), (b, 2)], [(a, 2), (b, 1)], [(a, 1), (b, 1)],
             [(3 * DIGEST_BYTES - 1, 1)], [(4 * DIGEST_BYTES + 4095, 1)],
         ]  # fmt: skip
-        found = [digest(self.write(tmp_path / str(n), *pieces)) for n, pieces in enumerate(contents)]
-        assert len(set(found)) == len(contents)
+        results = [digest(self.write(tmp_path / str(n), *pieces)) for n, pieces in enumerate(contents)]
+        assert len(set(results)) == len(contents)
 
     def test_a_read_error_names_the_file(self, snapshot, monkeypatch):
         if not hasattr(os, "preadv"):

@@ -31,12 +31,12 @@ def test_a_snapshot_is_the_table_at_its_place_among_the_operations(tmp_path, num
     with disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes) as store:
         write(store, range(0, 100, 3), 1)
         model.write(range(0, 100, 3), 1)
-        taken = store.snapshot(tmp_path / "snapshot")  # nobody waits for the write before, nor for this
-        before = model.copy()
+        selection = store.snapshot(tmp_path / "snapshot")  # nobody waits for the write before, nor for this
+        initial = model.copy()
         write(store, range(0, 100, 2), 2)
         model.write(range(0, 100, 2), 2)
-        taken.wait()
-        assert content(tmp_path / "snapshot", NUM_ROWS, num_bytes).equal(before.read(range(NUM_ROWS)))
+        selection.wait()
+        assert content(tmp_path / "snapshot", NUM_ROWS, num_bytes).equal(initial.read(range(NUM_ROWS)))
         assert read(store, range(NUM_ROWS)).equal(model.read(range(NUM_ROWS)))
         store.snapshot(tmp_path / "snapshot").wait()  # replaces the one before
         assert content(tmp_path / "snapshot", NUM_ROWS, num_bytes).equal(model.read(range(NUM_ROWS)))
@@ -54,17 +54,17 @@ def test_chains_of_increments(tmp_path, num_bytes, monkeypatch):
     @given(changes, st.integers(0, 5))
     def check(operations, reopened):
         shutil.rmtree(tmp_path / "here", ignore_errors=True)
-        here = tmp_path / "here"
-        here.mkdir()
-        model, chain, expected = Model(num_bytes), [here / "base"], []
-        store = disk_rows(here / "rows", NUM_ROWS, num_bytes)
-        store.snapshot(here / "base").wait()
+        local = tmp_path / "here"
+        local.mkdir()
+        model, chain, expected = Model(num_bytes), [local / "base"], []
+        store = disk_rows(local / "rows", NUM_ROWS, num_bytes)
+        store.snapshot(local / "base").wait()
         for number, (kind, rows) in enumerate(operations):
             if number == reopened:  # go on from what was restored: what was written since the last snapshot is gone
                 store.close()
-                restore(here / "again", chain[0], chain[1:])
+                restore(local / "again", chain[0], chain[1:])
                 store, model = (
-                    disk_rows(here / "again", NUM_ROWS, num_bytes),
+                    disk_rows(local / "again", NUM_ROWS, num_bytes),
                     (expected or [(0, Model(num_bytes))])[-1][1],
                 )
                 model = model.copy()
@@ -72,18 +72,18 @@ def test_chains_of_increments(tmp_path, num_bytes, monkeypatch):
                 write(store, rows, number)
                 model.write(rows, number)
             elif kind == "s":
-                chain = [here / f"base-{number}"]
+                chain = [local / f"base-{number}"]
                 store.snapshot(chain[0]).wait()
                 expected.append((list(chain), model.copy()))
             else:
-                chain.append(here / f"changes-{number}")
+                chain.append(local / f"changes-{number}")
                 store.snapshot(chain[-1], changes_only=True).wait()
                 assert store.changed_pages().tolist() == []
                 expected.append((list(chain), model.copy()))
         store.close()
-        for number, (files, held) in enumerate(expected):
-            restore(here / f"restored-{number}", files[0], files[1:])
-            assert content(here / f"restored-{number}", NUM_ROWS, num_bytes).equal(held.read(range(NUM_ROWS)))
+        for number, (files, occupied) in enumerate(expected):
+            restore(local / f"restored-{number}", files[0], files[1:])
+            assert content(local / f"restored-{number}", NUM_ROWS, num_bytes).equal(occupied.read(range(NUM_ROWS)))
 
     check()
 
@@ -262,11 +262,11 @@ def test_a_snapshot_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch,
 
 def test_a_reflink_is_made_where_the_file_system_supports_it(tmp_path, monkeypatch):
     """This one may not: what the system would do is done by copying here."""
-    asked = []
+    requests = []
 
     def reflink(target: int, request: int, source: int) -> int:
         assert request == 0x40049409
-        asked.append((target, source))
+        requests.append((target, source))
         size = os.fstat(source).st_size
         with open(f"/proc/self/fd/{source}", "rb") as file, open(f"/proc/self/fd/{target}", "wb") as copy:
             shutil.copyfileobj(file, copy)
@@ -281,10 +281,10 @@ def test_a_reflink_is_made_where_the_file_system_supports_it(tmp_path, monkeypat
         write(store, range(50), 2).wait()
         store.snapshot(tmp_path / "changes", changes_only=True).wait()
     restore(tmp_path / "again", tmp_path / "base", [tmp_path / "changes"])
-    assert len(asked) == 2
-    found = content(tmp_path / "again", 100, 516)
-    assert found[:50].equal(some_records(50, 516, 2))
-    assert found[50:].equal(some_records(100, 516, 1)[50:])
+    assert len(requests) == 2
+    result = content(tmp_path / "again", 100, 516)
+    assert result[:50].equal(some_records(50, 516, 2))
+    assert result[50:].equal(some_records(100, 516, 1)[50:])
 
 
 def test_a_reflink_that_fails_is_no_reason_to_copy(tmp_path, monkeypatch):
@@ -306,7 +306,7 @@ def test_pieces_hold_all_parts_once(gaps_and_lengths):
         end += gap + length
     pages = io.COPY_BYTES // PAGE
     numbers = list(io.piece_numbers(iter(parts), io.COPY_BYTES))
-    assert all(before < after for before, after in itertools.pairwise(numbers))
+    assert all(initial < final for initial, final in itertools.pairwise(numbers))
     parts_pages = {page for begin, stop in parts for page in range(begin // PAGE, stop // PAGE)}
     assert set(numbers) == {page // pages for page in parts_pages}
 

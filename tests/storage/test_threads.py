@@ -32,12 +32,12 @@ def test_as_many_run_side_by_side_as_it_has_threads():
 
 def test_the_first_failure_is_raised_when_all_have_ended():
     pool, begun, ended = IoThreads(3), [], []
-    together = threading.Barrier(3, timeout=30)
+    combined = threading.Barrier(3, timeout=30)
 
     def work(task: int) -> None:
         begun.append(task)
         if task < 3:
-            together.wait()
+            combined.wait()
         if task in (1, 2):
             raise KeyError(task)
         threading.Event().wait(0.05)
@@ -91,18 +91,18 @@ def test_operations_run_in_order_and_a_failure_stays_its_own():
 
 
 def test_the_last_operation_of_a_thread_that_was_never_needed_needs_none():
-    found = []
-    assert OperationQueue("test").close(lambda: found.append(threading.current_thread())).done()
-    assert found == [threading.current_thread()]
+    results = []
+    assert OperationQueue("test").close(lambda: results.append(threading.current_thread())).done()
+    assert results == [threading.current_thread()]
 
 
 def test_a_run_that_is_interrupted_waits_for_what_has_begun_and_begins_nothing_more(interrupt):
-    pool, begun, ended, together = IoThreads(2), [], [], threading.Barrier(2, timeout=30)
+    pool, begun, ended, combined = IoThreads(2), [], [], threading.Barrier(2, timeout=30)
 
     def work(task: int) -> None:
         begun.append(task)
         if task < 2:
-            together.wait()
+            combined.wait()
         if task == 1:
             interrupt()
         threading.Event().wait(0.2)  # by then nothing that is not waited for would have ended

@@ -87,9 +87,9 @@ def test_one_process_writes_what_it_always_wrote(tmp_path):
     CheckpointFolder(tmp_path).save(1, tensors, {}, RankGroup())
     ignore_single_process_warning()
     torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
-    ours = {path.name: path.read_bytes() for path in (tmp_path / "step-1").glob("*.distcp")}
-    assert ours == {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.distcp")}
-    assert list(ours) == ["__0_0.distcp"]
+    fused = {path.name: path.read_bytes() for path in (tmp_path / "step-1").glob("*.distcp")}
+    assert fused == {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.distcp")}
+    assert list(fused) == ["__0_0.distcp"]
 
 
 def save_and_load_dtensors(rank: int, folder: str) -> bool:

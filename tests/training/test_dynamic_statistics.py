@@ -66,9 +66,9 @@ def test_logs_have_the_means_of_a_step_since_the_log_before():
         results = fitted(model, data)
         expected = counted(data, "user", known)
         assert len(results.dynamic) == len(expected) == 1_000 // BATCH // EVERY
-        for actual, wanted in zip(results.dynamic, expected, strict=True):
+        for actual, required in zip(results.dynamic, expected, strict=True):
             assert actual.keys() == {"user", "item", "site"}
-            assert actual["user"] == pytest.approx(wanted)
+            assert actual["user"] == pytest.approx(required)
     assert expected[0]["hits"] == expected[0]["lookups"]
 
 

@@ -147,11 +147,11 @@ def test_ranks_prefetch_rows_of_dynamic_tables(ranks, tmp_path, tier, options, s
     plain = {name: value for name, value in options.items() if name == "accumulate"}
     expected = ranks(2).run(on_rank, "device", tmp_path / "device", None, plain)
     actual = ranks(2).run(on_rank, tier, tmp_path / tier, signalled, options)
-    for (losses, evaluations, state, num_prefetched), (*others, same_state, none) in zip(actual, expected, strict=True):
+    for (losses, evaluations, state, num_prefetched), (*peers, same_state, none) in zip(actual, expected, strict=True):
         assert none == 0
         assert num_prefetched > (0 if "checkpoints" in options else 10)  # few before a checkpoint of every step
         assert_same_bits(state, same_state)
-        assert signalled is not None or [losses, evaluations] == others
+        assert signalled is not None or [losses, evaluations] == peers
 
 
 @pytest.mark.more
@@ -161,8 +161,8 @@ def test_ranks_prefetch_rows_of_dynamic_tables(ranks, tmp_path, tier, options, s
         ("device", "disk"),
         ("disk", "host"),
         ("disk", "larger"),
-        *(pytest.param("device", after, marks=pytest.mark.slow) for after in ("device", "host", "larger")),
-        *(pytest.param("disk", after, marks=pytest.mark.slow) for after in ("device", "disk")),
+        *(pytest.param("device", final, marks=pytest.mark.slow) for final in ("device", "host", "larger")),
+        *(pytest.param("disk", final, marks=pytest.mark.slow) for final in ("device", "disk")),
     ],
 )
 def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
@@ -189,9 +189,9 @@ def test_ranks_resume_tables_on_disk(ranks, tmp_path):
     again = ranks(2).run(disk_job.sharded, tmp_path / "first" / "run", "dynamic", *options, True)
     for actual, expected in zip(again, full, strict=True):
         assert_same_bits(actual, expected)
-    alone = disk_job.sharded(0, tmp_path / "first" / "run", "dynamic", "", 2, INCREMENTAL, True, True)
+    single = disk_job.sharded(0, tmp_path / "first" / "run", "dynamic", "", 2, INCREMENTAL, True, True)
     ids = full[0]["embeddings.user.ids"]
-    assert torch.equal(alone["embeddings.user.ids"], ids.sort().values)
+    assert torch.equal(single["embeddings.user.ids"], ids.sort().values)
 
 
 @pytest.mark.more

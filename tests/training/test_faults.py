@@ -141,8 +141,8 @@ def test_no_checkpoint_is_written_of_a_run_that_has_diverged(data, tmp_path, val
     batches = [bool(batch.dense.isfinite().all()) for batch in wrong.open("train", 50, seed=1, shuffle=True)]
     good = batches.index(False)
     assert 0 < good < 11
-    what = rf"dense column 1 of train row 333 is {value}; correct or remove such rows"
-    with pytest.raises(ValueError, match=rf"^the training loss is nan in epoch 1: {what}$"):
+    kind = rf"dense column 1 of train row 333 is {value}; correct or remove such rows"
+    with pytest.raises(ValueError, match=rf"^the training loss is nan in epoch 1: {kind}$"):
         trainer.fit()
     assert_finite(tmp_path / "run", [f"step-{good}"])
     with pytest.raises(ValueError, match="the training loss is nan in epoch 1: dense column 1"):
@@ -187,10 +187,10 @@ def test_no_checkpoint_is_written_after_gradients_that_are_not_finite(data, tmp_
 
 def test_an_evaluation_names_the_input_that_is_not_finite(data, tmp_path):
     trainer = make_trainer(with_number(data, 7, math.nan, "validation"), epochs=1, patience=1)
-    what = "1 logits of the validation rows are NaN: dense column 1 of validation row 7 is nan; correct or remove"
-    with pytest.raises(ValueError, match=what):
+    kind = "1 logits of the validation rows are NaN: dense column 1 of validation row 7 is nan; correct or remove"
+    with pytest.raises(ValueError, match=kind):
         trainer.fit()
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=kind):
         trainer.evaluate("validation")
 
 

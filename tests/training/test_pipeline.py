@@ -82,12 +82,12 @@ class TestPrefetcher:
     @pytest.mark.parametrize("collective", [False, True])
     def test_after_a_failure_nobody_waits_for_a_thread_that_hangs(self, monkeypatch, collective):
         monkeypatch.setattr(prefetch_module, "GRACE", 0.01)
-        asked, release, ended = threading.Event(), threading.Event(), threading.Event()
+        requests, release, ended = threading.Event(), threading.Event(), threading.Event()
 
         def hanging():
             try:
                 yield 0
-                asked.set()
+                requests.set()
                 release.wait()
                 yield 1
             finally:
@@ -95,7 +95,7 @@ class TestPrefetcher:
 
         ahead = Prefetcher(hanging(), 1, "test", collective=collective)
         assert next(ahead) == 0
-        assert asked.wait(60)
+        assert requests.wait(60)
         assert closes(lambda: ahead.__exit__(RuntimeError, RuntimeError("elsewhere"), None), release)
         assert ended.wait(60)  # it ends when it can, without another item
         with pytest.raises(StopIteration):
@@ -105,17 +105,17 @@ class TestPrefetcher:
     def test_after_a_failure_data_that_do_not_come_are_cancelled(self, monkeypatch, permit):
         """A wait of the thread is cancelled when its stream is closed, after the last item."""
         monkeypatch.setattr(prefetch_module, "GRACE", 0.01)
-        asked, given_up = threading.Event(), threading.Event()
+        requests, given_up = threading.Event(), threading.Event()
 
         def steps():
-            asked.set()
+            requests.set()
             given_up.wait()
             yield from ()
 
         def fail():
             stream = Stream(steps(), {}, on_stop=given_up.set)
             with suppress(KeyError), stream, Prefetcher((batch for batch in stream), 1, "test", permit=permit):
-                assert asked.wait(60)
+                assert requests.wait(60)
                 raise KeyError
 
         assert closes(fail, given_up)
@@ -160,12 +160,12 @@ def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, count
     for number in range(num_steps):
         steps = [rank_steps[number] for rank_steps in results]
         total = steps[0][0]
-        brought = [max(0, min(count - number * accumulate, accumulate)) for count in counts]
-        assert total == sum((rank + 1) * n for rank, n in enumerate(brought))
+        prefetches = [max(0, min(count - number * accumulate, accumulate)) for count in counts]
+        assert total == sum((rank + 1) * n for rank, n in enumerate(prefetches))
         for rank, (rows, sizes, weights, position, keys) in enumerate(steps):
             assert rows == total
-            assert len(sizes) == max(brought)
-            assert sizes == [rank + 1] * brought[rank] + [0] * (len(sizes) - brought[rank])
+            assert len(sizes) == max(prefetches)
+            assert sizes == [rank + 1] * prefetches[rank] + [0] * (len(sizes) - prefetches[rank])
             assert weights == pytest.approx([n * size / total for n in sizes])
             assert position["row"] == min((number + 1) * accumulate, counts[rank])
             assert len(keys) == 1
@@ -175,11 +175,11 @@ def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, count
 
 def stopping(rank):
     """Rank 1 is asked to stop while its third step is made."""
-    data, world, asked = jobs.planted(64, validation=False), RankGroup.world(), []
+    data, world, requests = jobs.planted(64, validation=False), RankGroup.world(), []
 
     def signal():
-        asked.append(0)
-        return 15 if rank == 1 and len(asked) > 2 else 0
+        requests.append(0)
+        return 15 if rank == 1 and len(requests) > 2 else 0
 
     with stream_of(list(data.open("train", 4))) as stream:
         steps = StepPipeline(
@@ -196,16 +196,16 @@ def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):
 
 def waiting(rank, slow):
     """A rank whose third batch does not come gets a signal."""
-    data, world, taken, never = jobs.planted(64, validation=False), RankGroup.world(), [], threading.Event()
+    data, world, selection, never = jobs.planted(64, validation=False), RankGroup.world(), [], threading.Event()
     batches = list(data.open("train", 4))[:4]
-    signal = lambda: 15 * (rank == slow and len(taken) == 2)  # noqa: E731
+    signal = lambda: 15 * (rank == slow and len(selection) == 2)  # noqa: E731
     hang_after = 2 if rank == slow else None
     with stream_of(batches, hang_after=hang_after, hang=never.wait) as stream:
         steps = StepPipeline(Ranks(world, 60.0), CPU, lambda: empty_batch(data), signal=signal)
         for batches, info in steps.steps(stream):
-            taken.append((len(batches), info.signal, info.position["row"]))
+            selection.append((len(batches), info.signal, info.position["row"]))
         never.set()
-    return taken
+    return selection
 
 
 @pytest.mark.parametrize("size", [1, 2])

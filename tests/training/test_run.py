@@ -104,12 +104,12 @@ def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
     scores = loaded_run.predict(folder / "clicks.csv")
     assert scores.dtype == np.float32
     assert len(np.unique(scores)) > 100
-    asked = [{name: value for name, value in row.items() if name != "click"} for row in rows]
-    assert np.array_equal(loaded_run.predict(asked), scores)
+    requests = [{name: value for name, value in row.items() if name != "click"} for row in rows]
+    assert np.array_equal(loaded_run.predict(requests), scores)
     assert np.array_equal(loaded_run.predict(frame_of(rows)), scores)
     parquet.write_table(frame_of(rows), tmp_path / "clicks.parquet")
     assert np.array_equal(loaded_run.predict(str(tmp_path / "clicks.parquet"), batch_size=37), scores)
-    assert [loaded_run.predict(row) for row in asked[:40]] == scores[:40].tolist()
+    assert [loaded_run.predict(row) for row in requests[:40]] == scores[:40].tolist()
     out = tmp_path / "scores.parquet"
     predict(PredictOptions(checkpoint=folder / "run", data=str(folder / "clicks.csv"), out=out))
     assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()

@@ -81,7 +81,7 @@ def test_a_loss_scale_doubles_and_halves_within_its_limits():
 @given(st.lists(st.booleans(), max_size=60), st.integers(1, 5), st.integers(-1, 5))
 def test_a_loss_scale_is_that_of_torch(overflows, interval, exponent):
     """It grows again and again, each time after as many steps without overflow."""
-    torchs, ours = torch.amp.GradScaler("cpu", 2.0**exponent, growth_interval=interval), LossScale(2.0**exponent)
+    torchs, fused = torch.amp.GradScaler("cpu", 2.0**exponent, growth_interval=interval), LossScale(2.0**exponent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LossScale, "GROWTH_INTERVAL", interval)
         patch.setattr(LossScale, "SMALLEST", 0.0)
@@ -89,6 +89,6 @@ def test_a_loss_scale_is_that_of_torch(overflows, interval, exponent):
             torchs.scale(torch.ones(()))  # makes the tensor of the scale
             actual = torch.tensor(float(overflowed))
             torch._amp_update_scale_(torchs._scale, torchs._growth_tracker, actual, 2.0, 0.5, interval)
-            ours.update(overflowed)
-            assert (ours.factor, ours.good_steps) == (torchs.get_scale(), int(torchs._get_growth_tracker()))
-    assert ours.overflows == sum(overflows)
+            fused.update(overflowed)
+            assert (fused.factor, fused.good_steps) == (torchs.get_scale(), int(torchs._get_growth_tracker()))
+    assert fused.overflows == sum(overflows)

@@ -132,13 +132,13 @@ def test_waiting_for_rows_asks_for_more_ahead():
     torch.manual_seed(0)
     table = te.TableConfig("t", 100, 4, placement="host")
     meter = CacheMeter(te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1)))
-    asked = 0
+    requests = 0
     for step in range(1000):
         meter.stall += 0.5
-        asked += meter.wants_deeper_prefetch()
-        if asked == 1:
+        requests += meter.wants_deeper_prefetch()
+        if requests == 1:
             assert step == MANY_STALLS - 1 or step >= MANY_STALLS
-    assert asked == MAX_WIDENED
+    assert requests == MAX_WIDENED
     assert meter.lap(1000)["stall"] == pytest.approx(0.5)
     assert meter.lap(1)["stall"] == 0.0
 

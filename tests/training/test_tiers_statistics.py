@@ -52,7 +52,7 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
     """Train; what was counted at the end, what logs said, and what was asked of the cache."""
     torch.manual_seed(0)
     validation = "evaluate_every" in options
-    data, sleepy, elsewhere, events = jobs.planted(validation=validation), Sleepy(seed), Sleepy(-seed - 1), []
+    data, sleepy, other, events = jobs.planted(validation=validation), Sleepy(seed), Sleepy(-seed - 1), []
     cache = CacheConfig(rows=ROWS)
     tables = [living(table, placement, cache) if table.name == TABLE else table for table in data.tables(4)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
@@ -60,7 +60,7 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
     write_back = RowCache.write_back
 
     def prefetch(model, features):
-        elsewhere.pause()
+        other.pause()
         ids, training = features[TABLE].values().tolist(), torch.is_grad_enabled()
         events.append((TRAIN, ids, 0) if training else (EVALUATE, ids, sleepy.steps))
         return te.nn.prefetch(model, features)
@@ -148,7 +148,7 @@ def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, opti
 
 def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics]]:
     """Train a few steps on several ranks: how many batches this rank sent, and what was counted of its shards."""
-    data, sleepy, elsewhere, sends = jobs.planted(validation=False), Sleepy(2 * seed + rank), Sleepy(-seed - rank), []
+    data, sleepy, other, sends = jobs.planted(validation=False), Sleepy(2 * seed + rank), Sleepy(-seed - rank), []
     torch.manual_seed(0)
     kinds, cache = te.sharding, CacheConfig(rows=32)
     tables = [
@@ -161,7 +161,7 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
     send = parallel.prefetch
 
     def sleepily(features, **options):
-        elsewhere.pause()
+        other.pause()
         sends.append(features.stride())
         return send(features, **options)
 

@@ -315,10 +315,10 @@ def test_a_message_says_that_all_test_rows_were_trained(new_rows):
 
 def test_a_run_ends_well_though_its_test_rows_cannot_be_compared(small):
     class Damaged(Dataset):
-        def open(self, split, batch_size, **how):
-            if split == "train" and not how.get("shuffle"):
+        def open(self, split, batch_size, **options):
+            if split == "train" and not options.get("shuffle"):
                 raise ValueError("row 9 is bad")
-            return super().open(split, batch_size, **how)
+            return super().open(split, batch_size, **options)
 
     class Recorder(te.training.Callback):
         def on_message(self, text):

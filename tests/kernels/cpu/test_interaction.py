@@ -23,12 +23,12 @@ def test_kernels_are_the_references(batch_size, num_features, dim, dtype):
     exact = interaction_reference(dense, sparse)
     assert out.dtype == dtype
     assert_rounded_sums(out, exact, interaction_reference(dense.abs(), sparse.abs()), dim)
-    found = interaction_gradient(*inputs)
+    result = interaction_gradient(*inputs)
     exact_grads = interaction_gradient_reference(grad, dense, sparse)
     magnitudes = interaction_gradient_reference(grad.abs(), dense.abs(), sparse.abs())
-    for mine, theirs, magnitude in zip(found, exact_grads, magnitudes, strict=True):
-        assert mine.dtype == dtype
-        assert_rounded_sums(mine, theirs, magnitude, num_features + 2)
+    for actual, expected, magnitude in zip(result, exact_grads, magnitudes, strict=True):
+        assert actual.dtype == dtype
+        assert_rounded_sums(actual, expected, magnitude, num_features + 2)
 
 
 def test_bits_depend_on_nothing_else_in_the_batch():

@@ -47,10 +47,12 @@ def test_no_kernel_takes_the_address_of_its_own_memory_but_in_a_loop():
             assigned = [
                 node for node in ast.walk(kernel) if isinstance(node, ast.Assign) and "np.empty(" in ast.unparse(node)
             ]
-            own = {name.id for node in assigned for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
-            taken = [node for node in ast.walk(kernel) if isinstance(node, ast.Attribute) and node.attr == "ctypes"]
-            found = [ast.unparse(node) for node in taken if ast.unparse(node.value) in own and node not in in_loops]
-            assert not found, f"{source.name}, {kernel.name}: {found}"
+            local = {name.id for node in assigned for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+            selection = [node for node in ast.walk(kernel) if isinstance(node, ast.Attribute) and node.attr == "ctypes"]
+            results = [
+                ast.unparse(node) for node in selection if ast.unparse(node.value) in local and node not in in_loops
+            ]
+            assert not results, f"{source.name}, {kernel.name}: {results}"
 
 
 def run(cache: Path, **environment: str) -> tuple[int, int, list[int], int]:
@@ -74,9 +76,9 @@ def test_a_second_process_compiles_nothing(tmp_path):
 
 def test_the_cache_is_another_one_when_a_file_beside_a_kernel_has_changed(tmp_path):
     (tmp_path / "helper.py").write_text("STEP = 1")
-    before = jit._kernel_cache_dir.__wrapped__(tmp_path)
+    initial = jit._kernel_cache_dir.__wrapped__(tmp_path)
     (tmp_path / "helper.py").write_text("STEP = 2")
-    assert jit._kernel_cache_dir.__wrapped__(tmp_path) != before
+    assert jit._kernel_cache_dir.__wrapped__(tmp_path) != initial
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

@@ -111,9 +111,9 @@ def test_pages_of_two_versions_make_no_block(three):
     seal(three.address, numbers, 3)
     new = three.array.copy()
     assert check(three.address, numbers, 3) == 1
-    for kept in (1, 2, 3, 4, 5, 6):  # each mixture of old and new pages
+    for retained in (1, 2, 3, 4, 5, 6):  # each mixture of old and new pages
         for page in range(3):
-            source = old if kept >> page & 1 else new
+            source = old if retained >> page & 1 else new
             three.array[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source[
                 page * PAGE_BYTES : (page + 1) * PAGE_BYTES
             ]

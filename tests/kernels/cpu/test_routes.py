@@ -28,8 +28,8 @@ def test_ids_are_at_the_servers_of_their_partitions(servers):
             if tables[table, 1] <= ids[position] <= tables[table, 2]:
                 expected[server][table].append(position)
         first += size
-    assert order.tolist() == [position for lists in expected for some in lists for position in some]
-    assert counts.tolist() == [[len(some) for some in lists] for lists in expected]
+    assert order.tolist() == [position for lists in expected for subset in lists for position in subset]
+    assert counts.tolist() == [[len(subset) for subset in lists] for lists in expected]
 
 
 def test_ids_beside_the_partitions_of_all_servers_are_at_none():
