@@ -1,9 +1,9 @@
-"""Is any benchmark slower than in another checkout? `python benchmarks/before_after.py ../before [-k step --rounds 60]`
+"""Comparison of benchmarks with another checkout: `python benchmarks/before_after.py ../before [-k step --rounds 60]`
 
-Both trees run the same benchmarks at the same time, each with its own package, and take turns: a round of one, with all
-its contenders, while the other waits, then the other way round. So a slow spell of the machine meets both. A ratio
-above 1.05 is slower than before. What stays the same, such as a peer beside ours, is compared too: its ratio says how
-much chance there is in the others. Both trees' tables are in memory at once.
+Both trees run the same benchmarks at the same time, with their packages, and take turns: a round of one tree, with all
+contenders, while the other tree waits. So a slow phase of the machine meets both. A ratio above 1.05 is slower than
+before. Unchanged code, such as a peer, is compared as well: its ratio shows the noise. The tables of both trees are in
+memory at the same time.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 SLOWER = 1.05
-PIPES = "TRITONEMB_TURNS"  # in the environment of either pytest: who begins, where to read and to write turns
+PIPES = "TRITONEMB_TURNS"  # environment variable of both pytests: whether it begins; the pipes to read and to write
 
 Case = tuple[str, str, str]  # op, shape, implementation
 
 
-_places: dict[str, int] = {}  # of benchmarks among those of either tree, by name
+_places: dict[str, int] = {}  # of benchmarks of both trees, by name
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -33,7 +33,7 @@ def pytest_collection_finish(session: Any) -> None:
 
 
 def pytest_configure() -> None:
-    """Let rounds wait for their turn: this file is also a plugin of either tree's pytest."""
+    """Make rounds wait for their turn: this file is also a plugin of both trees' pytest."""
     from pytest_benchmark.fixture import BenchmarkFixture
 
     begins, read, write = map(int, os.environ[PIPES].split())
@@ -47,7 +47,7 @@ def pytest_configure() -> None:
             raise RuntimeError("the other tree's benchmarks have ended")
 
     def meets(name: str) -> bool:
-        """Whether the other tree comes to this benchmark, too; it does not if it times its rounds itself there."""
+        """Return whether the other tree times the rounds of this benchmark in turns as well."""
         give(name)
         while line := coming.pop() if coming else reader.readline():
             other = line.rstrip("\n")
@@ -84,14 +84,14 @@ def start(tree: Path, options: list[str], variables: dict[str, str], **how: Any)
 
 
 def selected(tree: Path, select: str) -> dict[str, str]:
-    """A tree's benchmarks by their names, whatever files they are in."""
+    """Return the benchmarks of a tree by name, in any file."""
     printed, _ = start(tree, ["--collect-only", "-k", select, "benchmarks"], {}).communicate()
     names = [f"benchmarks/{line.removeprefix('benchmarks/')}" for line in printed.splitlines() if "::" in line]
     return {name.partition("::")[2]: name for name in names}
 
 
 def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case, float]]:
-    """Of each tree, milliseconds of each case, a fifth of whose rounds were quicker."""
+    """Return the 20th percentile of the milliseconds of each case, per tree."""
     old, now = (selected(tree, select) for tree in trees)
     both = [name for name in now if name in old]
     if not both:

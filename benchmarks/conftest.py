@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: how many rounds and threads, which device, and where results go."""
+"""Options and fixtures of all benchmarks: rounds, threads, device, results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def quiet() -> None:
 
 
 class Race:
-    """Contenders that are timed in turn, and what becomes of them: rows and targets of pytest-benchmark's file."""
+    """Timing of contenders in turns, recorded as rows and targets in the file of pytest-benchmark."""
 
     def __init__(self, benchmark: Any, clock: Clock, rounds: int) -> None:
         self.benchmark, self.clock, self.rounds = benchmark, clock, rounds
@@ -61,7 +61,7 @@ class Race:
         self, op: str, shape: object, contenders: Sequence[Contender], *goals: Goal, most_rounds: int = 1 << 20,
         warmup_rounds: int = 2, **columns: Any,
     ) -> list[Timing]:  # fmt: skip
-        """Time them, and keep a row for each with `columns` beside, and a target for each goal."""
+        """Time contenders; record a row per contender, with `columns`, and a target per goal."""
         timings = measure(self.benchmark, contenders, min(self.rounds, most_rounds), warmup_rounds, self.clock)
         moved = {contender.name: contender.num_bytes for contender in contenders}
         self.keep(op, shape, timings, *goals, num_bytes=moved, **columns)
@@ -70,7 +70,7 @@ class Race:
     def keep(
         self, op: str, shape: object, timings: Sequence[Timing], *goals: Goal, num_bytes: Any = 0, **columns: Any
     ) -> None:
-        """The same of what was timed before; with a copy's bandwidth, measured right beside it."""
+        """Record rows and targets of timings, with the bandwidth of a copy, measured now."""
         moved = (
             num_bytes if isinstance(num_bytes, dict) else dict.fromkeys((sizes.name for sizes in timings), num_bytes)
         )
@@ -85,7 +85,7 @@ class Race:
 @pytest.fixture
 def race(benchmark: Any, clock: Clock, rounds: int, threads: int) -> Any:
     yield Race(benchmark, clock, rounds)
-    if benchmark.stats is None:  # of what is timed elsewhere, pytest-benchmark has the rows and targets alone
+    if benchmark.stats is None:  # timed by the benchmark itself: pytest-benchmark has rows and targets only
         benchmark.pedantic(lambda: None, rounds=1)
 
 

@@ -19,7 +19,8 @@ its ceiling; if none is, it lowers the ceilings that are above their figures, ex
   `README.md`.
 - statements: all, docstrings included.
 - vague_names: variables, attributes and parameters that are `names` of `tools/words.toml`, leading underscores aside,
-  per 1,000 of all; each occurrence counts.
+  per 1,000 of all; each occurrence counts. `vague_names.tests` has those of tests, benchmarks and tools; names that a
+  file imports, such as Hypothesis' `given`, do not count.
 """
 
 from __future__ import annotations
@@ -104,10 +105,14 @@ def count(places: Iterable[str]) -> Figure:
     return Figure(len(listed), listed)
 
 
+def read_sources(root: Path, *folders: str) -> list[Source]:
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    return [Source(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
+
+
 def measure(root: Path) -> Figures:
     """All figures of the repository at `root`, sorted by name."""
-    paths = sorted((root / PACKAGE).rglob("*.py"))
-    sources = [Source(path.relative_to(root).as_posix(), path.read_text()) for path in paths]
+    sources = read_sources(root, PACKAGE)
     kernels = [source for source in sources if source.package.startswith("kernels")]
     library = [source for source in sources if source not in kernels]
     words = Words(**tomllib.loads((root / WORDS).read_text()))
@@ -122,6 +127,7 @@ def measure(root: Path) -> Figures:
         figures[name] = count(long_classes(sources, limit))
     figures["long_files"] = count(f"{s.path}: {s.num_lines} lines" for s in sources if s.num_lines > MAX_FILE_LINES)
     figures["vague_names"] = vague_names(sources, words)
+    figures["vague_names.tests"] = vague_names(read_sources(root, "tests", "benchmarks", "tools"), words)
     return dict(sorted(figures.items()))
 
 
@@ -219,9 +225,11 @@ def vague_names(sources: Iterable[Source], words: Words) -> Figure:
 
 
 def names(source: Source) -> Iterator[tuple[int, str]]:
-    """Lines and names of variables, attributes and parameters."""
+    """Lines and names of variables, attributes and parameters; without imported names."""
+    imports = [node for node in source.nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {alias.asname or alias.name for node in imports for alias in node.names}
     for node in source.nodes:
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and node.id not in imported:
             yield node.lineno, node.id
         elif isinstance(node, ast.arg):
             yield node.lineno, node.arg

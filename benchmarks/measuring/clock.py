@@ -1,17 +1,17 @@
-"""Time contenders in turn on one device, in one process, so that whatever disturbs the device disturbs them all.
+"""Timing of contenders in turns on one device, in one process: a disturbance of the device meets all of them.
 
-On the CPU a sample is wall clock time. On a GPU the L2 cache is flushed before each sample and the device is given a
-little idle work, during which the host queues the run: what CUDA events measure is the device's time, without the
-host's launches (a contender whose host needs longer than that pays for it). Where the host matters (whole training
-steps), a run is `repeats` steps back to back, without flush or idle work: their tables are far larger than the cache,
-and the host has to keep up. As a CUDA graph (`captured`) a contender needs the host for one launch alone.
+On the CPU a sample is wall-clock time. On a GPU a sample is the device's time between two CUDA events. The L2 cache is
+flushed before the sample, and a short idle kernel keeps the device busy while the host queues the run, so launches do
+not count unless they take longer than that kernel. Where the host matters (whole training steps), a sample is the mean
+of `repeats` steps back to back, without flush or idle kernel: the tables are far larger than the cache. A contender
+that is captured as a CUDA graph needs the host for one launch.
 
-`Clock.measure` drops a contender that fails and keeps its error. `measure` is for pytest-benchmark, which by itself
-runs one benchmark after the other: on a machine whose speed drifts, that compares two moments, not two programs.
-Every round runs every contender once (A B, B A, A B, ...: what the one before leaves in caches and in the allocator is
-worth some percent), on a batch that no earlier round has used. Work before the measured part (a forward before a
-backward, the gradient that the dense network would just have written) is the contender's `prepare`, off the clock and
-right before its run, so that it finds the caches as a training step would leave them. Ours is its target.
+`Clock.measure` drops a contender that fails, and keeps its error. `measure` is for pytest-benchmark, which runs one
+benchmark after the other: on a machine whose speed drifts, that compares two moments, not two programs. A round runs
+all contenders once, in alternating order (A B, B A, ...), since caches and allocator depend on the run before by some
+percent, and on a batch that no earlier round has used. Work before the measured part (the forward before a backward,
+the gradient that a dense network would have written) is the contender's `prepare`. It is not timed and is done right
+before the run, so that caches are as in a training step.
 """
 
 from __future__ import annotations
@@ -31,16 +31,15 @@ import numpy as np
 import torch
 
 FLUSH_BYTES = 256 << 20  # several times any L2 cache
-IDLE_CYCLES = 2_000_000  # about a millisecond: more than the host needs to queue a run
-FEWEST_ROUNDS = 3  # that still say something, where time is over
+IDLE_CYCLES = 2_000_000  # about a millisecond: the host needs less to queue a run
+FEWEST_ROUNDS = 3  # for a median, if the deadline ends a measurement
 
 
 @dataclass(frozen=True)
 class Contender:
-    """`run(prepare(number))` is one sample; only `run` is timed.
+    """An implementation: `run(prepare(number))` is one sample, of which only `run` is timed.
 
-    `num_bytes` is what it has to move. `check` raises if what a run returned is wrong: one is checked before any is
-    timed.
+    `num_bytes` must be moved by a run. `check` raises if the result of a run is wrong; it checks one run before timing.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds over all rounds of one contender."""
+    """Milliseconds of a contender, per round."""
 
     name: str
     samples: tuple[float, ...]
@@ -69,7 +68,7 @@ class Timing:
 
 @dataclass
 class Outcome:
-    """Milliseconds of those that ran, what each had to move, and the errors of those that did not run."""
+    """Timings of contenders that ran, bytes that each contender must move, and errors of contenders that failed."""
 
     timings: list[Timing] = field(default_factory=list)
     num_bytes: dict[str, int] = field(default_factory=dict)
@@ -77,7 +76,7 @@ class Outcome:
 
 
 class DeviceLost(RuntimeError):
-    """The device answers this process no more, as after an illegal access."""
+    """The device is lost to this process, for instance after an illegal access."""
 
 
 class Clock:
@@ -108,9 +107,9 @@ class Clock:
         repeats: int | None = None,
         graph: bool = False,
     ) -> Outcome:
-        """`rounds` samples of each contender; with `repeats`, of so many runs back to back, divided by their number.
+        """Take `rounds` samples per contender; with `repeats`, a sample is the mean of that number of runs.
 
-        Fewer where the deadline passes: TimeoutError below `FEWEST_ROUNDS`. With `graph`, of contenders `captured`.
+        The deadline ends the measurement earlier: TimeoutError below `FEWEST_ROUNDS`. `graph` captures contenders.
         """
         outcome = Outcome(num_bytes={contender.name: contender.num_bytes for contender in contenders})
         samples: dict[str, list[float]] = {}
@@ -127,7 +126,7 @@ class Clock:
             for number in range(warmup_rounds + rounds):
                 if time.time() > self.deadline:
                     if number < warmup_rounds + min(rounds, FEWEST_ROUNDS):
-                        raise TimeoutError(f"time was over after {max(0, number - warmup_rounds)} rounds")
+                        raise TimeoutError(f"deadline reached after {max(0, number - warmup_rounds)} rounds")
                     break
                 for contender in [item for item in running if item.name not in outcome.errors]:
                     with self._attempt(contender.name, outcome):
@@ -151,7 +150,7 @@ class Clock:
             outcome.errors[name] = describe(error)
 
     def captured(self, contender: Contender) -> Contender:
-        """The contender with its run as a CUDA graph, of its first batch. On the CPU: with the first batch alone."""
+        """Return the contender with its run as a CUDA graph, of its first batch; on the CPU, with the first batch."""
         if not self.on_gpu:
             return replace(contender, prepare=lambda number: contender.prepare(0))
         stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
@@ -171,13 +170,13 @@ class Clock:
             graph.replay()
             return retained
 
-        # `prepare` writes into the same tensors each time; `prepared` stays, as the graph reads it.
+        # `prepare` writes into the same tensors; `prepared` stays alive, as the graph reads it.
         again = replace(contender, prepare=lambda number: (contender.prepare(0), prepared), run=replay)
         again.verify()
         return again
 
     def time(self, contender: Contender, prepared: Sequence[Any], flush: bool = True) -> float:
-        """Milliseconds of a run of each of `prepared`, back to back."""
+        """Return the milliseconds of one run per item of `prepared`, back to back."""
         if not self.on_gpu:
             begin = time.perf_counter_ns()
             for item in prepared:
@@ -198,13 +197,13 @@ class Clock:
 
 
 def describe(error: Exception) -> str:
-    """The error on one line, without what names a machine."""
+    """Return type and text of an error on one line."""
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text}"
 
 
 def recover(error: Exception | None = None) -> None:
-    """Give back what a failed contender held; raises DeviceLost if the device does not answer any more."""
+    """Free the memory of a failed contender; DeviceLost if the device does not respond."""
     gc.collect()
     if torch.cuda.is_initialized():
         try:
@@ -217,7 +216,7 @@ def recover(error: Exception | None = None) -> None:
 def measure(
     benchmark: Any, contenders: Sequence[Contender], rounds: int, warmup_rounds: int = 2, clock: Clock | None = None
 ) -> list[Timing]:
-    """Time the contenders in turn, the first of them through pytest-benchmark's `benchmark` fixture."""
+    """Time contenders in turns, the first one by pytest-benchmark's `benchmark` fixture."""
     clock = clock or Clock(torch.device("cpu"))
     first, *peers = contenders
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -234,7 +233,7 @@ def measure(
         number = next(numbers)
         if number % 2 == 0:
             if number:
-                run_others(number - 1)  # behind the first, in the round before
+                run_others(number - 1)  # after the first contender of the previous round
             run_others(number)
         return (first, first.prepare(number)), {}
 
@@ -253,10 +252,10 @@ def measure(
 
 
 class OtherLoad:
-    """How much of the machine's processor time went to other processes while this block ran.
+    """Share of the machine's CPU time that other processes took while a block ran.
 
-    The spinning threads of an OpenMP runtime lose far more than their share when a core is taken from them, so figures
-    taken beside other work flatter whoever does not spin.
+    The spinning threads of an OpenMP runtime lose more than their share if another process takes a core, so timings
+    beside other work favor implementations that do not spin.
     """
 
     percent: float | None = None
@@ -274,7 +273,7 @@ class OtherLoad:
 
 
 def wait_until_quiet(limit_percent: float = 5.0, patience_seconds: float = 15.0) -> None:
-    """Return when other processes leave the machine alone, or when patience ends: the load is recorded either way."""
+    """Wait until other processes use less than a share of the CPU, or until the timeout; the load is recorded."""
     deadline = time.monotonic() + patience_seconds
     while time.monotonic() < deadline:
         with OtherLoad() as load:
@@ -284,13 +283,13 @@ def wait_until_quiet(limit_percent: float = 5.0, patience_seconds: float = 15.0)
 
 
 def _processor_seconds() -> tuple[float, float, float] | None:
-    """Busy seconds of all cores, this process's processor seconds, wall seconds; None where the system does not say."""
+    """Return busy seconds of all cores, CPU seconds of this process, and wall seconds; None without `/proc/stat`."""
     stat = Path("/proc/stat")
     if not stat.exists():
         return None
     user, nice, system, _idle, _iowait, *remainder = (
         int(part) for part in stat.read_text().splitlines()[0].split()[1:]
     )
-    # Of the rest, guest time is already part of user time; stolen time is another machine's and counts as other load.
+    # Guest time is part of user time; stolen time, of another virtual machine, counts as other load.
     busy = (user + nice + system + sum(remainder[:3])) / os.sysconf("SC_CLK_TCK")
     return busy, time.process_time(), time.perf_counter()

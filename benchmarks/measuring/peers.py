@@ -1,7 +1,7 @@
-"""The implementations that are measured: ours and its peers, behind one small interface.
+"""Implementations that are measured, tritonemb and its peers, with one interface.
 
-All hold the same tables with the same weights, sum-pool, and return float32 `[B, T * D]`; all check bounds of ids as
-they do by default.
+All have the same tables with the same weights, sum-pool, and return float32 `[B, T * D]`; all check the bounds of ids
+as by default.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ def has_fbgemm() -> bool:
 
 
 class Tables:
-    """Embedding tables that look a batch up, and whose backward is a training step."""
+    """Embedding tables with a forward, and with a backward that is a training step."""
 
     name: str
 
     def weights(self) -> list[Tensor]:
-        """Each table's weights, [rows, D], as views that may be written."""
+        """Return the weights `[rows, D]` per table, as writable views."""
         raise NotImplementedError
 
     def forward(self, batch: Batch) -> Tensor:
-        """Pooled rows, [B, T * D]; with gradients enabled it also prepares the backward."""
+        """Return pooled rows `[B, T * D]`; with gradients enabled, prepare the backward as well."""
         raise NotImplementedError
 
     def backward(self, pooled: Tensor, gradient: Tensor) -> None:
-        """From the output's gradient to updated tables."""
+        """Update the tables by the gradient of the output."""
         pooled.backward(gradient)
 
 
 class OurTables(Tables):
-    """`te.nn.EmbeddingBagCollection` with a fused optimizer, row-wise Adagrad if none is given.
+    """`te.nn.EmbeddingBagCollection` with a fused optimizer, by default row-wise Adagrad.
 
     Args:
-        placement, cache: where the rows live, and which of them are on the device.
+        placement, cache: of all tables.
     """
 
     name = OURS
@@ -70,7 +70,7 @@ class OurTables(Tables):
         )
 
     def weights(self) -> list[Tensor]:
-        """Of tables that live on the device; of others this is what the cache holds."""
+        """Return the weights of tables on the device, or of the cache of other tables."""
         return [table.weight.data for table in self.module.tables]
 
     def group(self, batch: Batch) -> RowGroups:
@@ -85,8 +85,8 @@ class FbgemmTables(Tables):
     """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad.
 
     Args:
-        cache_share: rows live in host memory, and this share of them fits into a cache on the device, into which
-            `module.prefetch` brings them. All are on the device if not given.
+        cache_share: share of the rows that fit into a cache on the device, filled by `module.prefetch`; the table is
+            in host memory. None: the table is on the device.
     """
 
     name = "fbgemm"
@@ -126,14 +126,14 @@ class FbgemmTables(Tables):
 
 
 class TorchTables(Tables):
-    """One `torch.nn.EmbeddingBag(sparse=True)` a table and one `torch.optim.Adagrad` (which is not row-wise)."""
+    """One `torch.nn.EmbeddingBag(sparse=True)` per table, and `torch.optim.Adagrad`, which is not row-wise."""
 
     name = "torch"
 
     def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
         dim, options = workload.dim, {"dtype": workload.dtype, "device": device}
         self.bags = torch.nn.ModuleList(
-            # Allocated, not initialised: the weights are copied in.
+            # Allocated, not initialized: weights are copied later.
             torch.nn.EmbeddingBag(rows, dim, mode="sum", sparse=True, _weight=torch.empty(rows, dim, **options))
             for rows in workload.num_rows
         )
@@ -158,7 +158,7 @@ PEERS: dict[str, Callable[[Workload, torch.device], Tables]] = {"fbgemm": Fbgemm
 
 
 def step(tables: Tables, batch: Batch, gradient: Tensor) -> None:
-    """One training step of the embeddings: forward, backward, update."""
+    """Run a training step of the tables: forward, backward, update."""
     tables.backward(tables.forward(batch), gradient)
 
 
@@ -169,7 +169,7 @@ def copy_weights(source: Tables, target: Tables) -> None:
 
 
 def check_forward(ours: Tables, peer: Tables, batch: Batch) -> None:
-    """Fail unless both look the batch up alike."""
+    """Assert that both forwards return the same values, within tolerances."""
     # Float32 sums of up to 100 small numbers in another order; torch rounds sums of 16-bit rows to 16 bits.
     dtype = batch.workload.dtype
     atol = 1e-5 if dtype == torch.float32 else 1e-4
@@ -179,7 +179,7 @@ def check_forward(ours: Tables, peer: Tables, batch: Batch) -> None:
 
 
 def check_step(ours: Tables, peer: Tables, batch: Batch, gradient: Tensor) -> None:
-    """Take a step with both, from the same weights; fail unless it did something, to both alike."""
+    """Run a step of both from the same weights; assert that it changed the weights, and in the same way."""
     for table in {0, batch.workload.num_tables - 1}:
         rows = batch.bags[table][0][:1000]
         initial = ours.weights()[table][rows]
@@ -192,9 +192,9 @@ def check_step(ours: Tables, peer: Tables, batch: Batch, gradient: Tensor) -> No
 
 
 class Bench:
-    """Ours, the peers that can be made, batches and a gradient of one workload, on the clock's device.
+    """Tables of tritonemb and of the available peers, batches and a gradient of a workload, on the clock's device.
 
-    Ours has the optimizer "row-wise Adagrad", as FBGEMM; or "Adagrad", as PyTorch, which is then its only peer.
+    The optimizer is "row-wise Adagrad", as in FBGEMM, or "Adagrad", as in PyTorch, which is then the only peer.
     """
 
     def __init__(self, workload: Workload, clock: Clock, optimizer: str) -> None:
@@ -229,11 +229,11 @@ class Bench:
         return self.batches[number % len(self.batches)]
 
     def fresh_gradient(self) -> Tensor:
-        """As warm in a CPU's caches as a dense network would have left it."""
+        """Return the gradient, written again, so that it is in a CPU's caches as after a dense network's backward."""
         return self._fresh.copy_(self.gradient)
 
     def contenders(self, make: Callable[[Tables], Contender], names: Sequence[str] = tuple(PEERS)) -> list[Contender]:
-        """Ours and the peers of these names; one that could not be made says why when it is run."""
+        """Return contenders of tritonemb and of peers by name; a peer that is not available raises its error at run."""
 
         def broken(name: str, error: str) -> Contender:
             def fail(_: object) -> None:
@@ -249,7 +249,7 @@ _last: Bench | None = None
 
 
 def make_bench(workload: Workload, clock: Clock, optimizer: str = "row-wise Adagrad") -> Bench:
-    """The workload's tables: those of the case before where it is the same; there is never room for others beside."""
+    """Return the tables of a workload, reused from the previous case if it is the same; memory is for one bench."""
     global _last
     if _last is None or _last.key != (workload, clock.device, optimizer):
         _last = None

@@ -82,7 +82,7 @@ class Workload:
         return self.batch_size * sum(self.bag_sizes)
 
     def tiny(self) -> Workload:
-        """The same in small, to try the benchmarks out without a GPU: at most 3 tables of 1,000 rows."""
+        """Return a small workload for tests without a GPU: at most 3 tables of 1,000 rows."""
         rows = tuple(min(1000, rows) for rows in self.num_rows[:3])
         return replace(
             self, batch_size=8, num_rows=rows, bag_sizes=tuple(min(4, size) for size in self.bag_sizes[:3]), dim=16
@@ -130,7 +130,7 @@ WORKLOADS = (
 
 
 def workloads(device: torch.device, tiny: bool) -> list[Workload]:
-    """Those of a device; `tiny`: a GPU's in small, on any device."""
+    """Return the workloads of a device; `tiny`: small ones of a GPU, on any device."""
     if tiny:
         return list(dict.fromkeys(workload.tiny() for workload in WORKLOADS))
     return list(WORKLOADS if device.type == "cuda" else CPU_WORKLOADS)
@@ -159,7 +159,7 @@ class Batch:
 
 
 def make_batch(workload: Workload, parts: Sequence[Tensor]) -> Batch:
-    """A batch of each table's ids, int64 [B * L]."""
+    """Make a batch from the ids of each table, int64 `[B * L]`."""
     values = torch.cat(list(parts))
     lengths = torch.tensor(workload.bag_sizes, device=values.device).repeat_interleave(workload.batch_size)
     offsets = torch.cat([lengths.new_zeros(1), torch.cumsum(lengths, 0)])
@@ -167,7 +167,7 @@ def make_batch(workload: Workload, parts: Sequence[Tensor]) -> Batch:
 
 
 def draw_batches(workload: Workload, count: int, device: torch.device = CPU, seed: int = 0) -> list[Batch]:
-    """`count` different batches; the same on every device but for "uniform" and "zipf" ids, which it draws itself."""
+    """Draw `count` batches; equal on all devices, except for "uniform" and "zipf" ids, which the device draws."""
     generator = torch.Generator(device).manual_seed(seed)
     rng = np.random.default_rng(seed)
     sizes = [(rows, workload.batch_size * bag) for rows, bag in zip(workload.num_rows, workload.bag_sizes, strict=True)]
@@ -195,7 +195,7 @@ def _zipf(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def linear_rows(batch: Batch) -> Tensor:
-    """The row of each id among those of all tables, int64 [N]."""
+    """Return the row of each id among the rows of all tables, int64 `[N]`."""
     w = batch.workload
     rows = torch.tensor(w.num_rows, device=batch.values.device)
     per_table = torch.tensor(w.bag_sizes, device=batch.values.device) * w.batch_size
@@ -203,31 +203,31 @@ def linear_rows(batch: Batch) -> Tensor:
 
 
 def draw_gradient(workload: Workload, device: torch.device = CPU, seed: int = 0) -> Tensor:
-    """A gradient of the pooled output, float32 [B, T * D]."""
+    """Draw a gradient of the pooled output, float32 `[B, T * D]`."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(workload.batch_size, workload.width, device=device, generator=generator)
 
 
 def forward_bytes(batch: Batch) -> int:
-    """Read every id and one row for it; write one float32 output row a bag: FBGEMM's formula, plus the ids."""
+    """Bytes to read per id (the id and its row), and to write per bag (a float32 row): FBGEMM's formula, plus ids."""
     w = batch.workload
     return INT64 * w.num_ids + w.dtype.itemsize * w.dim * w.num_ids + FP32 * w.batch_size * w.width
 
 
 def group_bytes(batch: Batch) -> int:
-    """Read the ids; write the distinct rows (int64), where each starts and the positions sorted by row (int32)."""
+    """Bytes to read (ids) and to write: distinct rows (int64), their starts, and positions sorted by row (int32)."""
     return (INT64 + INT32) * batch.workload.num_ids + (INT64 + INT32) * batch.num_distinct
 
 
 def sort_bytes(batch: Batch) -> int:
-    """Read int32 keys; write them in order, and int32 places: one pass, which no sort achieves."""
+    """Bytes to read (int32 keys) and to write (sorted keys, int32 positions) in a single pass: a lower bound."""
     return 3 * INT32 * batch.workload.num_ids
 
 
 def update_bytes(batch: Batch, state_per_row: int = 1) -> int:
-    """Read every position (int32) and a float32 gradient row for it; read and write each distinct row and its state.
+    """Bytes to read per id (position, float32 gradient row), and to read and write per distinct row (row and state).
 
-    The state is so many float32 a row: 1 of row-wise Adagrad, D of Adagrad.
+    `state_per_row` counts float32 elements: 1 for row-wise Adagrad, D for Adagrad.
     """
     w = batch.workload
     gradients = (INT32 + FP32 * w.dim) * w.num_ids
@@ -272,7 +272,7 @@ def run_length_probabilities() -> Floats:
 
 
 def longest_run(num_ids: int) -> int:
-    """The longest run that a batch of `num_ids` ids may hold."""
+    """Return the longest run in a batch of `num_ids` ids."""
     return max(1, min(BIN_EDGES[-1], int(HOTTEST_SHARE * num_ids)))
 
 
@@ -310,11 +310,11 @@ def draw_ids(num_rows: int, num_ids: int, rng: np.random.Generator) -> Ints:
 
 
 class Population:
-    """Rows of a table some of which are popular all the time, as `draw_ids` knows nothing of.
+    """Rows of a table with popularities that last over batches, unlike those of `draw_ids`.
 
-    The published statistics are of single batches. Here a row's popularity is a run length of their distribution: a
-    batch's distinct rows are drawn with chances in proportion to it, without replacement, and the batch's longer runs
-    go to those of them that are more popular. So each batch has the published reuse, and rows come back in later
+    The published statistics are of single batches. Here a row's popularity is a run length, drawn from their
+    distribution. A batch draws its distinct rows without replacement, with probabilities proportional to popularity,
+    and assigns its longer runs to the more popular rows. So batches have the published reuse, and rows recur in later
     batches.
     """
 

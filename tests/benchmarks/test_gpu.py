@@ -117,7 +117,7 @@ def test_a_case_ends_at_the_deadline_with_the_rounds_that_it_has() -> None:
 
     assert measure(5) == 5
     assert measure(3) == 3
-    with pytest.raises(TimeoutError, match="time was over after 2 rounds"):
+    with pytest.raises(TimeoutError, match="deadline reached after 2 rounds"):
         measure(2)
 
 

@@ -160,7 +160,7 @@ class Suite:
         lines = [f"test files: {as_text(files)}; tests: {as_text(tests)} ({self.out}/results.json)"]
         skipped = {test for result in self.results.values() for test in result["skipped"]}
         lines += [f"not rehearsed, without a GPU: {' '.join(sorted(skipped))}"] if skipped and rehearsing() else []
-        lines += [f"time was over; go on with --left: {' '.join(left)}"] if left else []
+        lines += [f"deadline reached; go on with --left: {' '.join(left)}"] if left else []
         return "\n".join(lines)
 
 

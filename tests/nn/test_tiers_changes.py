@@ -188,7 +188,7 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(tiered.cache, "device", torch.device("cuda"))
-    sent[0].acquire(tiered.cache)
+    sent[0].acquire(tiered.table_set)
     with ThreadPoolExecutor(1) as thread:
         thread.submit(sent.clear).result()  # the last that refers to it
         thread.submit(tiered.cache._unpin_released).result()

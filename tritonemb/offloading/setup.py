@@ -393,10 +393,10 @@ def _disable(optimizer: torch.optim.Optimizer) -> None:
 
 def _extend_zero_grad(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
     """Make the model's `zero_grad` discard stored gradients, too: Hugging Face's Trainer calls no other."""
-    model_reference, optimizer_reference = weakref.ref(model), weakref.ref(optimizer)
+    model_ref, optimizer_ref = weakref.ref(model), weakref.ref(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
-        owner, stepped = model_reference(), optimizer_reference()
+        owner, stepped = model_ref(), optimizer_ref()
         assert owner is not None
         type(owner).zero_grad(owner, set_to_none)
         if stepped is not None:

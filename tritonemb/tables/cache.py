@@ -135,7 +135,7 @@ class RowCache:
         self.releases: deque[Pins] = deque()  # released, but still pinned in the directory
         self._failure: BaseException | None = None  # of a transfer; the cache is unusable after it
         for cached in filter(None, self.rows):
-            cached.cache_reference = weakref.ref(self)
+            cached.cache_ref = weakref.ref(self)
 
     def statistics(self) -> dict[str, CacheStatistics]:
         """Return statistics by name of cached table. Waits for the host caches of tables on disk."""

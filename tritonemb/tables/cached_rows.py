@@ -45,7 +45,7 @@ class CachedRows(DeviceRows):
     is_cached = True
     store: Any = None  # of all rows with their states, `HostRows` or `DiskRows`; None on the meta device, or if fake
     device: torch.device  # of the slots
-    cache_reference: Any = None  # weak, as a cycle would keep the memory of a dropped collection until it is collected
+    cache_ref: Any = None  # weak, as a cycle would keep the memory of a dropped collection until it is collected
     # New rows of a dynamic table, and their ids, of a batch that is not pinned yet. They are initialized in their slots
     # instead of being read from the store.
     new_rows: tuple[Tensor, Tensor] | None = None
@@ -89,9 +89,9 @@ class CachedRows(DeviceRows):
     @property
     def cache(self) -> Any:
         """`RowCache` of the table's collection, None before it is created; RuntimeError if it was deleted."""
-        if self.cache_reference is None:
+        if self.cache_ref is None:
             return None
-        if (row_cache := self.cache_reference()) is None:
+        if (row_cache := self.cache_ref()) is None:
             raise RuntimeError(
                 f"the collection of table {self.config.name!r} was deleted, and with it rows that were on the device; "
                 "keep the collection as long as its tables"
