@@ -96,6 +96,18 @@ def test_rows_are_bitwise_those_of_a_static_module(shape, padding):
     assert bool(dynamic.table.num_rows) == (0 not in shape)
 
 
+def test_the_index_may_move_to_shared_memory():
+    """As it does when a process sends the module to another one."""
+    module: Any = te.nn.EmbeddingBag(None, DIM, capacity=99, optimizer=te.optim.SGD(lr=0.1))
+    step(module, IDS[:12].view(3, 4))
+    twin = copy.deepcopy(module)
+    for tensor in module.table.index.tensors:
+        tensor.share_memory_()
+    for other in (module, twin):
+        step(other, IDS[:12].view(3, 4) + 1)
+    assert_same_bits(module.state_dict(), twin.state_dict())
+
+
 @pytest.mark.parametrize("kind", [te.nn.EmbeddingBag, te.nn.Embedding])
 def test_a_resumed_module_is_the_same_to_the_bit(kind):
     """By a `state_dict`, a copy and a pickle; after other steps of Adam than the table has had, too."""
