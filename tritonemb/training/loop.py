@@ -222,9 +222,9 @@ class Loop:
 
     def _log(self, epoch: int) -> None:
         progress = self.progress
-        loss = self.state.step.take_loss(0) / progress.logged_samples
-        progress.logged_samples = 0
+        loss, progress.logged_samples = self.state.step.take_loss(0) / progress.logged_samples, 0
         self.state.check_finite(loss)
+        sent = self.ranks.take_bytes_sent()  # of all ranks, whether they have callbacks or not
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self.callbacks:
             device, on_gpu, servers = self.state.device, self.state.device.type == "cuda", self.state.servers
@@ -232,7 +232,7 @@ class Loop:
             self.callbacks.on_log(Log(
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), **self.clock.lap(),
                 memory_bytes=memory, seconds=self.clock.seconds,
-                sent={kind: num_bytes // steps for kind, num_bytes in self.ranks.take_bytes_sent().items()},
+                sent={kind: num_bytes // steps for kind, num_bytes in sent.items()},
                 cache={} if self.caches is None else self.caches.lap(steps), dynamic=self.dynamic.lap(steps),
                 servers={} if servers is None else totals(servers.statistics()),
             ))  # fmt: skip
