@@ -24,8 +24,8 @@ pytestmark = [pytest.mark.fbgemm, pytest.mark.public]
 NUM_STEPS = fewer(10, 3)
 KINDS = {"sgd": "EXACT_SGD", "adagrad": "EXACT_ADAGRAD", "row_wise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
 # Both sum a row's gradients in float32, in different orders, for ten steps: up to 1,600 gradients in one row, whose
-# weights and lookups reach about 30, so that a unit in the last place is 2e-6.
-TOLERANCE = {"rtol": 1e-5, "atol": 2e-5}
+# weights and lookups reach about 30, so that a unit in the last place is 2e-6; differences of 13 units have been drawn.
+TOLERANCE = {"rtol": 1e-5, "atol": 5e-5}
 
 
 def fbgemm_twin(collection: te.nn.EmbeddingBagCollection, pooling: str) -> Any:
