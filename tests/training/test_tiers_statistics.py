@@ -160,10 +160,10 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
     parallel = te.HybridParallel(model, plan)
     send = parallel.prefetch
 
-    def sleepily(features, **options):
+    def sleepily(features, *args):
         other.pause()
         sends.append(features.stride())
-        return send(features, **options)
+        return send(features, *args)
 
     parallel.prefetch = sleepily
     te.Trainer(
