@@ -84,17 +84,10 @@ class _IndexTensors(NamedTuple):
 class DynamicIndex(_IndexTensors):
     """Tensors of an index, which are changed in place."""
 
-    _addresses: np.ndarray | None = None
-
-    @property
+    @functools.cached_property
     def addresses(self) -> np.ndarray:
-        """Address and number of elements of each tensor, int64 `[10, 2]`.
-
-        They are cached until the first tensor moves. All tensors move at once, when other processes share them.
-        """
-        if self._addresses is None or self._addresses[0, 0] != self[0].data_ptr():
-            self._addresses = np.array([(tensor.data_ptr(), tensor.numel()) for tensor in self], dtype=np.int64)
-        return self._addresses
+        """Address and number of elements of each tensor, int64 `[10, 2]`; to delete when a tensor moves."""
+        return np.array([(tensor.data_ptr(), tensor.numel()) for tensor in self], dtype=np.int64)
 
     def __reduce__(self) -> Any:
         return type(self), tuple(self)  # a copy has other addresses

@@ -116,7 +116,7 @@ class CollectionClient(TableClient, RowService):
         self.codecs = RowCodecs(spec)
         # Pulled batches that are not trained; garbage collection adds them at any moment. Servers need a push for each
         # before this trainer sends anything else, and while it waits.
-        self.dropped: queue.SimpleQueue[PulledRows] = queue.SimpleQueue()
+        self.dropped: queue.SimpleQueue[PendingPull] = queue.SimpleQueue()
         self.num_restores = 0  # batches that were pulled before the last one are not pushed
         self.tables_on = [spec.tables_on(server) for server in range(len(self._connections))]
         self.caches = [WorkerCache(*pair) for pair in zip(spec.tables, caches, strict=True)] if any(caches) else []
@@ -130,7 +130,7 @@ class CollectionClient(TableClient, RowService):
         self._complete = all(reply["complete"] for reply in replies) and len({reply["pulls"] for reply in replies}) == 1
         self._batch = self._pushed = replies[0]["pulls"]  # continues an earlier run
 
-    def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> "PulledRows":
+    def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> "PendingPull":
         if training:
             self.check_complete()
         with self.lock:
@@ -150,7 +150,7 @@ class CollectionClient(TableClient, RowService):
             pending = self._scatter(op, values, [cat(column) for column in (requested, *columns)], routes)
         codec, request = self.codecs.rows if training else self.codecs.exact_rows, (cat(ids), [*map(len, ids)])
         admitted = torch.ones_like(request[0], dtype=torch.bool)
-        return PulledRows(self, batch, self.num_restores, *request, routes, pending, codec, cached, admitted)
+        return PendingPull(self, batch, self.num_restores, *request, routes, pending, codec, cached, admitted)
 
     def check_complete(self) -> None:
         """ValueError if an earlier run has pulled batches that it did not push, or has not returned leased rows."""
@@ -237,7 +237,7 @@ class ReadOnlyClient(CollectionClient):
 
 
 @dataclass(eq=False)
-class PulledRows(Pull):
+class PendingPull(Pull):
     """Rows of a batch, which arrive asynchronously."""
 
     client: CollectionClient
