@@ -19,7 +19,6 @@ from tritonemb.storage import aio
 def _no_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Close what a test has left open: what it raised, for one, may keep a model alive."""
     tiers: weakref.WeakSet[Any] = weakref.WeakSet()
-    earlier = {*threading.enumerate()}  # of models that frameworks keep in tests of other folders, for instance
     for kind in (DiskTier, HostTier):
 
         def init(self: Any, *args: Any, base_init: Any = kind.__init__, **options: Any) -> None:
@@ -31,7 +30,7 @@ def _no_threads_are_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     gc.collect()
     for tier in [*tiers]:
         tier.close()
-    for thread in {*threading.enumerate()} - earlier:
+    for thread in threading.enumerate():
         if thread.name.startswith("tritonemb-offload"):
             thread.join(60)
             assert not thread.is_alive(), f"{thread.name} is left"

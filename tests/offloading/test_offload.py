@@ -513,6 +513,22 @@ def test_a_model_that_is_dropped_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("activations", ["device", "disk"])
+def test_a_forward_without_a_backward_keeps_nothing(activations, tmp_path):
+    """The hooks of saved tensors must not tie the result of an operation that saves it to its own graph."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sigmoid())
+    optimizer = torch.optim.Adam(model.parameters())
+    model, optimizer = te.offload(
+        model, optimizer, params="disk", states="disk", activations=activations, path=tmp_path, budget="1MiB"
+    )  # fmt: skip
+    model(torch.ones(2, 4))
+    dropped = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert dropped() is None
+    assert not list(tmp_path.iterdir())
+
+
 def test_only_models_that_are_offloaded_have_a_report():
     with pytest.raises(ValueError, match=r"is not offloaded; pass the model that te.offload returned"):
         te.offloading.report(mlp())

@@ -277,7 +277,8 @@ class ModuleCalls:
             return tensor
         param = self.cache.owner(tensor)
         if param is None:
-            return self.pack(tensor)
+            # Detached: a graph that saves its own output with its history would never be freed.
+            return self.pack(tensor.detach())
         return view_later(tensor, partial(self._fetch_saved, param, param.version))
 
     def _fetch_saved(self, param: OffloadedParam, version: int) -> Tensor:
