@@ -8,7 +8,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import contents, options, rows_of, same  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, from_dataframe  # noqa: E402
 from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, hashes_to_ids  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user",)}
@@ -93,6 +93,36 @@ def test_lists_of_integers_shuffled_and_resumed(tmp_path):
     for _ in range(11):
         next(stream)
     assert same(log.open("train", 16, **kwargs, position=stream.position), whole[11:])
+
+
+def test_small_dictionaries_of_a_file_are_hashed_instead_of_its_values(tmp_path):
+    """The rows are those of the same columns as strings in memory, and a stream resumes inside a row group."""
+    random = np.random.default_rng(0)
+    few, many = ([None if n % 7 == 0 else f"{n:03x}" for n in random.integers(0, size, 500)] for size in (9, 1 << 30))
+    columns = {"click": [0, 1] * 250, "price": [1.0] * 500, "user": few, "item": many, "list": [[v] for v in few]}
+    path = write(tmp_path, row_group_size=170, **columns)
+    how = options(label="click", dense=("price",), sparse=("user", "item", "list"), chunk_bytes=256 * 50)
+    log, in_memory = ClickLog(path, how), from_dataframe(pa.table(columns), how)
+    for kinds in ({}, {"user": "strings"}):
+        assert same(log.read_as(kinds).open("train", 64), in_memory.open("train", 64))
+    kinds = [[str(kind) for kind in block.rows.types] for block in log.scan("train", lambda batch: batch.schema)]
+    dictionary = "dictionary<values=string, indices=int32, ordered=0>"
+    assert set(map(tuple, kinds)) == {("int64", "double", dictionary, "string", "list<element: string>")}
+    assert sum(batch.rows for batch in log.scan("train", lambda batch: batch.num_rows)) == 500
+    stream, batches = log.open("train", 64), list(in_memory.open("train", 64))
+    for batch in range(1, 7):
+        next(stream)
+        assert same(log.open("train", 64, position=stream.position), batches[batch:])
+    # Columns that are read for other purposes remain strings.
+    scored = ClickLog(path, how, extra_columns=("user",))
+    assert {str(block.rows) for block in scored.scan("train", lambda batch: batch.column("user").type)} == {"string"}
+
+
+def test_dictionaries_with_more_values_than_rows(tmp_path):
+    users = pa.DictionaryArray.from_arrays([7, None, 2], pa.array([f"user {n}" for n in range(9)]))
+    assert ids(ClickLog(write(tmp_path, user=users), options(**SCHEMA))) == [
+        *of_strings("user 7"), [0], *of_strings("user 2"),
+    ]  # fmt: skip
 
 
 def test_numbers_of_every_kind(tmp_path):

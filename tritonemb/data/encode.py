@@ -36,6 +36,9 @@ from tritonemb.utils import join_names
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
+_MASKS = np.array([(1 << 8 * num_bytes) - 1 for num_bytes in range(9)], np.uint64)
+# Mean bytes of strings above which only distinct ones are hashed: to find these costs as much as hashing two words.
+LONG_STRING = 16
 
 
 def feature_seed(name: str) -> np.uint64:
@@ -49,18 +52,22 @@ def hash_integers(values: Array, seed: Any) -> Array:
 
 def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
     """Hash strings to uint64 `[N]`: string i is `data[offsets[i] : offsets[i + 1]]`, uint8; `seed` as for integers."""
-    starts, lengths = offsets[:-1].astype(np.int64), np.diff(offsets).astype(np.int64)
-    padded_data = np.concatenate([data, np.zeros(8, dtype=np.uint8)])
+    begin, end = int(offsets[0]), int(offsets[-1])
+    lengths = np.diff(offsets).astype(np.int64)
+    padded_data = np.zeros(end - begin + 8, dtype=np.uint8)
+    padded_data[: end - begin] = data[begin:end]
     words = np.ndarray((len(padded_data) - 7,), dtype="<u8", buffer=padded_data, strides=(1,))
-    hashes = np.full(len(starts), seed, dtype=np.uint64)
-    active = np.flatnonzero(lengths > 0)
-    byte_offset = 0
-    while len(active):
-        unused_bits = ((8 - np.minimum(lengths[active] - byte_offset, 8)) << 3).astype(np.uint64)
-        hashes[active] = mix(hashes[active] ^ (words[starts[active] + byte_offset] << unused_bits >> unused_bits))
-        byte_offset += 8
-        active = active[lengths[active] > byte_offset]
-    return mix(hashes ^ lengths.view(np.uint64))
+    starts, hashes = offsets[:-1] - begin, np.full(len(lengths), seed, dtype=np.uint64)
+    shortest = lengths.min(initial=end - begin)
+    for byte_offset in range(0, lengths.max(initial=0), 8):
+        # Words of the strings that are longer; a slice, without copies, while all are.
+        active: Any = slice(None) if shortest > byte_offset else np.flatnonzero(lengths > byte_offset)
+        word = words[starts[active] + byte_offset]
+        word &= _MASKS[np.minimum(lengths[active] - byte_offset, 8)]
+        word ^= hashes[active]
+        hashes[active] = mix(word)
+    hashes ^= lengths.view(np.uint64)
+    return mix(hashes)
 
 
 def mix(hashes: Array) -> Array:
@@ -134,10 +141,9 @@ def scale_numbers(values: Array, logarithmic: bool) -> Array:
     """Convert numbers to float32 `[N]`, if `logarithmic` as `log(1 + max(x, 0))`, computed in float64."""
     if not logarithmic:
         return values.astype(np.float32)
-    values = np.maximum(values, 0)
     if values.dtype.kind == "f":
-        return np.log1p(values).astype(np.float32)
-    logarithms: Array = np.take(_LOGARITHMS, values, mode="clip")
+        return np.log1p(np.maximum(values, 0)).astype(np.float32)
+    logarithms: Array = np.take(_LOGARITHMS, values, mode="clip")  # negative values, too
     large = np.flatnonzero(values >= len(_LOGARITHMS))
     logarithms[large] = np.log1p(values[large])
     return logarithms
@@ -190,6 +196,13 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
     return np.zeros(0, dtype=np.uint8) if data is None else np.frombuffer(data, np.uint8), ends
 
 
+def _has_long_strings(array: Any) -> bool:
+    if not is_text(array.type):
+        return False
+    offsets = string_buffers(array)[1]
+    return bool(offsets[-1] - offsets[0] > LONG_STRING * len(array))
+
+
 class Numbering:
     """Map from the values of one feature to ids in `[0, num_embeddings)`: by hash, or by a vocabulary of distinct
     `pyarrow` strings or int64 and their ids, int64 from 1 on. If `dynamic`, ids are any int64: integers, or hashes."""
@@ -220,15 +233,17 @@ class Numbering:
                 invalid_value = f"{values.type} {quote_value(invalid_values[0])}"
                 raise ValueError(f"feature {self.name!r} was trained with {kind}, has {invalid_value}")
         # Map distinct values only, where that saves work.
-        if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
+        if hasattr(array.type, "index_type") and len(array.dictionary) > len(array):
+            array = array.dictionary_decode()
+        if not hasattr(array.type, "index_type") and (self._keys is not None or _has_long_strings(array)):
             array = array.dictionary_encode()
         is_encoded = hasattr(array.type, "index_type")
         ids = self._unmasked_ids(array.dictionary if is_encoded else array)
         if is_encoded:
             ids[missing_mask(array.dictionary)] = self._missing
-            ids = ids[integer_values(array.indices)]
+            ids = ids.take(integer_values(array.indices, fill=False), mode="clip")  # any under nulls
         if array.null_count:
-            ids[missing_mask(array)] = self._missing
+            np.putmask(ids, missing_mask(array), self._missing)
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:

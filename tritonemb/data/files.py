@@ -240,16 +240,20 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 
 
 @contextmanager
-def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
+def open_parquet(
+    file: LogFile, columns: Sequence[str] | None = None, encoded: Callable[[Any], list[str]] = lambda metadata: []
+) -> Iterator[tuple[Any, Callable[[int], None]]]:
     """Open a `pyarrow.parquet.ParquetFile`, with a function that verifies the checksums of a row group, or of some of
-    its columns, before use. Others have page checksums verified, if any. Raise ValueError if damaged or changed."""
+    its columns, before use. Others have page checksums verified, if any. Raise ValueError if damaged or changed.
+    `encoded` returns the columns to read as dictionary arrays, given the file's metadata."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
             verify = None if isinstance(file.path, str) else _verifier(raw, metadata, columns)
             with parquet.ParquetFile(  # read page by page instead of whole row groups
-                raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=verify is None
-            ) as source:
+                raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False,
+                page_checksum_verification=verify is None, read_dictionary=encoded(metadata),
+            ) as source:  # fmt: skip
                 yield source, verify or (lambda group: None)
     except (pa.ArrowException, OSError, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -3,6 +3,7 @@
 import bisect
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from tritonemb.data.schema import LogOptions, Names, Schema, invalid_value_messa
 
 SLICE_ROWS = 65_536  # most rows per chunk: large row groups are read in slices
 ROW_BYTES = 256  # assumed bytes per row, so that slices are about as large as chunks of text
+# Bytes per row up to which a stored dictionary is read as such. Its entries are inserted once per row group and hashed
+# once per slice, for about as much time as it takes to read and hash three strings each.
+DICTIONARY_BYTES = 4
 
 
 def read_schema(file: LogFile) -> tuple[Any, list[int]]:
@@ -30,8 +34,11 @@ def _row_group_sizes(source: Any) -> list[int]:
     return [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
 
 
-def read_rows(file: LogFile, names: Names, slice_rows: int, start: int, stop: int) -> Iterator[tuple[int, Any]]:
-    """Yield slices of the rows `[start, stop)` after their first rows' numbers; of all columns if none are named."""
+def read_rows(
+    file: LogFile, names: Names, slice_rows: int, start: int, stop: int, encoded: Names = ()
+) -> Iterator[tuple[int, Any]]:
+    """Yield slices of the rows `[start, stop)` after their first rows' numbers; of all columns if none are named.
+    Columns of strings in `encoded` are dictionary arrays where that saves time."""
     columns = list(names) or None
     # Slices of a table in memory.
     if file.table is not None:
@@ -40,7 +47,7 @@ def read_rows(file: LogFile, names: Names, slice_rows: int, start: int, stop: in
             yield row, table.slice(row, min(slice_rows, stop - row)).combine_chunks().to_batches()[0]
         return
     # Slices of the row groups of a file, verified before use, cut to the rows.
-    with open_parquet(file, columns) as (source, verify):
+    with open_parquet(file, columns, partial(_small_dictionaries, encoded, slice_rows)) as (source, verify):
         ends = list(itertools.accumulate(_row_group_sizes(source), initial=0))
         groups = range(bisect.bisect_right(ends, start) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
         row = ends[groups.start]
@@ -54,6 +61,17 @@ def read_rows(file: LogFile, names: Names, slice_rows: int, start: int, stop: in
             row += batch.num_rows
     if row < stop:
         raise file.changed_error(f"it had at least {stop} rows and now has {row}")
+
+
+def _small_dictionaries(names: Names, slice_rows: int, metadata: Any) -> list[str]:
+    """Return the columns of strings whose dictionaries, those of the first row group, are small."""
+    if not names or not metadata.num_row_groups:
+        return []
+    group = metadata.row_group(0)
+    limit = DICTIONARY_BYTES * min(slice_rows, group.num_rows)
+    chunks = [c for c in map(group.column, range(group.num_columns)) if c.path_in_schema in names]
+    chunks = [c for c in chunks if c.physical_type == "BYTE_ARRAY" and c.dictionary_page_offset]
+    return [c.path_in_schema for c in chunks if c.data_page_offset - c.dictionary_page_offset <= limit]
 
 
 def file_of_frame(frame: Any, name: str) -> LogFile:
@@ -141,6 +159,8 @@ class ArrowSource(LogSource):
             raise ValueError(f"{files[0].path} is empty: it has no rows")
         self.schema, self.multi_hot, self.kinds = types.schema, types.multi_hot, types.kinds
         self._columns = tuple(dict.fromkeys((*self.schema.columns(labelled), *extra_columns)))
+        # Transforms, and readers of additional columns, expect strings.
+        self._encoded = () if options.transforms else tuple({*self.schema.sparse}.difference(extra_columns))
 
     def sizes(self) -> list[int]:
         return [sum(groups) for groups in self._groups]
@@ -150,7 +170,8 @@ class ArrowSource(LogSource):
 
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: Any, line: int) -> Iterator[Chunk]:
         slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
-        for row, rows in read_rows(self.files[part.file], self._columns, slice_rows, offset, self._stop(part)):
+        file, stop = self.files[part.file], self._stop(part)
+        for row, rows in read_rows(file, self._columns, slice_rows, offset, stop, self._encoded):
             yield Chunk(number, row, row - part.start, row, rows)
 
     def parse(self, chunk: Chunk) -> ParsedChunk:
