@@ -257,6 +257,11 @@ def nonzero(flags: Tensor) -> Tensor:
     return flags.nonzero()[:, 0] if flags.device.type != "cpu" else torch.from_numpy(np.flatnonzero(flags.numpy()))
 
 
+def negative(values: Tensor) -> Tensor:
+    """Return the indices of negative elements of int64 `[N]`, int64 `[n]`; without threads on the CPU."""
+    return nonzero(values < 0) if values.device.type != "cpu" else torch.from_numpy(np.flatnonzero(values.numpy() < 0))
+
+
 def dynamic_rows(index: DynamicIndex) -> tuple[Tensor, Tensor]:
     """All ids, ascending, and their rows, both int64 `[num_rows]`; on any device."""
     rows = index.rows[nonzero(index.digests != 0)].long()

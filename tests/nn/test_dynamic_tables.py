@@ -151,20 +151,26 @@ def test_samples_with_unknown_ids_are_read_apart(tier, pooling):
         numbers[unknown] = torch.tensor([0, 1] * 10)[: len(unknown)]
         weights, outputs = torch.randn(60), list[Tensor]()
         for model, values in ((dynamic, IDS[numbers]), (static, numbers)):
+            features = te.KeyedJaggedTensor(["user", "item"], values, weights, lengths=lengths)
             with torch.no_grad():
-                result = model(te.KeyedJaggedTensor(["user", "item"], values, weights, lengths=lengths))
-            outputs.append(result if pooling == "mean" else result.values())
-        assert torch.equal(*outputs)
+                results = model(features), model(prefetch(model, features))
+            outputs += [result if pooling == "mean" else result.values() for result in results]
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-def test_few_rows_are_copied_for_an_unknown_id():
+@pytest.mark.parametrize("for_prefetch", [False, True])
+def test_few_rows_are_copied_for_an_unknown_id(for_prefetch):
     collection = te.nn.EmbeddingBagCollection([config(), config("item")], te.optim.SGD())
     ids = IDS[:50]
     step(collection, te.KeyedJaggedTensor(["user", "item"], ids, lengths=torch.ones_like(ids)))
     features = te.KeyedJaggedTensor(["user", "item"], torch.where(ids == ids[3], 17, ids), lengths=torch.ones_like(ids))
     with torch.no_grad():
-        unknown = assign_rows(collection.table_set, features).unknown_ids
+        unknown = assign_rows(collection.table_set, features, for_prefetch).unknown_ids
     assert unknown is not None
+    if for_prefetch:  # sizes above 1, and all tables
+        assert unknown.outputs.tolist() == [3, 3]
+        assert {number: len(rows) for number, rows in unknown.rows.items()} == {0: 2, 1: 4}
+        return
     assert unknown.outputs.tolist() == [3]
     assert [*unknown.rows] == [0]
     assert unknown.features.values().tolist() == [0, int(table_of(collection, "item").index.find(ids[28:29]))]

@@ -36,17 +36,17 @@ class AssignedRows(NamedTuple):
 
 
 class UnknownIds(NamedTuple):
-    """Samples with unknown ids, and temporary tables by which they are read: distinct rows, then initial values."""
+    """Samples with unknown ids, and temporary tables by which they are read: known rows, then initial values."""
 
-    # By table number: the distinct rows of the samples in the table's memory, and initial values.
+    # By table number: rows of the samples' known ids in the table's memory, and initial values of the unknown ones.
     rows: dict[int, Tensor]
     initial: dict[int, Tensor]
     # The samples over these temporary tables.
     features: KeyedJaggedTensor
     layout: Layout
-    # int64: positions of their values in the batch, and their rows in its output. None: all samples are read this way.
-    positions: Tensor | None
-    outputs: Tensor | None
+    # int64: positions of their values in the batch, and their rows in its output.
+    positions: Tensor
+    outputs: Tensor
 
 
 def row_sums(

@@ -23,6 +23,7 @@ from tritonemb.layout import (
     dynamic_rows,
     make_index,
     mix64,
+    negative,
     nonzero,
     partitions_of,
     renumber,
@@ -113,8 +114,8 @@ class HashIndex(DenseIndex):
     assigns_rows = True
 
     def __init__(self, config: TableConfig, states: Sequence[StateSpec], device: Device = None) -> None:
-        index_device = torch.empty(0, device=device).device
-        index_device = torch.device("cpu") if index_device.type == "meta" else index_device
+        weight_device = torch.empty(0, device=device).device
+        index_device = torch.device("cpu") if weight_device.type == "meta" else weight_device
         self._bytes_per_row = config.embedding_dim * config.dtype.itemsize + (0 if config.placement == "device" else 8)
         self._bytes_per_row += sum(4 * (config.embedding_dim if spec.per_element else 1) for spec in states)
         num_rows = config.capacity or max(1, (config.capacity_bytes or 0) // (self._bytes_per_row + INDEX_BYTES))
@@ -132,6 +133,8 @@ class HashIndex(DenseIndex):
         self._row_numbers: Tensor | None = None  # new row number by row, see `set_row_numbers`
         self.lock = Lock(index_device)
         self.sketch = Sketch(self.tensors, config.admission.appearances) if config.admission.appearances > 1 else None
+        if weight_device.type == "cpu":
+            self.find(self.ids[:0])  # loads Numba, as initial values of a static table do: a second in the first step
 
     @property
     def ids(self) -> Tensor:  # type: ignore[override]
@@ -360,7 +363,7 @@ def _fall_back(tables: Sequence[Table], values: Tensor, rows: Tensor, keys: Sequ
     """Replace rows -1 by fallback rows; `keys`: table, begin and end of each key."""
     for number, begin, end in keys:
         if number >= 0 and tables[number].config.fallback_rows:
-            positions = begin + nonzero(rows[begin:end] < 0)
+            positions = begin + negative(rows[begin:end])
             rows[positions] = tables[number].index.fall_back(values[positions])
 
 

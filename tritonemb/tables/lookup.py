@@ -4,6 +4,7 @@ In dynamic tables ids are replaced by rows, which training assigns to new ids.
 """
 
 from functools import partial
+from itertools import chain
 from typing import NoReturn
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
-from tritonemb.layout import NUM_ROWS, Layout, nonzero
+from tritonemb.layout import NUM_ROWS, Layout, negative
 from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import accumulate_, update_locks
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
@@ -240,36 +241,37 @@ def _find_unknown_ids(
 ) -> UnknownIds | None:
     """Return the samples with unknown ids, and temporary tables for them, or None if all ids have rows."""
     ids, table_keys = batch.values().long(), tables.table_keys[tuple(batch.keys())]
-    unknown_mask = torch.zeros_like(ids, dtype=torch.bool)
-    for at in find_positions(batch, table_keys).values():
-        unknown_mask[at] = rows.values()[at] < 0
-    unknown = nonzero(unknown_mask)
+    unknown, dynamic_keys = negative(rows.values()), [*chain.from_iterable(table_keys.values())]
+    if unknown.numel() and len(dynamic_keys) < len(batch.keys()):  # static tables read ids out of range as zeros
+        keys = torch.searchsorted(batch.offsets()[:: batch.stride()], unknown, right=True) - 1
+        unknown = unknown[torch.isin(keys, keys.new_tensor(dynamic_keys))]
     if not unknown.numel():
         return None
-    # Select the samples, unless they are most of the batch, or for a compiled graph, which reads all of them.
-    positions, outputs, bounds = None, None, batch.offsets().long()
-    samples = ((torch.searchsorted(bounds, unknown, right=True) - 1) % batch.stride()).unique()
-    if not for_prefetch and 2 * samples.numel() <= batch.stride():
-        bags = (torch.arange(0, bounds.numel() - 1, batch.stride(), device=ids.device)[:, None] + samples).flatten()
-        lengths = bounds[bags + 1] - bounds[bags]
-        offsets = ops.segment_offsets(lengths)
+    # Select their samples, or these ids alone if rows are not pooled; twice, as a graph specializes on the size 1.
+    outputs, bounds = unknown, batch.offsets().long()
+    if tables.pooled:
+        outputs = ((torch.searchsorted(bounds, unknown, right=True) - 1) % batch.stride()).unique()
+    outputs = outputs.repeat(2) if for_prefetch and outputs.numel() == 1 else outputs
+    if tables.pooled:
+        bags = (torch.arange(0, bounds.numel() - 1, batch.stride(), device=ids.device)[:, None] + outputs).flatten()
+        offsets = ops.segment_offsets(lengths := bounds[bags + 1] - bounds[bags])
         positions = (bounds[bags] - offsets[:-1]).repeat_interleave(lengths)
         positions += torch.arange(positions.numel(), device=ids.device)
-        weights = None if rows.weights_or_none() is None else rows.weights()[positions]
-        rows = KeyedJaggedTensor.unchecked(rows.keys(), rows.values()[positions], weights, offsets)
-        ids, outputs = ids[positions], samples if tables.pooled else positions
-    # A compiled graph specializes on the tables and on sizes 0 and 1: so use all tables, with two more rows each.
-    values, layout = rows.values().clone(), layout._replace(tables=layout.tables.clone())
-    features = KeyedJaggedTensor.unchecked(rows.keys(), values, rows.weights_or_none(), rows.offsets())
+    else:
+        positions, offsets = outputs, torch.searchsorted(outputs, bounds)
+    # A graph specializes on the tables and on sizes 0 and 1: so use all tables, with two more rows each.
+    ids, values, weights = ids[positions], rows.values()[positions], rows.weights_or_none()
+    layout, weights = layout._replace(tables=layout.tables.clone()), None if weights is None else weights[positions]
+    features = KeyedJaggedTensor.unchecked(rows.keys(), values, weights, offsets)
     result = UnknownIds({}, {}, features, layout, positions, outputs)
     for number, at in find_positions(features, table_keys).items():
-        table_rows, unknown_mask = values[at].clone(), values[at] < 0
-        if not for_prefetch and not unknown_mask.any():
+        known_mask = values[at] >= 0
+        if not for_prefetch and known_mask.all():
             continue
-        known_rows, row_indices = table_rows[~unknown_mask].unique(return_inverse=True)
-        new_ids, id_indices = ids[at][unknown_mask].unique(return_inverse=True)
-        known_rows, new_ids = (torch.nn.functional.pad(ids, (0, 2 * for_prefetch)) for ids in (known_rows, new_ids))
-        table_rows[~unknown_mask], table_rows[unknown_mask] = row_indices, known_rows.numel() + id_indices
-        values[at], layout.tables[number, NUM_ROWS] = table_rows, known_rows.numel() + new_ids.numel()
+        # A row for each position: to copy one several times takes less time than to sort.
+        numbers = values[at][known_mask], ids[at][~known_mask]
+        known_rows, new_ids = (torch.nn.functional.pad(tensor, (0, 2 * for_prefetch)) for tensor in numbers)
+        values[at] = torch.where(known_mask, known_mask.cumsum(0), known_rows.numel() + (~known_mask).cumsum(0)) - 1
+        layout.tables[number, NUM_ROWS] = known_rows.numel() + new_ids.numel()
         result.rows[number], result.initial[number] = known_rows, tables.dynamic[number].initial_values(new_ids)
     return result

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 from weakref import ref
 
 import torch
@@ -355,18 +355,15 @@ class LookupTables(OptimizedTables):
         dtype = self.dtype_of(weights)
         check_bounds = self.bounds_check == "raise" and self.cache is None and unknown_ids is None
         with self.memory():
-            batch, result = (values, offsets, sample_weights, layout), None
-            if unknown_ids is None or unknown_ids.outputs is not None:
-                result = ops.embedding_bag(weights, *batch, check_bounds, dtype)
+            result = ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
             if unknown_ids is None:
-                return cast(Tensor, result)
+                return result
             # Replace the outputs of samples with unknown ids, which read as zeros above.
             weights = [weight.detach() for weight in weights]
             for number, rows in unknown_ids.rows.items():
-                weights[number] = torch.cat([weights[number][rows], unknown_ids.initial[number]])
+                weights[number] = torch.cat([weights[number].index_select(0, rows), unknown_ids.initial[number]])
             batch = *unpack_features(unknown_ids.features)[1:], unknown_ids.layout
-            outputs, part = unknown_ids.outputs, ops.embedding_bag(weights, *batch, check_bounds, dtype)
-            return part if outputs is None else cast(Tensor, result).index_copy_(0, outputs, part)
+            return result.index_copy_(0, unknown_ids.outputs, ops.embedding_bag(weights, *batch, check_bounds, dtype))
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move or cast all tensors like `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.

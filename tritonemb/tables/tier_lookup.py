@@ -92,16 +92,15 @@ class PinnedBatch(PrefetchedBatch):
         unknown_ids, slots_by_table = self.assigned.unknown_ids, dict[int, Tensor]()
         assert self.pins is not None
         assert tables.cache is not None
-        batch, at, layout = unknown_ids.features, unknown_ids.positions, self.rows.layout
-        values = self.rows.values.clone() if at is None else self.rows.values[at]
-        slot_layout = layout._replace(tables=layout.tables.clone())
+        batch, layout = unknown_ids.features, self.rows.layout
+        values, slot_layout = self.rows.values[unknown_ids.positions], layout._replace(tables=layout.tables.clone())
         positions = find_positions(batch, tables.table_keys[tuple(batch.keys())])
-        for number, distinct in unknown_ids.rows.items():
+        for number, table_rows in unknown_ids.rows.items():
             if tables.cache.rows[number] is None:
-                slots_by_table[number] = distinct
+                slots_by_table[number] = table_rows
             else:
                 rows, slots = self.pins.rows_of(number)
-                slots_by_table[number] = slots[torch.searchsorted(rows, distinct)]
+                slots_by_table[number] = slots[torch.searchsorted(rows, table_rows)]
             values[positions[number]] = batch.values()[positions[number]]
             slot_layout.tables[number, NUM_ROWS] = unknown_ids.layout.tables[number, NUM_ROWS]
         batch = KeyedJaggedTensor.unchecked(batch.keys(), values, batch.weights_or_none(), batch.offsets())
