@@ -27,6 +27,9 @@ from benchmarks.measuring.clock import Clock, Contender
 from benchmarks.measuring.peers import OurTables, Tables, make_bench, step
 from benchmarks.measuring.result_files import Goal
 from benchmarks.measuring.workload import (
+    BY_IDS,
+    DTYPES,
+    HUGE,
     SMALL_ROWS,
     Batch,
     Workload,
@@ -52,6 +55,11 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
             yield Case(f"step, {optimizer}", str(workload), run, str(workload), target=3.0, repeats=REPEATS, rank=0)
     for workload in SMALL_ROWS if on_cpu else ():
         yield Case("small rows, step", str(workload), partial(make, workload, "row-wise Adagrad"), target=1.5)
+    for workload in (*BY_IDS, HUGE) if on_cpu else ():
+        for threads, target in ((1, 1.2), (2, 1.5)):
+            op = f"step, {workload.ids} ids, {threads} thread{'s' * (threads > 1)}"
+            run, slow = partial(make, workload, "row-wise Adagrad"), workload is HUGE
+            yield Case(op, str(workload), run, target=target, threads=threads, slow=slow)
     for workload in workloads(device, tiny):
         if workload.name == "mlperf":
             yield Case("DLRM step", str(workload), partial(make_dlrm, workload), str(workload), repeats=REPEATS)
@@ -143,6 +151,18 @@ def bench_ten_times_the_ids(race: Any) -> None:
     ]
     goal = Goal(0, 1, most=11.0)
     race("step, scaling with ids", FEW_IDS, contenders, goal, most_rounds=rounds, warmup_rounds=WARMUP_ROUNDS)
+
+
+@pytest.mark.parametrize("workload", [same(2048, 26, 1, 64), same(512, 26, 20, 128)], ids=str)
+def bench_16_bit_rows(workload: Workload, race: Any) -> None:
+    """Rows of half the bytes, rounded stochastically, beside float32 rows: each batch is that of all dtypes."""
+    batches = draw_batches(replace(workload, ids="uniform"), race.rounds + WARMUP_ROUNDS)
+    contenders = [
+        steps_of(str(dtype).removeprefix("torch."), OurTables(replace(workload, dtype=dtype)), batches)
+        for dtype in DTYPES
+    ]
+    goals = [Goal(at, 0, most=0.9) for at in range(1, len(DTYPES))]
+    race("step, dtypes of rows", workload, contenders, *goals, warmup_rounds=WARMUP_ROUNDS)
 
 
 @pytest.mark.parametrize("place", ["packed", "spread"])

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.measuring.cases import CEILINGS, OURS, Case
+from benchmarks.measuring.cases import CEILINGS, NUM_THREADS, OURS, Case
 from benchmarks.measuring.clock import Clock, Contender, Timing, measure, wait_until_quiet
 from benchmarks.measuring.result_files import Goal, at_least, copy_bandwidth, target_row, timing_rows
 
-NUM_THREADS = 2
+SHORT_PATIENCE_SECONDS = 1.0  # with --quick, for a machine to become idle
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=40, help="timed rounds of every benchmark")
+    parser.addoption("--quick", action="store_true", help="leave out benchmarks that are marked slow")
     parser.addoption(
         "--device", default="cpu", help="of the microbenchmarks, whose files have `cases`; others use the CPU"
     )
@@ -25,7 +26,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         device = torch.device(metafunc.config.getoption("--device"))
-        metafunc.parametrize("case", list(metafunc.module.cases(device, tiny=False)), ids=str)
+        cases = metafunc.module.cases(device, tiny=False)
+        marks = [pytest.param(case, id=str(case), marks=[pytest.mark.slow] * case.slow) for case in cases]
+        metafunc.parametrize("case", marks)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: a quick run leaves it out")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--quick"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 @pytest.fixture(scope="session")
@@ -45,8 +59,8 @@ def threads() -> int:
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> None:
-    wait_until_quiet()
+def quiet(request: pytest.FixtureRequest) -> None:
+    wait_until_quiet(**{"patience_seconds": SHORT_PATIENCE_SECONDS} if request.config.getoption("--quick") else {})
 
 
 class Race:
@@ -94,11 +108,13 @@ def measure_case(race: Race) -> Callable[[Case], None]:
     """Measure a case of a microbenchmark and record it."""
 
     def measured(case: Case) -> None:
+        torch.set_num_threads(case.threads)
         contenders = case.make(race.clock)
         rounds = race.rounds if case.target else max(5, race.rounds // 2)
         timings = race(case.op, case.shape, contenders, most_rounds=rounds)
         peers = [timing for timing in timings if timing.name not in CEILINGS and not timing.name.startswith(OURS)]
         if peers and case.target and not race.clock.on_gpu:
             race.targets.append(at_least(case.op, case.shape, timings[0], peers, case.target))
+        torch.set_num_threads(NUM_THREADS)
 
     return measured

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py                       on the CPU: benchmarks/results/cpu-<date>.json
     python benchmarks/run.py -k step               what matches, as pytest's; some selections have a file of their own
+    python benchmarks/run.py --quick               in 10 minutes, with few rounds: build/cpu-quick-<date>.json
     python benchmarks/run.py --device cuda         on one GPU: benchmarks/results/<device>-<date>.json
     python benchmarks/run.py --device cuda --list                the cases
     python benchmarks/run.py --device cuda --op forward,codec    with one of these in their op; kept in build/gpu-bench
@@ -49,6 +50,7 @@ from tests.gpu import processes
 from tests.gpu.processes import NOT_RUN, PASSED, STARTED, TIMED_OUT, Job
 
 QUIET_PERCENT = 5.0
+QUICK_ROUNDS = 10
 SELECTIONS = "dynamic", "servers", "offload"  # with a file of results of their own
 # glibc keeps freed memory, for every contender alike: otherwise an output that the system takes back and must map and
 # clear again costs, now and then, ten times the operation itself.
@@ -197,7 +199,7 @@ def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
     return {"op": case.op, "shape": case.shape, "implementation": implementation, "error": error}
 
 
-def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
+def run_pytest(rounds: int, select: str, quick: bool = False) -> list[dict[str, Any]]:
     """What pytest-benchmark reports; exits with pytest's code where a benchmark fails.
 
     Each file is a process of its own, so that none finds the memory that another one has kept.
@@ -207,7 +209,7 @@ def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "benchmark.json"
             command = [sys.executable, "-m", "pytest", "-c", "benchmarks/pytest.ini", str(file), f"--rounds={rounds}"]
-            command += [f"--benchmark-json={raw}", "-k", select]
+            command += [f"--benchmark-json={raw}", "-k", select, *["--quick"] * quick]
             code = subprocess.run(command, cwd=result_files.ROOT, env=os.environ | KEEP_MEMORY).returncode
             if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
                 sys.exit(code)
@@ -225,14 +227,17 @@ def condense(benchmarks: list[dict[str, Any]], shared: dict[str, Any], rows: str
     return {"date": shared["date"], "environment": shared, "rows": table, "targets": targets}
 
 
-def measure_on_cpu(rounds: int, select: str) -> None:
+def measure_on_cpu(rounds: int, select: str, quick: bool) -> None:
     shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
-    benchmarks = run_pytest(rounds, select)
+    benchmarks = run_pytest(rounds, select, quick)
     results, memory = condense(benchmarks, shared), condense(benchmarks, shared, "memory")
     print(*lines(results["rows"]), *target_lines(results["targets"]), sep="\n")
     load = max((row["other_load_percent"] or 0.0 for row in results["rows"]), default=0.0)
     if load > QUIET_PERCENT:
         print(f"Other processes took up to {load:.0f} % of the processor meanwhile: repeat this on an idle machine.")
+    if quick:
+        print(f"wrote {result_files.write('cpu-quick', results, result_files.ROOT / 'build')}")
+        return
     if select in ("", *SELECTIONS):
         print(f"wrote {result_files.write(select or 'cpu', results)}")
     if memory["rows"] and select in ("", "memory"):
@@ -313,6 +318,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, help="timed rounds of every case; 40 on the CPU, 30 on a GPU")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--quick", action="store_true", help="on the CPU, in 10 minutes: few rounds, no slow case, no page rewritten"
+    )
     parser.add_argument("-k", default="", help=f"run only what matches; kept are memory, {', '.join(SELECTIONS)}")
     gpu = parser.add_argument_group("with --device cuda, or --tiny")
     gpu.add_argument("--op", default="", help="comma-separated parts of ops; others are left out")
@@ -326,7 +334,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     gpu.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     begin, options = time.monotonic(), parser.parse_args(arguments)
     if options.device == "cpu" and not options.tiny:
-        measure_on_cpu(options.rounds or 40, options.k)
+        measure_on_cpu(options.rounds or (QUICK_ROUNDS if options.quick else 40), options.k, options.quick)
         return {}
     options.rounds = options.rounds or 30
     if options.serve:

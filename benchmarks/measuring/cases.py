@@ -18,6 +18,7 @@ OURS, COPY, GATHER, COMPILED = "tritonemb", "copy", "gather", "torch, compiled"
 CEILINGS = (COPY, GATHER)  # no peers: what the machine can do
 GATHERED_ROWS = 1 << 22  # at most; far more than a GPU's L2 cache holds
 GRAPH = ", CUDA graph"  # behind an op that is replayed
+NUM_THREADS = 2  # of benchmarks on a CPU
 
 
 class Case(NamedTuple):
@@ -26,7 +27,8 @@ class Case(NamedTuple):
     `group`: cases that share tables, and on a GPU a process; by default those of a file. `target`: on a CPU, ours is to
     be at least so many times as fast as the fastest peer. `repeats`: a sample on a GPU is so many runs back to back,
     without a flush; the host has to keep up. `capturable`: the run can be a CUDA graph. `rank`: 0 for what matters
-    most, which a GPU measures for all shapes first.
+    most, which a GPU measures for all shapes first. `threads`: of PyTorch and the kernels on a CPU. `slow`: left out of
+    a quick run, as its tables take long to make.
     """
 
     op: str
@@ -37,6 +39,8 @@ class Case(NamedTuple):
     repeats: int | None = None
     capturable: bool = True
     rank: int = 1
+    threads: int = NUM_THREADS
+    slow: bool = False
 
     def __str__(self) -> str:
         return f"{self.op}, {self.shape}"

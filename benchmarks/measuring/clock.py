@@ -1,10 +1,10 @@
 """Timing of contenders in turns on one device, in one process: a disturbance of the device meets all of them.
 
-On the CPU a sample is wall-clock time. On a GPU a sample is the device's time between two CUDA events. The L2 cache is
-flushed before the sample, and a short idle kernel keeps the device busy while the host queues the run, so launches do
-not count unless they take longer than that kernel. Where the host matters (whole training steps), a sample is the mean
-of `repeats` steps back to back, without flush or idle kernel: the tables are far larger than the cache. A contender
-that is captured as a CUDA graph needs the host for one launch.
+On the CPU a sample is wall-clock time, beside the CPU time of all threads of the process. On a GPU a sample is the
+device's time between two CUDA events. The L2 cache is flushed before the sample, and a short idle kernel keeps the
+device busy while the host queues the run, so launches do not count unless they take longer than that kernel. Where the
+host matters (whole training steps), a sample is the mean of `repeats` steps back to back, without flush or idle kernel:
+the tables are far larger than the cache. A contender that is captured as a CUDA graph needs the host for one launch.
 
 `Clock.measure` drops a contender that fails, and keeps its error. `measure` is for pytest-benchmark, which runs one
 benchmark after the other: on a machine whose speed drifts, that compares two moments, not two programs. A round runs
@@ -56,14 +56,20 @@ class Contender:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of a contender, per round."""
+    """Milliseconds of a contender, per round; `cpu_samples`: of CPU time, of all threads of the process."""
 
     name: str
     samples: tuple[float, ...]
     other_load_percent: float | None = None
+    cpu_samples: tuple[float, ...] = ()
 
     def percentile(self, percent: float) -> float:
         return float(np.percentile(self.samples, percent))
+
+    @property
+    def cpu_ms(self) -> float | None:
+        """Return the median of the CPU time."""
+        return float(np.median(self.cpu_samples)) if self.cpu_samples else None
 
 
 @dataclass
@@ -112,7 +118,7 @@ class Clock:
         The deadline ends the measurement earlier: TimeoutError below `FEWEST_ROUNDS`. `graph` captures contenders.
         """
         outcome = Outcome(num_bytes={contender.name: contender.num_bytes for contender in contenders})
-        samples: dict[str, list[float]] = {}
+        samples: dict[str, list[tuple[float, float]]] = {}
         running: list[Contender] = []
         for contender in contenders:
             if contender.name not in self.without:
@@ -131,12 +137,12 @@ class Clock:
                 for contender in [item for item in running if item.name not in outcome.errors]:
                     with self._attempt(contender.name, outcome):
                         prepared = [contender.prepare(number * count + index) for index in range(count)]
-                        elapsed = self.time(contender, prepared, flush=repeats is None) / count
-                        samples.setdefault(contender.name, []).append(elapsed)
+                        elapsed, cpu = self.time(contender, prepared, flush=repeats is None)
+                        samples.setdefault(contender.name, []).append((elapsed / count, cpu / count))
         finally:
             gc.enable()
         outcome.timings = [
-            Timing(name, tuple(times[warmup_rounds:])) for name, times in samples.items() if name not in outcome.errors
+            timing_of(name, times[warmup_rounds:]) for name, times in samples.items() if name not in outcome.errors
         ]
         return outcome
 
@@ -175,13 +181,15 @@ class Clock:
         again.verify()
         return again
 
-    def time(self, contender: Contender, prepared: Sequence[Any], flush: bool = True) -> float:
-        """Return the milliseconds of one run per item of `prepared`, back to back."""
+    def time(self, contender: Contender, prepared: Sequence[Any], flush: bool = True) -> tuple[float, float]:
+        """Return the milliseconds of one run per item of `prepared`, back to back, and those of the host's CPU time."""
+        cpu_begin = time.process_time_ns()
         if not self.on_gpu:
             begin = time.perf_counter_ns()
             for item in prepared:
                 contender.run(item)
-            return (time.perf_counter_ns() - begin) / 1e6
+            elapsed = (time.perf_counter_ns() - begin) / 1e6
+            return elapsed, (time.process_time_ns() - cpu_begin) / 1e6
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         if flush:
             self._flushed.zero_()
@@ -193,7 +201,13 @@ class Clock:
             contender.run(item)
         end.record()
         torch.cuda.synchronize()
-        return float(start.elapsed_time(end))
+        return float(start.elapsed_time(end)), (time.process_time_ns() - cpu_begin) / 1e6
+
+
+def timing_of(name: str, samples: Sequence[tuple[float, float]], other_load_percent: float | None = None) -> Timing:
+    """Return the timing of a contender from pairs of elapsed time and CPU time."""
+    elapsed, cpu = zip(*samples, strict=True) if samples else ((), ())
+    return Timing(name, tuple(elapsed), other_load_percent, tuple(cpu))
 
 
 def describe(error: Exception) -> str:
@@ -219,7 +233,7 @@ def measure(
     """Time contenders in turns, the first one by pytest-benchmark's `benchmark` fixture."""
     clock = clock or Clock(torch.device("cpu"))
     first, *peers = contenders
-    samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    samples: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in contenders}
     numbers = itertools.count()
 
     def timed(contender: Contender, prepared: Any) -> None:
@@ -248,7 +262,7 @@ def measure(
                 run_others(last)
     finally:
         gc.enable()
-    return [Timing(name, tuple(times[-rounds:]), others_load.percent) for name, times in samples.items()]
+    return [timing_of(name, times[-rounds:], others_load.percent) for name, times in samples.items()]
 
 
 class OtherLoad:

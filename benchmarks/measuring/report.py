@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from benchmarks.measuring.result_files import ROOT, by_case
 
 BENCHMARKS = "docs/benchmarks.md"
 SHOWN_OPS = "step, row-wise Adagrad", "step, Adagrad", "step of a plain DLRM, Adagrad"  # in README: at most 12 rows
+BY_IDS = re.compile(r"step, \w+ ids, \d+ threads?")  # ops with a table of their own
 DRAWS = "python -m benchmarks.measuring.report"
 
 Row = dict[str, Any]
@@ -54,19 +56,47 @@ def speed_section(results: Row) -> str:
     """The conditions, and the medians of every op and shape."""
     peers, scaling = list[list[str]](), list[list[str]]()
     for (op, shape), case in by_case(results["rows"]).items():
+        if BY_IDS.fullmatch(op):
+            continue
         if OURS not in case:
             scaling += [[op, shape, name, f"{row['p50_ms']:.2f}"] for name, row in case.items()]
             continue
         fused, copy = case.pop(OURS), case.pop(COPY, None)
-        fastest = min((row["p50_ms"] for name, row in case.items() if name != GATHER), default=None)
+        fastest = min((row for name, row in case.items() if name != GATHER), key=_median, default=None)
         remainder = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
         share = f"{100 * fused['gb_per_s'] / (copy['gb_per_s'] if copy else fused['copy_gb_per_s']):.0f} %"
-        ratio = f"{fastest / fused['p50_ms']:.2f}" if fastest else "-"
-        peers.append([op, shape, remainder, f"{fused['p50_ms']:.2f}", f"{fused['gb_per_s']:.1f}", share, ratio])
-    times = "tritonemb, ms"
-    header = "op", "shape", "peers, ms", times, "GB/s", "of a copy's rate", "times as fast as the fastest peer"
-    tables = markdown_table(header, peers, 3), markdown_table(["op", "shape", "case", times], scaling, 3)
-    return "\n\n".join([_conditions(results), *tables])
+        ratio = f"{fastest['p50_ms'] / fused['p50_ms']:.2f}" if fastest else "-"
+        times = f"{fused['p50_ms']:.2f}", f"{fused['gb_per_s']:.1f}", share, ratio, _cpu_ratio(fastest, fused)
+        peers.append([op, shape, remainder, *times])
+    milliseconds = "tritonemb, ms"
+    header = [
+        "op", "shape", "peers, ms", milliseconds, "GB/s", "of a copy's rate", "times as fast as the fastest peer",
+        "its CPU time, times ours",
+    ]  # fmt: skip
+    tables = markdown_table(header, peers, 3), markdown_table(["op", "shape", "case", milliseconds], scaling, 3)
+    return "\n\n".join([_conditions(results), *tables, *ids_tables(results)])
+
+
+def ids_tables(results: Row) -> list[str]:
+    """A table of a step by the distribution of ids and the number of threads: times as fast as FBGEMM, and CPU time."""
+    shapes: dict[str, dict[str, str]] = {}
+    for (op, shape), case in by_case(results["rows"]).items():
+        if BY_IDS.fullmatch(op) and "fbgemm" in case:
+            fused, peer = case[OURS], case["fbgemm"]
+            times = f"{peer['p50_ms'] / fused['p50_ms']:.2f} ({_cpu_ratio(peer, fused)})"
+            shapes.setdefault(shape, {})[op.removeprefix("step, ")] = times
+    columns = list(dict.fromkeys(column for row in shapes.values() for column in row))
+    rows = [[shape, *(row.get(column, "-") for column in columns)] for shape, row in shapes.items()]
+    header = "step, row-wise Adagrad: times as fast as FBGEMM (its CPU time, times ours)", *columns
+    return [markdown_table(header, rows)] if rows else []
+
+
+def _median(row: Row) -> float:
+    return float(row["p50_ms"])
+
+
+def _cpu_ratio(peer: Row | None, fused: Row) -> str:
+    return f"{peer['cpu_ms'] / fused['cpu_ms']:.2f}" if peer and peer.get("cpu_ms") and fused.get("cpu_ms") else "-"
 
 
 def shown_section(results: Row, picture: str) -> str:
@@ -75,7 +105,7 @@ def shown_section(results: Row, picture: str) -> str:
     for (op, shape), case in by_case(results["rows"]).items():
         if op in SHOWN_OPS:
             fused = case.pop(OURS)
-            peer = min((row for name, row in case.items() if name != COPY), key=lambda row: float(row["p50_ms"]))
+            peer = min((row for name, row in case.items() if name != COPY), key=_median)
             ratio = f"{peer['p50_ms'] / fused['p50_ms']:.1f}"
             figures = f"{peer['implementation']} {peer['p50_ms']:.1f}", f"{fused['p50_ms']:.1f}", ratio
             lines.append([op.removeprefix("step, "), shape, *figures])
@@ -95,7 +125,16 @@ def headline(results: dict[str, Any]) -> str:
                 f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as {name} ({op.removeprefix('step, ')})"
             )
     ids = "with ids that recur as in Meta's published traces"
-    return f"On a CPU, {ids}, a training step of embedding tables is {', and '.join(parts)}." if parts else ""
+    sentence = f"On a CPU, {ids}, a training step of embedding tables is {', and '.join(parts)}."
+    uniform = [
+        case["fbgemm"]["p50_ms"] / case[OURS]["p50_ms"]
+        for (op, _), case in by_case(results["rows"]).items()
+        if BY_IDS.fullmatch(op) and "uniform" in op and "fbgemm" in case
+    ]
+    if uniform:
+        sentence += f" With uniform ids, nearly all distinct, it is {min(uniform):.1f} to {max(uniform):.1f} times as "
+        sentence += "fast as FBGEMM's, on one thread and on two."
+    return sentence if parts else ""
 
 
 def _conditions(results: dict[str, Any]) -> str:

@@ -127,6 +127,7 @@ def timing_rows(
             "p20_ms": timing.percentile(20),
             "p50_ms": timing.percentile(50),
             "p80_ms": timing.percentile(80),
+            "cpu_ms": timing.cpu_ms,
             "rounds": len(timing.samples),
             "other_load_percent": timing.other_load_percent,
             "bytes": num_bytes[timing.name],
@@ -155,9 +156,13 @@ def lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             ratio = f"{fastest['p50_ms'] / row['p50_ms']:.2f} x {fastest['implementation']}" if fastest else ""
             yield (
                 f"{row['op']:38} {row['implementation']:24} p20 {row['p20_ms']:8.3f}  p50 {row['p50_ms']:8.3f}  "
-                f"p80 {row['p80_ms']:8.3f} ms {row['gb_per_s']:7.1f} GB/s {share:16} "
+                f"p80 {row['p80_ms']:8.3f} ms{cpu_text(row)} {row['gb_per_s']:7.1f} GB/s {share:16} "
                 f"{ratio if is_ours(row) else '':20} {row['shape']}"
             )
+
+
+def cpu_text(row: Mapping[str, Any]) -> str:
+    return f", CPU {row['cpu_ms']:8.3f} ms" if row.get("cpu_ms") is not None else ""
 
 
 def target_lines(targets: Sequence[dict[str, Any]]) -> Iterator[str]:

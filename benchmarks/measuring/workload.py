@@ -40,12 +40,16 @@ MLPERF_BAGS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100,
 MLPERF_CAP = 4_000_000  # rows of a table at most, so that ours and two peers fit side by side
 
 
+Ids = Literal["uniform", "zipf", "reuse"]
+IDS: tuple[Ids, ...] = ("uniform", "zipf", "reuse")
+
+
 @dataclass(frozen=True)
 class Workload:
     """Tables of `num_rows[t]` rows of `dim` elements of `dtype`, looked up by `batch_size` bags of `bag_sizes[t]` ids.
 
-    Ids are "uniform"; "zipf": the k-th most frequent row of a table in proportion to k^-1.15; or "reuse": each row as
-    often as in Meta's published traces.
+    Ids are "uniform"; "zipf": the k-th most frequent row of a table in proportion to k^-zipf_exponent; or "reuse": each
+    row as often as in Meta's published traces.
     """
 
     name: str
@@ -54,7 +58,8 @@ class Workload:
     bag_sizes: tuple[int, ...]
     dim: int = 128
     dtype: torch.dtype = torch.float32
-    ids: Literal["uniform", "zipf", "reuse"] = "uniform"
+    ids: Ids = "uniform"
+    zipf_exponent: float = ZIPF_EXPONENT
 
     def __str__(self) -> str:
         bags = (
@@ -115,6 +120,13 @@ SMALL_ROWS = tuple(
         (65_536, 26, 1, 16), (65_536, 8, 1, 8), (16_384, 26, 1, 32), (2048, 4, 10, 256), (8192, 26, 1, 64),
     )
 )  # fmt: skip
+# Each by ids of three distributions, as whether rows recur decides what a step costs: 1.05 as in click logs.
+BY_IDS = tuple(
+    replace(same(*sizes), ids=ids, zipf_exponent=1.05)
+    for sizes in ((8192, 1, 4, 16), (1024, 4, 2, 32), (2048, 8, 2, 32), (2048, 26, 1, 64), (512, 26, 20, 128))
+    for ids in IDS
+)
+HUGE = replace(same(8192, 1, 4, 16, 100_000_000), ids="uniform")  # 6.4 GB for each contender
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORKLOADS = (
     *(_fbgemm(dtype, ids) for dtype in DTYPES for ids in ("uniform", "zipf")),
@@ -171,25 +183,25 @@ def draw_batches(workload: Workload, count: int, device: torch.device = CPU, see
     generator = torch.Generator(device).manual_seed(seed)
     rng = np.random.default_rng(seed)
     sizes = [(rows, workload.batch_size * bag) for rows, bag in zip(workload.num_rows, workload.bag_sizes, strict=True)]
-    return [make_batch(workload, [_draw(workload.ids, *size, generator, rng) for size in sizes]) for _ in range(count)]
+    return [make_batch(workload, [_draw(workload, *size, generator, rng) for size in sizes]) for _ in range(count)]
 
 
-def _draw(kind: str, num_rows: int, count: int, generator: torch.Generator, rng: np.random.Generator) -> Tensor:
+def _draw(w: Workload, num_rows: int, count: int, generator: torch.Generator, rng: np.random.Generator) -> Tensor:
     device = generator.device
-    if kind == "reuse":
+    if w.ids == "reuse":
         return torch.from_numpy(draw_ids(num_rows, count, rng)).to(device)
-    if kind == "uniform":
+    if w.ids == "uniform":
         return torch.randint(0, num_rows, (count,), device=device, generator=generator)
-    cumulative, row_of_rank = _zipf(num_rows, device)
+    cumulative, row_of_rank = _zipf(num_rows, w.zipf_exponent, device)
     uniform = torch.rand(count, device=device, dtype=torch.float64, generator=generator)
     return row_of_rank[torch.searchsorted(cumulative, uniform).clamp(max=num_rows - 1)]
 
 
 @functools.lru_cache(maxsize=8)
-def _zipf(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _zipf(num_rows: int, exponent: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cumulative probability of ranks, and the row of each rank: hot rows lie anywhere in the table."""
     rank = torch.arange(1, num_rows + 1, device=device, dtype=torch.float64)
-    cumulative = torch.cumsum(rank**-ZIPF_EXPONENT, 0)
+    cumulative = torch.cumsum(rank**-exponent, 0)
     rows = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).to(device)
     return cumulative / cumulative[-1], rows
 

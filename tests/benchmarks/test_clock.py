@@ -80,11 +80,13 @@ def test_only_run_is_on_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
         now += milliseconds * 1_000_000
 
     monkeypatch.setattr(time, "perf_counter_ns", lambda: now)
+    monkeypatch.setattr(time, "process_time_ns", lambda: 2 * now)  # two threads
     slow_to_prepare = Contender("prepares", lambda number: takes(30), lambda prepared: takes(1))
     slow_to_run = Contender("runs", lambda number: takes(1), lambda prepared: takes(30))
     prepares, runs = measure(Pedantic(), [slow_to_prepare, slow_to_run], rounds=3, warmup_rounds=0)
     assert prepares.samples == (1, 1, 1)
     assert runs.samples == (30, 30, 30)
+    assert (prepares.cpu_ms, runs.cpu_ms) == (2, 60)
 
 
 def test_percentiles() -> None:

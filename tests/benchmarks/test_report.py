@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,10 @@ def test_a_page_without_markers_is_refused(text: str) -> None:
 
 def test_the_section_shows_figures_of_the_file() -> None:
     section = report.speed_section(results())
-    assert "| forward | B2048 T26 L1 D64 rows 100,000 | fbgemm 9.00 | 2.00 | 2.0 | 7 % | 4.50 |" in section.splitlines()
+    assert (
+        "| forward | B2048 T26 L1 D64 rows 100,000 | fbgemm 9.00 | 2.00 | 2.0 | 7 % | 4.50 | - |"
+        in section.splitlines()
+    )
     assert "a plain copy moves 30 GB/s" in section
 
 
@@ -77,11 +81,23 @@ def test_the_readme_shows_steps_beside_the_fastest_peer() -> None:
     ]
 
 
+def test_steps_by_ids_have_a_table_with_times_and_cpu_times() -> None:
+    timings = [replace(OURS, cpu_samples=(3.0,)), replace(PEER, cpu_samples=(18.0,))]
+    moved = dict.fromkeys(("tritonemb", "fbgemm"), 1)
+    ops = "step, uniform ids, 1 thread", "step, uniform ids, 2 threads", "step, row-wise Adagrad"
+    rows = [row for op in ops for row in timing_rows(op, SHAPE, timings, moved)]
+    run = condense([{"extra_info": {"rows": rows}}], SHARED)
+    section = report.speed_section(run).splitlines()
+    assert f"| {SHAPE} | 4.50 (6.00) | 4.50 (6.00) |" in section
+    assert not any(line.startswith("| step, uniform ids") for line in section)
+    assert "With uniform ids, nearly all distinct, it is 4.5 to 4.5 times as fast as FBGEMM's" in report.headline(run)
+
+
 def test_a_copy_is_no_peer_but_says_what_was_possible() -> None:
     timings = [OURS, Timing("copy", (0.5,))]
     rows = timing_rows("row cache allocate", SHAPE, timings, dict.fromkeys(("tritonemb", "copy"), 4_000_000))
     table = report.speed_section(condense([{"extra_info": {"rows": rows}}], SHARED))
-    assert f"| row cache allocate | {SHAPE} | - | 2.00 | 2.0 | 25 % | - |" in table.splitlines()
+    assert f"| row cache allocate | {SHAPE} | - | 2.00 | 2.0 | 25 % | - | - |" in table.splitlines()
 
 
 def test_the_newest_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
