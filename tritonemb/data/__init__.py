@@ -11,6 +11,7 @@ from tritonemb.data.open import (
     NAMES,
     ReaderHost,
     RemoteData,
+    SharedLog,
     from_dataframe,
     kind_of,
     open_dataset,
@@ -35,8 +36,8 @@ from tritonemb.data.transforms import transform
 __all__ = [
     "ALIASES", "CRITEO", "NAMES", "Batch", "Batches", "ClickLog", "Column", "Data", "DataLoaderWorkers", "Dataset",
     "Feature", "FolderStream", "LogOptions", "OpenOptions", "Position", "PositionedBatch", "ReadReport", "ReaderHost",
-    "RemoteData", "RowStream", "Rows", "Schema", "Shard", "Split", "SplitRule", "Stream", "VocabularyReport",
-    "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "kind_of", "load_adult",
+    "RemoteData", "RowStream", "Rows", "Schema", "Shard", "SharedLog", "Split", "SplitRule", "Stream",
+    "VocabularyReport", "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "kind_of", "load_adult",
     "load_movielens_100k", "load_vocabulary", "make_synthetic", "merge_positions", "open_dataset", "open_for_scoring",
     "open_shards", "rank_position", "transform",
 ]  # fmt: skip

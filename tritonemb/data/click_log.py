@@ -17,11 +17,12 @@ from tritonemb.data.files import Chunk, Format, LogFile, Part, find_files, is_re
 from tritonemb.data.kafka import SCHEME, KafkaStream
 from tritonemb.data.parquet import ArrowSource
 from tritonemb.data.pipeline import FIELDS, LogReader, LogSource
-from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, ReadReport, Split, Stream
+from tritonemb.data.protocol import SPLITS, WHOLE, Feature, OpenOptions, ReadReport, Shard, Split, Stream
 from tritonemb.data.schema import ALL_ROWS, Kind, LogOptions, Names, Schema
 from tritonemb.data.streams import FolderStream, RowStream, StreamSource
 from tritonemb.data.text import TextSource
 from tritonemb.data.transforms import Transforms
+from tritonemb.flight import SCHEMES
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class ClickLog(protocol.TablesMixin):
     """
 
     def __init__(
-        self, source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile] | RowStream,
+        self, source: str | Path | Sequence[str | Path | LogFile] | Mapping[Split, LogFile] | RowStream,
         options: LogOptions | None = None, *, name: str | None = None, labelled: bool = True,
         extra_columns: tuple[str, ...] = (),
     ) -> None:  # fmt: skip
@@ -155,6 +156,16 @@ class ClickLog(protocol.TablesMixin):
         known = self.num_rows(split)
         is_known = known is not None or (self.is_stream and split == "train")
         return known if is_known else self._reader.estimated_rows(split)
+
+    def sizes_on_peers(self, split: Split, shard: Shard) -> dict[str, float]:
+        """Return the rows, or bytes of text, of a shard in files that only other reader hosts have, by name. No file is
+        read, as these hosts may not answer."""
+        sizes, source = dict[str, float](), self._reader.source
+        for part in self._reader.shard(split, shard).parts[split]:
+            if str((file := source.files[part.file]).path).startswith(SCHEMES):
+                size = source.estimated_rows(part) if source.counts_rows else (part.stop or file.size) - part.start
+                sizes[file.name] = sizes.get(file.name, 0) + max(size, 0)
+        return sizes
 
     def open(self, split: Split, batch_size: int, **kwargs: Any) -> Stream:
         """Open a split; see `tritonemb.data.protocol.Data.open`. Shuffle buffers are `shuffle_rows`, in whole batches.

@@ -13,6 +13,7 @@ from urllib.parse import quote, unquote
 
 from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
 from tritonemb.data.schema import SplitRule
+from tritonemb.flight import SCHEMES
 from tritonemb.utils import LazyModule, atomic_path, join_names, require
 
 # The parts of pyarrow that read logs, each imported when it is first used.
@@ -95,7 +96,7 @@ class LogFile:
         return ValueError(f"{self.path} has changed since it was opened: {reason}; start again")
 
 
-def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
+def find_files(source: str | Path | Sequence[str | Path | LogFile]) -> tuple[LogFile, ...]:
     """List the files of a log: one, several in this order, or those of a folder in natural order (day_2 before day_10).
 
     Names in a folder that begin with a dot or an underscore (`_SUCCESS`) are ignored. URIs such as `s3://bucket/logs`
@@ -103,7 +104,7 @@ def find_files(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]
     """
     if not (sources := [source] if isinstance(source, str | Path) else list(source)):
         raise ValueError("no files given; pass a file, several files or a folder")
-    files = [file for source_entry in sources for file in _list_files(source_entry)]
+    files = [file for entry in sources for file in ([entry] if isinstance(entry, LogFile) else _list_files(entry))]
     if len(path_by_format := {file.format.replace("parquet", "Parquet"): file.path for file in files}) > 1:
         (form, path), (other_form, other_path), *_ = sorted(path_by_format.items())
         raise ValueError(f"{path} is {form} and {other_path} {other_form}: a log has one format")
@@ -255,6 +256,8 @@ def open_parquet(
                 page_checksum_verification=verify is None, read_dictionary=encoded(metadata),
             ) as source:  # fmt: skip
                 yield source, verify or (lambda group: None)
+    except ConnectionError:  # a reader host does not answer; the file may be complete
+        raise
     except (pa.ArrowException, OSError, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file.path} is not a complete Parquet file ({reason}); write or fetch it again") from error
@@ -314,7 +317,10 @@ class Chunk:
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
     """Return the files of each split; the rule may name files outside the log."""
-    validation, test = (find_files(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
+    remote: dict[str, Any] = {file.name: file for file in files if str(file.path).startswith(SCHEMES)}
+    named = rule.validation_files, rule.test_files
+    sources = ([remote.get(Path(path).name, path) for path in paths] for paths in named)
+    validation, test = (find_files(paths) if paths else () for paths in sources)
     test = test if validation or test or files[0].format == "stream" else files[-1:]
     validation_at, test_at = ({file.identity for file in held_out} for held_out in (validation, test))
     if overlap := [file for file in test if file.identity in validation_at]:

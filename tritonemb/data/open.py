@@ -7,10 +7,11 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,13 @@ import torch
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
-from tritonemb.data.files import exists
+from tritonemb.data.files import LogFile, exists, find_files, fs, natural_sort_key
 from tritonemb.data.loader import ShardState, read_shards
 from tritonemb.data.parquet import file_of_frame
 from tritonemb.data.protocol import Data, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream, TablesMixin
 from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.flight import ROOTS, SCHEMES, TOKEN, Client, Message, start_server
-from tritonemb.utils import Closeable, did_you_mean
+from tritonemb.utils import Closeable, did_you_mean, join_names, require
 
 _log = logging.getLogger(__name__)
 
@@ -124,6 +125,71 @@ def open_for_scoring(
     return click_log.all_rows_as("test")
 
 
+class SharedLog:
+    """Log whose files are on several reader hosts, of which each has some, for `ReaderHost` to serve as a whole. A host
+    reads the other files from its peers, by name. Raise ValueError for a stream.
+
+    Args:
+        source, options, name: as of `ClickLog`; the source is the file or folder of this host.
+        peers: addresses of the other hosts, or of all; token and trusted certificates are those of the environment.
+    """
+
+    def __init__(self, source: str | Path, options: LogOptions, *, peers: Sequence[str], name: str = "") -> None:
+        if options.follow:
+            raise ValueError(f"{source}: hosts cannot share the files of a stream; serve it without peers")
+        self.name, self._options = name or Path(source).resolve().name, options
+        self._files = {file.name: file for file in find_files(source)}
+        self._peers = [Client(address, os.environ.get(TOKEN, ""), os.environ.get(ROOTS)) for address in peers]
+        self._lock, self._owners = threading.Lock(), dict[str, list[Client]]()  # peers by file
+        self._log: ClickLog | None = None
+
+    def log(self) -> ClickLog:
+        """Open the log of all files. ConnectionError: a peer does not answer; ValueError: files of one name differ."""
+        with self._lock:
+            if self._log is None:
+                system, files = self._file_system(), dict(self._files)
+                self._owners.clear()
+                for client in self._peers:
+                    for name, form, codec, size in client.call("files")["files"]:
+                        file = LogFile(f"{client.address}/{name}", form, codec, size, stored=(system, name))
+                        if replace(files.setdefault(name, file), path=file.path, modified=0) != file:
+                            raise ValueError(f"{files[name].path} and {file.path} differ; give them different names")
+                        self._owners.setdefault(name, []).append(client)
+                names = sorted(files, key=natural_sort_key)
+                self._log = ClickLog([files[name] for name in names], self._options, name=self.name)
+            return self._log
+
+    def files(self) -> Message:
+        """Describe the files of this host, for its peers."""
+        return {"files": [(file.name, file.format, file.codec, file.size) for file in self._files.values()]}, b""
+
+    def read(self, name: str, offset: int, num_bytes: int) -> Message:
+        """Read bytes of a file of this host, or else of a peer; ConnectionError if no host that has it answers."""
+        if (file := self._files.get(name)) is not None:
+            with file.open() as raw:
+                return {"size": file.size}, raw.read_at(min(num_bytes, file.size), offset)
+        request = {"action": "read", "name": name, "offset": offset, "num_bytes": num_bytes}
+        for client in (owners := self._owners.get(name, [])):
+            try:
+                with closing(client.stream(request)[0]) as messages:
+                    return next(messages)
+            except ConnectionError as error:
+                _log.warning("%s; another reader host that has %s takes its place", error, name)
+                self._owners[name] = sorted(owners, key=lambda owner: owner is client)  # asked last
+        raise ConnectionError(f"no reader host that has {name} answers: {join_names(c.address for c in owners)}")
+
+    def _file_system(self) -> Any:
+        # Files of peers, with the methods that Arrow calls.
+        class PeerFile(require("fsspec.spec").AbstractBufferedFile):  # type: ignore[misc]
+            def _fetch_range(self, start: int, end: int) -> bytes:
+                return bytes(self.fs.read(self.path, start, end - start)[1])
+
+        system = SimpleNamespace(protocol="grpc", isfile=self._owners.__contains__, read=self.read)
+        system.info = lambda name: {"type": "file"} | self.read(name, 0, 0)[0]
+        system.open = partial(PeerFile, system, cache_type="none")
+        return fs.PyFileSystem(fs.FSSpecHandler(system))
+
+
 class ReaderHost(Closeable):
     """Server that sends the batches of `data` to clients with the token, over Arrow Flight.
 
@@ -139,7 +205,7 @@ class ReaderHost(Closeable):
     """
 
     def __init__(
-        self, data: Data, address: str = "grpc://127.0.0.1:0", *, token: str | None = None,
+        self, data: Data | SharedLog, address: str = "grpc://127.0.0.1:0", *, token: str | None = None,
         certificate: str | Path | None = None, key: str | Path | None = None,
     ) -> None:  # fmt: skip
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
@@ -160,12 +226,21 @@ class ReaderHost(Closeable):
         self._server.stop()
 
 
-def _handle_request(data: Data, stop_event: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
-    if (action := request.pop("action")) == "describe":
+def _handle_request(data: Any, stop_event: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
+    action, is_shared = request.pop("action"), isinstance(data, SharedLog)
+    if action in ("files", "read"):
+        if not is_shared:
+            raise ValueError(f"{data.name}: this reader host does not share its files; start it with peers")
+        yield getattr(data, action)(**request)
+        return
+    data = data.log() if is_shared else data
+    if action == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
-        values["is_stream"] = getattr(data, "is_stream", False)
+        values |= {"is_stream": getattr(data, "is_stream", False), "is_shared": is_shared}
         yield values | {"features": [astuple(feature) for feature in data.features]}, b""
+    elif action == "missing":
+        yield {"sizes": data.sizes_on_peers(request["split"], tuple(request["shard"]))}, b""
     elif action == "rows":
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
@@ -198,7 +273,7 @@ class RemoteData(TablesMixin):
         self._description = description = dict[str, Any]()
         self.num_hosts = len(self._addresses)
         for number in range(self.num_hosts):
-            self.ask(lambda client: None, number)
+            self.ask(lambda client: None, self._addresses[number:] + self._addresses[:number])
         self.name, self.encoding = str(description["name"]), str(description["encoding"])
         self.features = tuple(Feature(*feature) for feature in description["features"])
         self.num_dense: int = description["num_dense"]
@@ -224,11 +299,11 @@ class RemoteData(TablesMixin):
         set; their errors are raised as built-in types. Raise ConnectionError, also in `next`, if no host answers."""
         return _RemoteStream(self, OpenOptions(split, batch_size, **kwargs))
 
-    def ask(self, request: Callable[[Client], Any], first: int = 0) -> Any:
-        """Return the result of a request to host number `first`, or the next one that answers."""
-        last = first + self.num_hosts
+    def ask(self, request: Callable[[Client], Any], addresses: Sequence[str] = ()) -> Any:
+        """Return the result of a request to the first of these hosts, or of all, that answers."""
+        remaining = list(addresses or self._addresses)
         while True:
-            client = Client(self._addresses[first % self.num_hosts], self._token, self._roots)
+            client = Client(remaining.pop(0), self._token, self._roots)
             try:
                 description = client.call("describe")
                 self._description.update({} if self._description else description)
@@ -236,17 +311,31 @@ class RemoteData(TablesMixin):
                     raise ValueError(f"the reader hosts {self._addresses[0]} and {client.address} have different data")
                 return request(client)
             except ConnectionError as error:
-                if (first := first + 1) == last:
+                if not remaining:
                     raise
                 _log.warning("%s; the next reader host takes its place", error)
+
+    def hosts_of(self, options: OpenOptions, tried: Sequence[str]) -> list[str]:
+        """Return addresses in the order in which hosts should read a shard: first the host with most of its rows, last
+        those already `tried`. Raise ConnectionError if a file of the shard is on no host that answers."""
+        (index, count), missing = options.shard, dict[str, dict[str, float]]()
+        addresses = [self._addresses[(index + number) % self.num_hosts] for number in range(self.num_hosts)]
+        for address in addresses if self._description.get("is_shared") else ():
+            with suppress(ConnectionError):  # this host is asked last
+                missing[address] = Client(address, self._token, self._roots).call("missing", asdict(options))["sizes"]
+        if 0 < len(missing) < self.num_hosts and (names := set.intersection(*map(set, missing.values()))):
+            lost, hosts = join_names(sorted(names)), f"{join_names(missing)}, of {join_names(addresses)}"
+            raise ConnectionError(f"shard {index} of {count} needs {lost}, which no host that answers has: {hosts}")
+        return sorted(addresses, key=lambda a: (a in tried, a not in missing, sum(missing.get(a, {}).values())))
 
 
 class _RemoteStream(Stream):
     """Stream of one host, and if that fails of the next one, from the same position on."""
 
     def __init__(self, data: RemoteData, options: OpenOptions) -> None:
-        self._data, self._options, self.position, self._failures = data, options, options.position or {}, 0
-        data.ask(self._open, options.shard[0])
+        self._data, self._options, self.position = data, options, options.position or {}
+        self._tried: list[str] = []  # addresses of hosts, since the last batch
+        data.ask(self._open, data.hosts_of(options, self._tried))
 
     def _open(self, client: Client) -> None:
         request = {"action": "open"} | asdict(replace(self._options, position=self.position or None))
@@ -254,19 +343,19 @@ class _RemoteStream(Stream):
         messages, cancel = client.stream(request)
         items = _to_items(messages, pin_memory)
         first = next(items)
+        self._tried.append(client.address)
         super().__init__(items, first.position, first.report, on_stop=cancel)
 
     def __next__(self) -> Batch:
         try:
             batch = super().__next__()
         except ConnectionError as error:
-            self._failures += 1  # since the last batch
-            if self._failures > self._data.num_hosts:
+            if len(self._tried) > self._data.num_hosts:
                 raise
             _log.warning("%s; the next reader host continues shard %d", error, self._options.shard[0])
-            self._data.ask(self._open, self._options.shard[0] + self._failures)
+            self._data.ask(self._open, self._data.hosts_of(self._options, self._tried))
             return next(self)
-        self._failures = 0
+        del self._tried[:-1]
         return batch
 
 
@@ -309,6 +398,7 @@ class ReaderOptions:
         address: grpc://HOST:PORT for this machine only, or grpc+tls://HOST:PORT with a certificate.
         certificate: PEM file for TLS.
         key: PEM file of the certificate's key.
+        peers: addresses of the other hosts, if each has only some files of the log.
         seed: seed of synthetic data.
         read: options for reading a log.
     """
@@ -318,12 +408,14 @@ class ReaderOptions:
     address: str = "grpc://127.0.0.1:8815"
     certificate: Path | None = None
     key: Path | None = None
+    peers: tuple[str, ...] = ()
     seed: int = 0
     read: LogOptions = field(default_factory=LogOptions)
 
 
 def run_reader(options: ReaderOptions) -> None:
-    data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
+    data: Any = options.peers and SharedLog(options.path or options.data, options.read, peers=options.peers)
+    data = data or open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)
         if not os.environ.get(TOKEN):

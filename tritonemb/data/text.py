@@ -185,6 +185,8 @@ def open_text(file: LogFile) -> Iterator[Any]:
         try:
             with pa.CompressedInputStream(raw, file.codec) as unpacked:
                 yield io.BufferedReader(_ForwardStream(unpacked), _BUFFER_BYTES)
+        except ConnectionError:  # a reader host does not answer; the file may be complete
+            raise
         except OSError as error:
             raise ValueError(f"{file.path} is not a complete {file.codec} file ({error}); fetch it again") from error
 
