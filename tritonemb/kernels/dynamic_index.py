@@ -18,12 +18,13 @@ Memory: 16 bytes per row beside its values, and at most 6.25 of slots once a par
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tritonemb.kernels.dynamic_slots import FIELDS, IndexRows, Pointers, find_victim, index_at, insert, look_up, remove
 from tritonemb.kernels.triton_utils import cdiv, jit, last_at_most, launch, mix, on_device, tl
-from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, nonzero, partitions_of
+from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, PendingInsert, Rule, partitions_of
 
 FIND_IDS = tl.constexpr(32)  # per program of one warp: two loads of 16 bytes of digests in flight per lane
 BLOCK_ROWS = tl.constexpr(256)  # rows or ids per iteration of a loop
@@ -307,25 +308,23 @@ def dynamic_find_reference_(
 def dynamic_begin_insert_reference(
     indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False
 ) -> PendingInsert:
-    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`."""
-    return begin_insert_by_torch(values, keys, distinct)
+    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`.
 
-
-def begin_insert_by_torch(values: Tensor, keys: Tensor, distinct: bool = False) -> PendingInsert:
-    """Compute `dynamic_begin_insert` by PyTorch's operators, with a host synchronization for sizes."""
-    # Sort by key, then id, both stably.
-    order = nonzero(keys != NO_KEY)
-    ids, keys = values[order], keys[order]
-    ascend = (keys[1:] > keys[:-1]) | ((keys[1:] == keys[:-1]) & (ids[1:] >= ids[:-1]))
+    By NumPy, which sorts several times faster than PyTorch; the order of an id's positions does not matter.
+    """
+    # Sort by key, then id.
+    order = np.flatnonzero(keys.numpy() != NO_KEY)
+    ids, tables = values.numpy()[order], keys.numpy()[order]
+    ascend = (tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (ids[1:] >= ids[:-1]))
     if not (distinct or ascend.all()):  # ids of a checkpoint are sorted already
-        by_id = ids.sort(stable=True).indices
-        keys, by_key = keys[by_id].sort(stable=True)
-        order, ids = order[by_id[by_key]], ids[by_id[by_key]]
-    heads = torch.ones_like(keys, dtype=torch.bool)
-    heads[1:] = (ids[1:] != ids[:-1]) | (keys[1:] != keys[:-1])
-    firsts, numbers = nonzero(heads), heads.cumsum(0, dtype=torch.int32)
-    begins = torch.cat([firsts, firsts.new_tensor([ids.numel()])])
-    return PendingInsert(order, keys, numbers, ids[firsts], begins, keys[firsts], torch.ones_like(heads[firsts]))
+        by_id = ids.argsort()
+        by_id = by_id[tables[by_id].argsort(kind="stable")]
+        order, ids, tables = order[by_id], ids[by_id], tables[by_id]
+    heads = np.ones(ids.size, dtype=np.bool_)
+    heads[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
+    firsts, numbers = np.flatnonzero(heads), heads.cumsum(dtype=np.int32)
+    fields = order, tables, numbers, ids[firsts], np.append(firsts, ids.size), tables[firsts], heads[firsts]
+    return PendingInsert(*map(torch.from_numpy, fields))
 
 
 def dynamic_room_reference(

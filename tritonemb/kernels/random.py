@@ -213,7 +213,7 @@ def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int]
 
 
 def initialize_by(
-    draw: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor],
+    draw: Callable[..., None], write: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor],
     initial: Sequence[tuple[int, float]], ids: Tensor | None = None, rows: Tensor | None = None,
     tables: Tensor | None = None, origin: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
@@ -221,6 +221,7 @@ def initialize_by(
 
     Args:
         draw: function that fills in float32 values of one table.
+        write: function that writes such values to rows of a weight.
         weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
         states: the first state of each table, then the second; float32.
         initial: seed, of 63 bits, and bound of each table.
@@ -236,10 +237,14 @@ def initialize_by(
         entries = nonzero((tables == index) & (rows >= 0))
         values, table_rows = torch.empty(entries.numel(), weight.shape[1], device=weight.device), rows[entries]
         draw(values, *seed_and_bound, (0, 0), ids[entries])
-        weight.index_copy_(0, table_rows, values.to(weight.dtype))
+        write(weight, table_rows, values)
         for state in states[index :: len(weights)]:
             state.index_fill_(0, table_rows, 0.0)
 
 
 def initialize_rows_reference_(*args: Any, **options: Any) -> None:
-    initialize_by(_draw_by_torch, *args, **options)
+    initialize_by(_draw_by_torch, _write_by_torch, *args, **options)
+
+
+def _write_by_torch(weight: Tensor, rows: Tensor, values: Tensor) -> None:
+    weight.index_copy_(0, rows, values.to(weight.dtype))

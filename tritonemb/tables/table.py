@@ -275,7 +275,7 @@ class DeviceRows:
 
     def read(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
         """Read weight and states of distinct rows; return copies by name."""
-        return {name: tensor[rows] for name, tensor in table.device_tensors().items()}
+        return {name: tensor.index_select(0, rows) for name, tensor in table.device_tensors().items()}
 
     def write(self, table: Table, rows: Tensor, values: Tensors, order: Index = None, ids: Index = None) -> None:
         """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""

@@ -22,9 +22,10 @@ from tritonemb.kernels.cpu.simd import (
     prefetch,
     uint8_row,
 )
-from tritonemb.kernels.dynamic_index import begin_insert_by_torch
+from tritonemb.kernels.dynamic_index import dynamic_begin_insert_reference
 from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
+_ALL_WAYS, _NO_VICTIM = np.int64(2**WAYS - 1), np.int64(2**63 - 1)  # mask of a bucket; above all keys of rows
 _IndexArrays: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:]))  # type: ignore[misc]
 
 
@@ -173,27 +174,39 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
             _find_chunked(index, first, stop, ids, (table, steps[table]), results, buffers)
 
 
-@called
+@inlined
+def _prefetch_set(index, home):
+    """Prefetch what `_find_victim` reads of a home bucket's rows, if the partition is full."""
+    partitions, ways = index.num_sets.size, ~_ways_with(index, home, 0) & _ALL_WAYS
+    while ways != 0 and index.num_rows[home % partitions] == index.free.size // partitions:
+        prefetch(np.int64(index.ids.ctypes.data) + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
+        ways &= ways - 1
+
+
+@inlined
 def _find_victim(index, home, step, max_step, half_life):
-    """Return the slot of the row of a set to evict, -1 if none may be, and its key: aged count, last step, id."""
-    victim, min_key = -1, (np.int64(0), np.int64(0), np.int64(0))
-    partitions = index.num_sets.size
-    bucket, remaining = home, WAYS + np.int64(index.overflowed[home])  # slots and rows to compare
-    while remaining > 0:
-        for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
-            if bucket == home:
-                remaining -= 1
-            if index.digests[slot] == 0 or (bucket != home and _home_bucket(index, mix(_id_of(index, slot))) != home):
-                continue
+    """Return the slot of the row of a set to evict, -1 if none may be, its key (aged count, last step), and its id."""
+    victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
+    bucket, remaining = home, np.int64(index.overflowed[home])
+    while True:
+        ways = ~_ways_with(index, bucket, 0) & _ALL_WAYS
+        while ways != 0:
+            slot = bucket * WAYS + lowest_bit(ways)
+            ways &= ways - 1
+            row = np.int64(index.rows[slot])
+            id, last_step = index.ids[row, 0], np.int64(index.uses[row, 0])
             if bucket != home:
+                if _home_bucket(index, mix(id)) != home:
+                    continue
                 remaining -= 1
-            row = index.rows[slot]
-            id, last_step, count = index.ids[row, 0], np.int64(index.uses[row, 0]), np.int64(index.uses[row, 1])
-            key = count >> min(31, (step - last_step) // half_life) if half_life > 0 else np.int64(0), last_step, id
-            if last_step <= max_step and (victim < 0 or key < min_key):
-                victim, min_key = slot, key
-        bucket = bucket + partitions if bucket != home else index.overflowed.size + home % partitions
-    return victim, min_key
+            key = last_step
+            if half_life > 0:
+                key += np.int64(index.uses[row, 1]) >> min(31, max(0, step - last_step) // half_life) << 32
+            if (last_step <= max_step) & ((key < min_key) | ((key == min_key) & (id < min_id))):  # no branches: `&`
+                victim, min_key, min_id = slot, key, id
+        if remaining == 0:
+            return victim, min_key, min_id
+        bucket = bucket + index.num_sets.size if bucket != home else index.overflowed.size + home % index.num_sets.size
 
 
 @inlined
@@ -211,7 +224,7 @@ def _return_from_overflow(index, partition, home, target):
         bucket += index.num_sets.size
 
 
-@called
+@inlined
 def _remove_slot(index, slot):
     """Remove the row of a slot from the index, and push it to the partition's free rows."""
     row = index.rows[slot]
@@ -282,14 +295,16 @@ def _insert(index, number, ids, begins, rules, table, evicted):
     id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
     home, partition = _home_bucket(index, mix(id)), _partition_of(index, mix(id))
     if index.num_rows[partition] == index.free.size // partitions:
-        victim, min_key, num_sets = -1, (np.int64(0), np.int64(0), np.int64(0)), np.int64(index.num_sets[partition])
+        victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
+        num_sets = np.int64(index.num_sets[partition])
+        _prefetch_set(index, (home // partitions + 1) % num_sets * partitions + partition)
         for offset in range(num_sets):
             if victim >= 0 and offset > 1:
                 break
             probed_home = (home // partitions + offset) % num_sets * partitions + partition
-            slot, key = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
-            if slot >= 0 and (victim < 0 or key < min_key):
-                victim, min_key = slot, key
+            slot, key, victim_id = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
+            if key < min_key or (key == min_key and victim_id < min_id):
+                victim, min_key, min_id = slot, key, victim_id
         evicted[number, 0], evicted[number, 1] = _id_of(index, victim), index.rows[victim]
         _remove_slot(index, victim)
     # Take the row freed last, or a new one.
@@ -337,6 +352,7 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
                     home = _home_bucket(index, mix(ids[chunk[i]]))
                     prefetch(row_of + (home * WAYS + lowest_bit(_ways_with(index, home, 0))) * 4, 1)
                 for i in range(size):
+                    _prefetch_set(index, _home_bucket(index, mix(ids[chunk[min(i + 1, size - 1)]])))
                     rows[chunk[i]] = _insert(index, chunk[i], ids, begins, rules, table, evicted)
                 size = 0
 
@@ -398,18 +414,12 @@ def dynamic_find_(
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
-def dynamic_begin_insert(
-    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False
-) -> PendingInsert:
-    """See `kernels/dynamic_index.py`. By PyTorch's operators, for the few positions without a row."""
-    if keys.numpy().min(initial=NO_KEY) == NO_KEY:  # NumPy: PyTorch would wake threads
-        return _NO_NEW_IDS
-    unknown = torch.from_numpy(np.flatnonzero(keys.numpy() != NO_KEY))
-    pending = begin_insert_by_torch(values[unknown], keys[unknown], distinct)
-    return pending._replace(order=unknown[pending.order])
+def dynamic_begin_insert(*args: Any) -> PendingInsert:
+    """See `kernels/dynamic_index.py`; by its reference if there are new ids."""
+    return _NO_NEW_IDS if args[2].numpy().min(initial=NO_KEY) == NO_KEY else dynamic_begin_insert_reference(*args)
 
 
-_NO_NEW_IDS = begin_insert_by_torch(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+_NO_NEW_IDS = dynamic_begin_insert_reference([], torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
 def dynamic_room(
@@ -426,7 +436,7 @@ def dynamic_commit_insert_(
     evicted = pending.ids.new_full((pending.ids.numel(), 2), -1)
     args = _index_addresses(indexes), _of_ids(pending), np.array(rules), rows.numpy(), evicted.numpy()
     _insert_partitions(num_tasks, num_tasks, num_tasks, *args)
-    batch_rows.index_copy_(0, pending.order, rows.index_select(0, pending.numbers - 1))
+    batch_rows.numpy()[pending.order.numpy()] = rows.numpy()[pending.numbers.numpy() - 1]
     return rows, evicted
 
 

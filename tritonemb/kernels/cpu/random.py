@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import FLOAT16, inlined, parallel
+from tritonemb.kernels.cpu.row_cache import move_rows_
 from tritonemb.kernels.cpu.simd import (
     bfloat16_to_float32,
     float16_to_float32,
@@ -151,4 +152,8 @@ def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Te
     _fill_rows(torch.get_num_threads(), num_tasks, num_tasks, *args)
 
 
-initialize_rows_ = partial(initialize_by, _draw)
+def _write(weight: Tensor, rows: Tensor, values: Tensor) -> None:
+    move_rows_([weight], [values.to(weight.dtype)], rows, torch.arange(rows.numel()))
+
+
+initialize_rows_ = partial(initialize_by, _draw, _write)
