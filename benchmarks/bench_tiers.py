@@ -35,7 +35,7 @@ from benchmarks.measuring.result_files import Goal
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.storage import DiskRows
 from tritonemb.storage.io import TableIdentity
-from tritonemb.storage.page_table import PAYLOAD_BYTES, FileLayout
+from tritonemb.storage.page_table import TRAILER_BYTES, FileLayout
 from tritonemb.storage.store import record_of
 from tritonemb.storage.threads import DEFAULT_THREADS
 
@@ -95,9 +95,9 @@ class Table:
         self.shape, self.path = shape, folder / f"rows-{shape.dim}"
         record = record_of(shape.dim, torch.float32, RowWiseAdagrad.states)
         num_rows = NUM_BYTES // record.num_bytes
-        self.layout = FileLayout(num_rows, record.num_bytes)
         identity = TableIdentity("table", num_rows, record, 0)
         self.rows = DiskRows.create(self.path, identity, lambda rows, records: records.zero_())
+        self.layout = FileLayout(num_rows, record.num_bytes, self.rows.page_bytes)
         step = FILL_BYTES // record.num_bytes
         for begin in range(0, num_rows, step):
             rows = torch.arange(begin, min(begin + step, num_rows))
@@ -178,7 +178,7 @@ def check_plain(table: Table) -> None:
     table.read_plainly(table.layout.offset(np.array([block])))
     view = np.frombuffer(table.views[-1], dtype=np.uint8)
     begin = int(rows[0]) % table.layout.rows_per_block * (table.layout.record_bytes + 1) + 1
-    size = min(table.layout.record_bytes, PAYLOAD_BYTES - begin)
+    size = min(table.layout.record_bytes, table.layout.page_bytes - TRAILER_BYTES - begin)
     assert (view[begin : begin + size] == table.records[0, :size].numpy()).all()
 
 

@@ -234,13 +234,13 @@ def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
 def test_a_large_table_is_on_one_tier():
     """The LP would have parts of it on several: its bound is lower, and it finds room where there is none."""
     tables = [te.TableConfig("large", 40_000_000, 64), *(te.TableConfig(f"t{n}", 2_000_000, 64) for n in range(10))]
-    topology = te.Topology(4, hbm=2 * GB, host=9 * GB, disk=12 * GB)
+    topology = te.Topology(4, hbm=2 * GB, host=9 * GB, disk=22 * GB)
     plan = te.plan(tables, topology, batch_size=256)
     fits(plan, tables, topology, 256)
     mixed = relaxed(tables, topology, {}).bound - plan.report.model.latencies.sum()
     assert mixed < 0.95 * (plan.report.bound - plan.report.prediction.latency)
     assert plan.report.bound <= plan.report.load <= 1.03 * plan.report.bound
-    less = topology.but(disk=9 * GB)
+    less = topology.but(disk=18 * GB)
     assert relaxed(tables, less, {}) is not None
     with pytest.raises(te.PlanError, match="a tier is too small, and a table must fit on one tier; it fits with"):
         te.plan(tables, less, batch_size=256)

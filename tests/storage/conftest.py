@@ -13,6 +13,17 @@ from pathlib import Path
 import pytest
 
 from tests.storage.stores import Stop, disk_rows, write
+from tritonemb.storage import aio
+from tritonemb.storage.page_table import FileLayout
+
+
+@pytest.fixture(autouse=True)
+def page_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of the pages of new files, whatever the disk's sectors are."""
+    value: int = getattr(request, "param", aio.PAGE_BYTES)
+    layout = classmethod(lambda cls, num_rows, record_bytes, _: cls(num_rows, record_bytes, value))
+    monkeypatch.setattr(FileLayout, "smallest", layout)
+    return value
 
 
 @pytest.fixture

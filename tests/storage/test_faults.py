@@ -282,9 +282,9 @@ def test_a_damaged_header(filled, place, message):
 
 def test_a_file_of_another_format(filled, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(io, "FORMAT", 3)
+        patch.setattr(io, "FORMAT", 4)
         disk_rows(filled.with_name("new"), 100, 516).close()
-    with pytest.raises(StorageError, match="has format 3, this version of tritonemb reads format 2"):
+    with pytest.raises(StorageError, match="has format 4, this version of tritonemb reads format 3"):
         disk_rows(filled.with_name("new"), 100, 516)
 
 

@@ -57,7 +57,13 @@ def streams(draw: st.DrawFn, num_rows: int) -> tuple[int, list[tuple[str, list[i
     return cached, [(operation, part.tolist()) for operation, part in zip(operations, rows, strict=True)]
 
 
-@pytest.mark.parametrize("num_bytes", SIZES)
+# In sectors of 512 bytes: one, two and five in a block, and three records in one.
+SMALL = [(512, num_bytes) for num_bytes in (130, 495, 496, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "num_bytes"), [*[(4096, num_bytes) for num_bytes in SIZES], *SMALL], indirect=["page_bytes"]
+)
 @pytest.mark.parametrize("store", ["file", "file, by threads", "lru", "lfu"])
 def test_it_is_as_a_dict(tmp_path, num_bytes, store, monkeypatch):
     """Nobody waits between reads and writes; tables are closed and opened, flushed and saved in between."""

@@ -1,4 +1,4 @@
-"""Page tables, against a dict."""
+"""Page tables, against a dict; pages of the size of a disk's sectors."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import resident_growth
 from tests.storage.stores import disk_rows, read, some_records, write
-from tritonemb.storage import StorageError, page_table
-from tritonemb.storage.page_table import LEAF, PageTable
+from tritonemb.storage import StorageError, aio, io, page_table, restore
+from tritonemb.storage.page_table import LEAF, MAX_POSITIONS, FileLayout, PageTable
 
 NUM_BLOCKS = 5 * LEAF + 3
 blocks = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(sorted)
@@ -71,3 +71,121 @@ def test_a_file_has_a_limited_number_of_positions(tmp_path, monkeypatch):
     monkeypatch.undo()
     with disk_rows(tmp_path / "rows", 100, 516) as store:
         assert read(store, [0, 50, 99]).equal(some_records(3, 516, 1))
+
+
+ROWS = range(3, 300, 9)
+sectors = pytest.mark.parametrize("page_bytes", [512], indirect=True)
+
+
+@pytest.fixture
+def moved(monkeypatch):
+    """Bytes of the extents that were read, and written, asynchronously."""
+    num_bytes, real = {False: 0, True: 0}, aio.AioQueue.submit
+
+    def submit(self, handle, extents, write):
+        num_bytes[write] += int(extents.sizes.sum())
+        return real(self, handle, extents, write)
+
+    monkeypatch.setattr(aio.AioQueue, "submit", submit)
+    return num_bytes
+
+
+@sectors
+def test_a_row_of_a_sector_is_moved_alone(tmp_path, moved):
+    with disk_rows(tmp_path / "rows", 300, 260) as store:
+        if not store.direct:
+            pytest.skip("this file system has no direct I/O")
+        write(store, range(300), 1).wait()
+        moved.update({False: 0, True: 0})
+        write(store, ROWS, 2).wait()
+        assert moved == {False: 0, True: 512 * len(ROWS)}
+        assert read(store, ROWS).equal(some_records(len(ROWS), 260, 2))
+        assert moved[False] == 512 * len(ROWS)
+        assert store.changed_pages().tolist() == list(range(8, 308))
+
+
+@sectors
+def test_a_damaged_sector_harms_its_row_alone(tmp_path):
+    with disk_rows(tmp_path / "rows", 300, 260) as store:
+        write(store, range(300), 1).wait()
+        with store.path.open("r+b") as file:
+            file.seek(aio.PAGE_BYTES + 512 * 7 + 100)
+            file.write(b"\xff\0")
+        with pytest.raises(StorageError, match=r"row 7, at byte 7,680, is damaged"):
+            read(store, [6, 7])
+        assert read(store, [6, 8]).equal(some_records(300, 260, 1)[[6, 8]])
+        write(store, [7], 2).wait()
+        assert read(store, [7]).equal(some_records(1, 260, 2))
+
+
+@sectors
+def test_a_disk_of_larger_sectors_has_its_file_through_the_page_cache(tmp_path, monkeypatch):
+    with disk_rows(tmp_path / "rows", 300, 260) as store:
+        write(store, ROWS, 1).wait()
+        store.snapshot(tmp_path / "base").wait()
+    monkeypatch.setattr(aio, "_alignment", lambda handle: 4096)
+    restore(tmp_path / "again", tmp_path / "base")
+    with disk_rows(tmp_path / "again", 300, 260) as store:
+        assert not store.direct
+        write(store, ROWS[:5], 2).wait()
+        store.snapshot(tmp_path / "changes", changes_only=True).wait()
+    assert (tmp_path / "changes").stat().st_size == 3 * 4096
+    restore(tmp_path / "last", tmp_path / "base", [tmp_path / "changes"])
+    with disk_rows(tmp_path / "last", 300, 260) as store:
+        assert read(store, ROWS[:5]).equal(some_records(5, 260, 2))
+        assert read(store, ROWS[5:]).equal(some_records(len(ROWS), 260, 1)[5:])
+
+
+def test_new_files_have_pages_of_sectors_unless_these_are_too_many(monkeypatch):
+    monkeypatch.undo()
+    geometry = {n: FileLayout.smallest(1000, n, 512) for n in (68, 260, 516, 1028)}
+    sizes = {n: (layout.rows_per_block, layout.block_bytes) for n, layout in geometry.items()}
+    assert sizes == {68: (7, 512), 260: (1, 512), 516: (1, 1024), 1028: (1, 1536)}
+    assert FileLayout.smallest(1000, 260, 4096).rows_per_block == 15
+    assert FileLayout.smallest(MAX_POSITIONS, 260, 512).page_bytes == 512
+    assert FileLayout.smallest(MAX_POSITIONS + 1, 260, 512).page_bytes == 1024
+    assert FileLayout.smallest(1 << 50, 260, 512).page_bytes == 4096
+
+
+@pytest.mark.parametrize(
+    ("mask", "alignments", "expected"),
+    [
+        (0x2000, (4, 512), 512),
+        (0x2000, (4, 1), 512),
+        (0x2000, (4, 4096), 4096),
+        (0x2000, (0, 0), 4096),
+        (1, (4, 512), 4096),
+    ],
+)
+def test_the_system_says_the_alignment(tmp_path, monkeypatch, mask, alignments, expected):
+    def call(number, handle, path, flags, wanted, address):
+        words = np.ctypeslib.as_array((aio.ctypes.c_uint32 * 64).from_address(address))
+        words[0], words[38:40] = mask, alignments
+
+    monkeypatch.setattr(aio, "_call", call)
+    assert aio._alignment(0) == expected
+    monkeypatch.undo()
+    monkeypatch.setattr(aio.platform, "machine", lambda: "another")
+    assert aio._alignment(0) == 4096
+
+
+def test_files_of_format_2_are_read_and_written(tmp_path, monkeypatch):
+    real = io.encode_header
+    with monkeypatch.context() as patch:
+        patch.setattr(io, "FORMAT", 2)
+        patch.setattr(
+            io, "encode_header", lambda kind, header: real(kind, {k: header[k] for k in header if k != "page_bytes"})
+        )
+        with disk_rows(tmp_path / "rows", 300, 260) as store:
+            write(store, ROWS, 1).wait()
+            store.snapshot(tmp_path / "base").wait()
+    monkeypatch.setattr(FileLayout, "smallest", None)  # for new files alone
+    restore(tmp_path / "again", tmp_path / "base")
+    with disk_rows(tmp_path / "again", 300, 260) as store:
+        assert store.page_bytes == 4096
+        write(store, ROWS[:5], 2).wait()
+        store.snapshot(tmp_path / "changes", changes_only=True).wait()
+    restore(tmp_path / "last", tmp_path / "base", [tmp_path / "changes"])
+    with disk_rows(tmp_path / "last", 300, 260) as store:
+        assert read(store, ROWS[:5]).equal(some_records(5, 260, 2))
+        assert read(store, ROWS[5:]).equal(some_records(len(ROWS), 260, 1)[5:])

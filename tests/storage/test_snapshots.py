@@ -45,7 +45,9 @@ def test_a_snapshot_is_the_table_at_its_place_among_the_operations(tmp_path, num
 changes = st.lists(st.tuples(st.sampled_from("wwsc"), st.lists(st.integers(0, NUM_ROWS - 1), unique=True).map(sorted)))
 
 
-@pytest.mark.parametrize("num_bytes", [5, 516, 4089])
+@pytest.mark.parametrize(
+    ("page_bytes", "num_bytes"), [(4096, 5), (4096, 516), (4096, 4089), (512, 5), (512, 260)], indirect=["page_bytes"]
+)
 def test_chains_of_increments(tmp_path, num_bytes, monkeypatch):
     """Every snapshot on the way can be restored, and a restored table goes on with the chain."""
     monkeypatch.setattr(snapshot, "_INDEX_CAPACITY", 7)  # so that there are several groups

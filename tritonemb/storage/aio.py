@@ -32,11 +32,13 @@ SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to
 DEPTH = 512  # extents in flight per queue
 HALF_BYTES = HUGE_PAGE  # half of a context's buffer
 NUM_CONTEXTS = 8  # operations at once, of all tables; further ones wait for a context
-_CALLS = {  # system-call numbers of io_setup, io_destroy, io_getevents, io_submit
-    "x86_64": (206, 207, 208, 209),
-    "aarch64": (0, 1, 4, 2),
+_CALLS = {  # system-call numbers of io_setup, io_destroy, io_getevents, io_submit, statx
+    "x86_64": (206, 207, 208, 209, 332),
+    "aarch64": (0, 1, 4, 2, 291),
 }
-_SETUP, _DESTROY, _GET_EVENTS, _SUBMIT = range(4)
+_SETUP, _DESTROY, _GET_EVENTS, _SUBMIT, _STATX = range(5)
+_EMPTY_PATH, _DIOALIGN, _ALIGNMENTS = 0x1000, 0x2000, slice(38, 40)  # flag and mask of statx; words of its result
+MIN_ALIGNMENT = 512  # bytes: the smallest sector of a disk
 _READ, _WRITE = 0, 1
 _WIPE_ON_FORK = 18  # MADV_WIPEONFORK: a forked process reads zeros
 _REQUEST = np.dtype(  # struct iocb
@@ -90,6 +92,13 @@ class PageFile:
         self.handle, self.direct = _open(path, os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY))
         self._release = weakref.finalize(self, _release, self.handle, os.getpid())
         self._release.atexit = False
+        # Bytes of which offsets, sizes and addresses of direct I/O must be multiples; through the page cache a page.
+        self.alignment = _alignment(self.handle) if self.direct else PAGE_BYTES
+
+    def use_page_cache(self) -> None:
+        """End direct I/O, for extents that are not aligned for it."""
+        fcntl.fcntl(self.handle, fcntl.F_SETFL, fcntl.fcntl(self.handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+        self.direct = False
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill `view` from `offset` on."""
@@ -169,6 +178,18 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     return os.open(path, flags), False
+
+
+def _alignment(handle: int) -> int:
+    """Return the alignment of a file's direct I/O, `PAGE_BYTES` where the system does not know it."""
+    words, path = np.zeros(64, dtype=np.uint32), ctypes.c_char_p(b"")
+    try:
+        address = ctypes.cast(path, ctypes.c_void_p).value or 0
+        _call(_STATX, handle, address, _EMPTY_PATH, _DIOALIGN, words.ctypes.data)
+    except (OSError, KeyError):  # a kernel, or a machine, without the call
+        return PAGE_BYTES
+    alignment = max(MIN_ALIGNMENT, int(words[_ALIGNMENTS].max()))
+    return alignment if words[0] & _DIOALIGN and words[_ALIGNMENTS].all() and alignment < PAGE_BYTES else PAGE_BYTES
 
 
 class Extents(NamedTuple):

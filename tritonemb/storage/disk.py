@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.storage import store
+from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import ROWS, TableIdentity, allocated, check_identity, new_file, open_file, write_page
 from tritonemb.storage.memory import HostCache, Policy
 from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTable
@@ -64,13 +65,14 @@ class RowFile:
         if not self._is_final:
             count = self.blocks.page_table.count
             with self.fail_on_error("the end of the file could not be written"):
-                self.file.resize(self.blocks.layout.offset(count))
+                self.file.resize(self.blocks.layout.file_bytes(count))
                 self._write_header(count)
 
     def changed_pages(self) -> Tensor:
         """Return the pages of the file written since the last snapshot, int64, ascending."""
-        size, positions = self.blocks.layout.pages_per_block, self.blocks.page_table.find(self.blocks.changed.blocks())
-        return torch.from_numpy((1 + np.sort(positions)[:, None] * size + np.arange(size)).reshape(-1))
+        layout, positions = self.blocks.layout, self.blocks.page_table.find(self.blocks.changed.blocks())
+        first_pages = layout.offset(np.sort(positions)) // layout.page_bytes
+        return torch.from_numpy((first_pages[:, None] + np.arange(layout.pages_per_block)).reshape(-1))
 
     @contextmanager
     def fail_on_error(self, problem: str) -> Iterator[None]:
@@ -93,7 +95,7 @@ class RowFile:
 
     def _write_header(self, num_blocks: int | None) -> None:
         with self.fail_on_error("the header could not be written"):
-            write_page(self.file, self.identity.header(num_blocks=num_blocks))
+            write_page(self.file, self.identity.header(self.blocks.layout.page_bytes, num_blocks=num_blocks))
             self.file.sync()
 
 
@@ -118,6 +120,7 @@ class DiskRows(Closeable):
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
         self.path, self.direct, self.identity = file.file.path, file.file.direct, file.identity
         self.table_name, self.num_rows, self.record = self.identity.table, self.identity.num_rows, self.identity.record
+        self.page_bytes = file.blocks.layout.page_bytes
         self._file, self._cache = file, cache
         self._rows = file if cache is None else cache
         self._operations = OperationQueue(f"tritonemb-rows-{self.table_name}")
@@ -136,14 +139,15 @@ class DiskRows(Closeable):
         is too long; raise StorageError if the file cannot be created, or the memory cannot be allocated.
         """
         path, subject = Path(path), f"table {identity.table!r}: file {path}"
-        page = identity.header()
+        identity.header(PAGE_BYTES)  # raises for a long name
         if path.exists():
             raise StorageError(f"{subject} exists already; open it, remove it, or choose another name")
         remedy = "choose another folder, or split the table into smaller shards"
-        with storage_errors(f"{subject} for {identity.num_rows:,} rows cannot be created", remedy):
-            PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # `open` needs its memory
-            with new_file(path) as file:
-                write_page(file, page)
+        problem = f"{subject} for {identity.num_rows:,} rows cannot be created"
+        with storage_errors(problem, remedy), new_file(path) as file:
+            layout = FileLayout.smallest(identity.num_rows, identity.record.num_bytes, file.alignment)
+            PageTable(layout.num_blocks)  # `open` needs its memory
+            write_page(file, identity.header(layout.page_bytes))
         return cls.open(path, identity, initializer, **options)
 
     @classmethod
@@ -213,7 +217,10 @@ class DiskRows(Closeable):
         return self._query(lambda: allocated(self._file.file.handle))
 
     def changed_pages(self) -> Tensor:
-        """Return pages written since the last snapshot or `open`, int64, ascending; writes back dirty rows first."""
+        """Return pages written since the last snapshot or `open`, int64, ascending; writes back dirty rows first.
+
+        A page has `page_bytes`, and page 0 is at the start of the file.
+        """
         return self._query(self._file.changed_pages)
 
     def counts(self) -> Counts:

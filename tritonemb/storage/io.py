@@ -27,7 +27,8 @@ from tritonemb.storage.store import Record, StorageError, cpu_kernels, storage_e
 from tritonemb.storage.threads import shared_threads, shielded
 from tritonemb.utils import WRITING, on_error, publish
 
-FORMAT = 2
+FORMAT = 3
+OLDEST_FORMAT = 2  # that can be read: all pages have `PAGE_BYTES`
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
 _HEAD = struct.Struct("<16sII")  # kind of file, format, length of the JSON
 _CHECKSUM_BYTES = 8
@@ -86,9 +87,10 @@ class TableIdentity:
         fields = [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.is_scalar] for f in record.fields]
         return identity | {"record_bytes": record.num_bytes, "fields": fields}
 
-    def header(self, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
+    def header(self, page_bytes: int, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
         """Return the header page of a file of rows, or of a snapshot of this name; `num_blocks` is None until close."""
-        return encode_header(ROWS, self.as_json() | {"snapshot": snapshot, "places": num_blocks})
+        file_fields = {"page_bytes": page_bytes, "snapshot": snapshot, "places": num_blocks}
+        return encode_header(ROWS, self.as_json() | file_fields)
 
 
 def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
@@ -117,7 +119,7 @@ def open_file(subject: str, path: Path, *kinds: bytes, writable: bool = False) -
         page = bytes(buffer.view)
         header = _decode_header(page, path, kinds)
         if header.get("places") is not None and page.startswith(ROWS):  # None: the file was not closed
-            actual_size, expected_size = file.size(), FileLayout.of(header).offset(header["places"])
+            actual_size, expected_size = file.size(), FileLayout.of(header).file_bytes(header["places"])
             if actual_size != expected_size:
                 raise StorageError(
                     f"{subject} has {actual_size:,} bytes, expected {expected_size:,}: it was truncated or appended "
@@ -135,7 +137,7 @@ def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str,
             f"file {path} has no header of {content} of a table, or it is damaged: restore the file from a snapshot, "
             "or use another one"
         )
-    if format_number != FORMAT:
+    if not OLDEST_FORMAT <= format_number <= FORMAT:
         raise StorageError(
             f"file {path} has format {format_number}, this version of tritonemb reads format {FORMAT}: read it with "
             "the version that wrote it"
@@ -143,7 +145,7 @@ def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str,
     if kind not in kinds:
         content = "changes, restore them onto their snapshot" if kind == CHANGES else "whole rows, no changes"
         raise StorageError(f"file {path} holds {content}")
-    return json.loads(body[_HEAD.size : _HEAD.size + length])
+    return {"page_bytes": PAGE_BYTES, **json.loads(body[_HEAD.size : _HEAD.size + length])}
 
 
 def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:

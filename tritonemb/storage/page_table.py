@@ -17,7 +17,7 @@ import numpy as np
 from tritonemb.storage.aio import HALF_BYTES, PAGE_BYTES, ExtentError, Extents, IoContext, PageFile, reserve
 from tritonemb.storage.store import StorageError, advice, cpu_kernels, raise_if_cancelled
 
-PAYLOAD_BYTES = PAGE_BYTES - 16  # each page ends with the number of its block and a checksum
+TRAILER_BYTES = 16  # each page ends with the number of its block and a checksum
 LEAF = 32  # consecutive blocks whose entries are contiguous
 CHUNK_BITS = mmap.PAGESIZE * 8  # blocks whose bits share a page of memory
 MAX_POSITIONS = (1 << 32) - 2  # entries are uint32, position + 1
@@ -33,38 +33,58 @@ _LEAVES_PER_CHUNK = 1 << 16  # bounds temporary memory
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Layout of a file: a header page, then blocks, each a page of several records, or several pages of one record.
+    """Layout of a file: a header of `PAGE_BYTES`, then blocks, each a page of several records, or several of one.
 
     Blocks are in the order of their first write. A byte before each record says whether its row was written.
     """
 
     num_rows: int
     record_bytes: int
+    page_bytes: int = PAGE_BYTES
 
     @classmethod
     def of(cls, header: Mapping[str, Any]) -> Self:
         """Return the layout of the file with this header."""
-        return cls(header["num_rows"], header["record_bytes"])
+        return cls(header["num_rows"], header["record_bytes"], header["page_bytes"])
+
+    @classmethod
+    def smallest(cls, num_rows: int, record_bytes: int, alignment: int) -> Self:
+        """Return the layout of a new file: of the smallest pages of at least `alignment` bytes that can be numbered.
+
+        A row is read with its block, and a block of one row is written without being read.
+        """
+        while (layout := cls(num_rows, record_bytes, alignment)).num_blocks > MAX_POSITIONS and alignment < PAGE_BYTES:
+            alignment *= 2
+        return layout
 
     @cached_property
     def rows_per_block(self) -> int:
-        return max(1, PAYLOAD_BYTES // (self.record_bytes + 1))
+        return max(1, (self.page_bytes - TRAILER_BYTES) // (self.record_bytes + 1))
 
     @cached_property
     def pages_per_block(self) -> int:
-        return -(-(self.record_bytes + 1) // PAYLOAD_BYTES)
+        return -(-(self.record_bytes + 1) // (self.page_bytes - TRAILER_BYTES))
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Number of the pages of a block, and their size."""
+        return self.pages_per_block, self.page_bytes
 
     @cached_property
     def block_bytes(self) -> int:
-        return self.pages_per_block * PAGE_BYTES
+        return self.pages_per_block * self.page_bytes
 
     @property
     def num_blocks(self) -> int:
         return -(-self.num_rows // self.rows_per_block)
 
     def offset(self, position: Any) -> Any:
-        """Return the byte offset of a position, or of an array of them; of `n`, the size of a file of `n` blocks."""
+        """Return the byte offset of a position, or of an array of them."""
         return PAGE_BYTES + position * self.block_bytes
+
+    def file_bytes(self, num_blocks: int) -> int:
+        """Return the size of a file of `num_blocks` blocks, in whole `PAGE_BYTES`."""
+        return -(-self.offset(num_blocks) // PAGE_BYTES) * PAGE_BYTES
 
     def describe_rows(self, first: int, last: int) -> str:
         """Describe the rows of the blocks from `first` to `last` in words."""
@@ -208,6 +228,8 @@ class BlockFile:
 
     def __init__(self, file: PageFile, header: Mapping[str, Any]) -> None:
         self.table, self.file, self.layout = header["table"], file, FileLayout.of(header)
+        if self.layout.page_bytes % file.alignment:  # copied from a file system with a smaller alignment
+            file.use_page_cache()
         num_blocks = self.layout.num_blocks
         self.page_table, self.changed = PageTable(num_blocks), ChangedBlocks(num_blocks)
         self._size = file.size()
@@ -267,7 +289,7 @@ class BlockFile:
         chunk.wait()
         layout, block_range = self.layout, chunk.block_range
         row_range = slice(int(starts[block_range.start]), int(starts[block_range.stop]))
-        geometry = layout.rows_per_block, layout.pages_per_block, layout.record_bytes
+        geometry = layout.rows_per_block, *layout.pages, layout.record_bytes
         num_good = cpu_kernels("pages").copy(
             context.buffer.address + chunk.begin, (chunk.blocks, chunk.slots), rows[row_range], geometry,
             records + row_range.start * layout.record_bytes, flags[block_range if writes else row_range], writes,
@@ -277,7 +299,7 @@ class BlockFile:
     def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
         """Read blocks that have positions into consecutive slots from byte `begin` of the buffer on; check them."""
         self._move(context, blocks, self.page_table.find(blocks), begin, False)
-        num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, self.layout.pages_per_block)
+        num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, *self.layout.pages)
         self._raise_damaged(blocks, num_good)
 
     def store(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
@@ -291,11 +313,10 @@ class BlockFile:
             text = f"{MAX_POSITIONS:,} blocks of {self.layout.block_bytes:,} bytes; split the table into smaller shards"
             raise StorageError(f"table {self.table!r}, file {self.file.path}: a file has at most {text}")
         positions = self.page_table.allocate(blocks)
-        num_bytes, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
-        if num_bytes > self._size:  # grow the file ahead of writes: growing it on each write is slow
-            size = num_bytes + min(num_bytes // 4, MAX_GROWTH) // step * step
-            self.file.resize(size)
-            self._size = size
+        count = self.page_table.count
+        if self.layout.file_bytes(count) > self._size:  # grow ahead of writes: growing on each write is slow
+            self._size = self.layout.file_bytes(count + min(count // 4, MAX_GROWTH // self.layout.block_bytes))
+            self.file.resize(self._size)
         self.changed.add(blocks)
         return positions, new_mask
 
@@ -321,7 +342,7 @@ class BlockFile:
             # Check each block, and read its number.
             kernels, blocks = cpu_kernels("pages"), np.empty(chunk.block_range.stop - first, dtype=np.int64)
             address = context.buffer.address + chunk.begin
-            num_good = kernels.identify(address, blocks, layout.pages_per_block, layout.num_blocks)
+            num_good = kernels.identify(address, blocks, *layout.pages, layout.num_blocks)
             if num_good < blocks.size:
                 raise StorageError(
                     f"{subject}the extent at byte {layout.offset(first + num_good):,} is damaged: its checksum does "

@@ -17,12 +17,12 @@ from torch import Tensor
 from tritonemb.memory import DTYPES
 from tritonemb.storage import io, store
 from tritonemb.storage.aio import PAGE_BYTES, IoContext, PageFile
-from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
+from tritonemb.storage.page_table import BUFFER_BYTES, TRAILER_BYTES, BlockFile, FileLayout, runs
 from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
 from tritonemb.utils import Closeable, on_error
 
-_INDEX_CAPACITY = PAYLOAD_BYTES // 8 - 1  # block numbers per index page, after their count
+_INDEX_CAPACITY = (PAGE_BYTES - TRAILER_BYTES) // 8 - 1  # block numbers per index page, after their count
 _INDEX_SEED = 1 << 62  # seed of an index page's checksum, plus the group's number; larger than any block's number
 _FILE_KEYS = ("snapshot", "after", "changed", "places")  # keys of a header besides the table's identity
 
@@ -37,12 +37,13 @@ def take_snapshot(blocks: BlockFile, identity: io.TableIdentity, path: Path, par
     with storage_errors(f"{subject} could not be written", "check the disk"), io.new_file(path) as file:
         if parent is None:
             io.reflink_or_copy(blocks.file, file)
-            file.resize(blocks.layout.offset(count))
-            io.write_page(file, identity.header(name, count))
+            file.resize(blocks.layout.file_bytes(count))
+            io.write_page(file, identity.header(blocks.layout.page_bytes, name, count))
         else:
             changed_blocks = _write_changes(file, blocks)
-            snapshot_fields = {"after": parent, "snapshot": name, "changed": changed_blocks, "places": count}
-            io.write_page(file, io.encode_header(io.CHANGES, identity.as_json() | snapshot_fields))
+            file_fields = {"page_bytes": blocks.layout.page_bytes, "snapshot": name, "places": count}
+            changes_fields = {"after": parent, "changed": changed_blocks}
+            io.write_page(file, io.encode_header(io.CHANGES, identity.as_json() | file_fields | changes_fields))
     return name
 
 
@@ -55,13 +56,14 @@ def _write_changes(file: PageFile, blocks: BlockFile) -> int:
         for group, first in enumerate(range(0, changed_blocks.size, size)):
             block_numbers = changed_blocks[first : first + size]
             count = block_numbers.size
-            end = PAGE_BYTES + count * layout.block_bytes
+            end, stop = layout.offset(count), layout.file_bytes(count)
             blocks.load(context, block_numbers, PAGE_BYTES)
+            buffer.array[end:stop] = 0
             index = buffer.array[:PAGE_BYTES].view(np.int64)
             index[:] = 0
             index[: 1 + count] = count, *block_numbers
-            cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
-            file.write(buffer.view[:end], _group_offset(layout, first))
+            cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1, PAGE_BYTES)
+            file.write(buffer.view[:stop], _group_offset(layout, first))
     return int(changed_blocks.size)
 
 
@@ -95,7 +97,7 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
                 for increment in increments:
                     header = _apply(increment, blocks, header)
                 assert blocks.page_table.count == header["places"]
-                file.resize(blocks.layout.offset(header["places"]))
+                file.resize(blocks.layout.file_bytes(header["places"]))
             full_header = {key: header[key] for key in header if key not in ("after", "changed")}
             io.write_page(file, io.encode_header(io.ROWS, full_header))
 
@@ -119,13 +121,13 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
             buffer = context.reserve(PAGE_BYTES + size * layout.block_bytes)
             for group, first in enumerate(range(0, changed_blocks, size)):
                 count = min(size, changed_blocks - first)
-                end = PAGE_BYTES + count * layout.block_bytes
+                end = layout.file_bytes(count)
                 with storage_errors(f"{subject} cannot be read", "use other files"):
                     file.read(buffer.view[:end], _group_offset(layout, first))
                 block_numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
-                num_valid = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
+                num_valid = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1, PAGE_BYTES)
                 if num_valid:
-                    num_valid += pages.check(buffer.address + PAGE_BYTES, block_numbers, layout.pages_per_block)
+                    num_valid += pages.check(buffer.address + PAGE_BYTES, block_numbers, *layout.pages)
                 if num_valid <= count:
                     raise StorageError(f"{subject} are damaged: a page does not match its checksum; use other files")
                 blocks.store(context, block_numbers, PAGE_BYTES)
@@ -133,13 +135,14 @@ def _apply(path: Path, blocks: BlockFile, base_header: dict[str, Any]) -> dict[s
 
 
 def _group_size(layout: FileLayout) -> int:
-    """Return the blocks per group, such that a group fits a buffer."""
-    return max(1, min(_INDEX_CAPACITY, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes))
+    """Return the blocks per group, such that a group fits a buffer, and has a multiple of `PAGE_BYTES`."""
+    multiple = PAGE_BYTES // layout.page_bytes
+    return max(1, min(_INDEX_CAPACITY, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes) // multiple) * multiple
 
 
 def _group_offset(layout: FileLayout, first: int) -> int:
     """Return the offset of the group that begins with change `first`; for `n`, the size of a file of `n` changes."""
-    return PAGE_BYTES * (1 + -(-first // _group_size(layout))) + first * layout.block_bytes
+    return PAGE_BYTES * -(-first // _group_size(layout)) + layout.file_bytes(first)
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:

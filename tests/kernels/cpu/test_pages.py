@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tritonemb.kernels.cpu import pages
-from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
+from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, TRAILER_BYTES, check, identify, seal
 from tritonemb.kernels.cpu.row_cache import move_rows_
 from tritonemb.storage import page_table
 from tritonemb.storage.aio import IoBuffer
@@ -22,7 +22,7 @@ def mix(x: int) -> int:
 
 
 def reference(page: np.ndarray, seed: int) -> int:
-    """The checksum of uint8 `[PAGE_BYTES]`, word by word as the formula says."""
+    """The checksum of a page, uint8 `[n]`, word by word as the formula says."""
     words, keys = page[:-8].view(np.uint64).tolist(), pages.KEYS.view(np.uint64).tolist()
     low, sums = 0xFFFFFFFF, [0, 0]
     for number, word in enumerate(words):
@@ -32,96 +32,101 @@ def reference(page: np.ndarray, seed: int) -> int:
     return mix(mix(sums[0] ^ seed) + sums[1]) or 1
 
 
+@pytest.fixture(params=[4096, 512])
+def page_bytes(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
 @pytest.fixture
-def three() -> IoBuffer:
+def three(page_bytes: int) -> IoBuffer:
     """Three pages of random bytes."""
-    buffer = IoBuffer(3 * PAGE_BYTES)
+    buffer = IoBuffer(3 * page_bytes)
     buffer.array[:] = np.random.default_rng(0).integers(0, 256, buffer.array.size, dtype=np.uint8)
     return buffer
 
 
 def checksums(buffer: IoBuffer) -> list[int]:
-    return buffer.array.reshape(-1, PAGE_BYTES)[:, -8:].copy().view(np.uint64)[:, 0].tolist()
+    return buffer.array.reshape(3, -1)[:, -8:].copy().view(np.uint64)[:, 0].tolist()
 
 
 def test_both_know_one_page():
-    assert (page_table.PAGE_BYTES, page_table.PAYLOAD_BYTES) == (PAGE_BYTES, PAYLOAD_BYTES)
-    assert pages.KEYS.shape == (WORDS + 1,)
-    assert len(set(pages.KEYS.tolist())) == WORDS + 1
+    assert (page_table.PAGE_BYTES, page_table.TRAILER_BYTES) == (pages.MAX_PAGE_BYTES, TRAILER_BYTES)
+    assert pages.KEYS.shape == (512,)
+    assert len(set(pages.KEYS.tolist())) == 512
     assert pages.KEYS.view(np.uint64)[0] == 0xE220A8397B1DCDAF  # splitmix64's first output from the state 0
 
 
 @pytest.mark.parametrize("fill", [None, 0, 255])
-def test_checksums_are_those_of_the_formula(three, fill):
+def test_checksums_are_those_of_the_formula(three, page_bytes, fill):
     if fill is not None:
         three.array[:] = fill
-    seal(three.address, np.array([1, 2, 1 << 40]), 1)
-    whole = three.array.reshape(3, PAGE_BYTES)
-    assert whole[:, PAYLOAD_BYTES:-8].copy().view(np.int64)[:, 0].tolist() == [1, 2, 1 << 40]
+    seal(three.address, np.array([1, 2, 1 << 40]), 1, page_bytes)
+    whole = three.array.reshape(3, page_bytes)
+    assert whole[:, -TRAILER_BYTES:-8].copy().view(np.int64)[:, 0].tolist() == [1, 2, 1 << 40]
     assert checksums(three) == [reference(page, seed) for page, seed in zip(whole, (1, 2, 1 << 40), strict=True)]
-    seal(three.address, np.array([7]), 3)  # one block: each page's seed is the checksum before
+    seal(three.address, np.array([7]), 3, page_bytes)  # one block: each page's seed is the checksum before
     seeds = [7, *checksums(three)[:2]]
     assert checksums(three) == [reference(page, seed) for page, seed in zip(whole, seeds, strict=True)]
 
 
-def test_any_changed_bit_and_any_other_place_is_damage(three):
-    numbers = np.array([5, 6, 7])
-    seal(three.address, numbers, 1)
-    assert check(three.address, numbers, 1) == 3
-    for byte in (0, 3, 4, 4087, 4088, 4095, PAGE_BYTES, 2 * PAGE_BYTES + 2000):
+def test_any_changed_bit_and_any_other_place_is_damage(three, page_bytes):
+    numbers, size = np.array([5, 6, 7]), page_bytes
+    seal(three.address, numbers, 1, size)
+    assert check(three.address, numbers, 1, size) == 3
+    for byte in (0, 3, 4, size - 9, size - 8, size - 1, size, 2 * size + size // 2):
         for bit in (0, 7):
             three.array[byte] ^= 1 << bit
-            assert check(three.address, numbers, 1) == byte // PAGE_BYTES, byte
+            assert check(three.address, numbers, 1, size) == byte // size, byte
             three.array[byte] ^= 1 << bit
-    assert check(three.address, np.array([5, 7, 6]), 1) == 1
-    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0  # lost
-    assert check(three.address, numbers, 1) == 1
+    assert check(three.address, np.array([5, 7, 6]), 1, size) == 1
+    three.array[size : 2 * size] = 0  # lost
+    assert check(three.address, numbers, 1, size) == 1
 
 
 def identified(buffer: IoBuffer, pages_per_block: int, num_blocks: int) -> tuple[int, list[int]]:
     numbers = np.full(3 // pages_per_block, 99)
-    return identify(buffer.address, numbers, pages_per_block, num_blocks), numbers.tolist()
+    geometry = pages_per_block, buffer.array.size // 3, num_blocks
+    return identify(buffer.address, numbers, *geometry), numbers.tolist()
 
 
-def test_blocks_say_their_numbers(three):
-    seal(three.address, np.array([5, 9, 7]), 1)
+def test_blocks_say_their_numbers(three, page_bytes):
+    seal(three.address, np.array([5, 9, 7]), 1, page_bytes)
     assert identified(three, 1, 10) == (3, [5, 9, 7])
     assert identified(three, 1, 9) == (1, [5, 99, 99])  # there is no such block
-    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0
+    three.array[page_bytes : 2 * page_bytes] = 0
     assert identified(three, 1, 10) == (3, [5, NEVER_WRITTEN, 7])
-    for byte in (PAGE_BYTES, PAGE_BYTES + PAYLOAD_BYTES, 2 * PAGE_BYTES - 1):
+    for byte in (page_bytes, 2 * page_bytes - TRAILER_BYTES, 2 * page_bytes - 1):
         three.array[byte] ^= 1
         assert identified(three, 1, 10) == (1, [5, 99, 99])
         three.array[byte] ^= 1
-    seal(three.address, np.array([-1]), 1)
+    seal(three.address, np.array([-1]), 1, page_bytes)
     assert identified(three, 1, 10) == (0, [99, 99, 99])
-    seal(three.address, np.array([4]), 3)
+    seal(three.address, np.array([4]), 3, page_bytes)
     assert identified(three, 3, 10) == (1, [4])
-    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0
+    three.array[page_bytes : 2 * page_bytes] = 0
     assert identified(three, 3, 10) == (0, [99])
     three.array[:] = 0
     assert identified(three, 3, 10) == (1, [NEVER_WRITTEN])
 
 
-def test_pages_of_two_versions_make_no_block(three):
+def test_pages_of_two_versions_make_no_block(three, page_bytes):
     numbers = np.array([5])
-    seal(three.address, numbers, 3)
+    seal(three.address, numbers, 3, page_bytes)
     old = three.array.copy()
     three.array[10] ^= 1
-    seal(three.address, numbers, 3)
+    seal(three.address, numbers, 3, page_bytes)
     new = three.array.copy()
-    assert check(three.address, numbers, 3) == 1
+    assert check(three.address, numbers, 3, page_bytes) == 1
     for retained in (1, 2, 3, 4, 5, 6):  # each mixture of old and new pages
         for page in range(3):
             source = old if retained >> page & 1 else new
-            three.array[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source[
-                page * PAGE_BYTES : (page + 1) * PAGE_BYTES
-            ]
-        assert check(three.address, numbers, 3) == 0
+            part = slice(page * page_bytes, (page + 1) * page_bytes)
+            three.array[part] = source[part]
+        assert check(three.address, numbers, 3, page_bytes) == 0
     three.array[:] = old
     for page in range(3):  # a page that was lost
-        three.array[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = 0
-        assert check(three.address, numbers, 3) == 0
+        three.array[page * page_bytes : (page + 1) * page_bytes] = 0
+        assert check(three.address, numbers, 3, page_bytes) == 0
         three.array[:] = old
 
 

@@ -40,7 +40,7 @@ DEVICE, HOST, DISK, SERVER = range(len(PLACEMENTS))
 DIRECT, HIERARCHICAL, REPLICAS = range(3)  # exchange schemes of pooled vectors
 CACHED = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # cached shares of a table's rows; misses are interpolated between them
 CACHE_BYTES = 40.0  # per cached row: tag, clock, flags, and its part of the transfer buffers
-PAGE_OVERHEAD = 1.03  # of a table on disk: checksums and flags of its pages
+SECTOR_BYTES, SECTOR_PAYLOAD = 512, 496  # of the file of a table on disk: in all, and of records
 PREFETCHED = 2  # batches in flight per rank
 PINNED = 3  # batches whose distinct rows a cache has slots for, at least
 RUNTIME_BYTES = 120e6  # per rank: code loaded by the first step, allocators, connections
@@ -226,7 +226,8 @@ class CostModel:
         index = np.where(self.dynamic[table], INDEX_BYTES * shards.rows, 0)
         hbm = np.where(off_device, shards.cached_rows * (record + CACHE_BYTES), shards.rows * record) + index + buffers
         host = np.select([shards.placement == HOST, on_disk], [shards.rows * record, shards.host_rows * record], 0)
-        disk = np.where(on_disk, shards.rows * (record + 1) * PAGE_OVERHEAD, 0)
+        sectors = np.ceil((record + 1) / SECTOR_PAYLOAD) / np.maximum(1, SECTOR_PAYLOAD // (record + 1))  # per row
+        disk = np.where(on_disk, shards.rows * sectors * SECTOR_BYTES, 0)
         on_server = shards.placement == SERVER
         if on_server.any():  # every rank pulls and pushes the distinct rows of its own samples
             rows, servers = self.distinct_of_rank[table], max(1, top.servers)

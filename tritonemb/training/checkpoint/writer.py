@@ -28,7 +28,6 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding import sharded_tensor
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, check_coverage, dtype_and_shape
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
-from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.checkpoint import (
     CHANGES_SUFFIX,
     METADATA,
@@ -300,7 +299,7 @@ def _can_extend(source: Path, files: Mapping[str, list[int]], store: DiskRows) -
     if len(files) >= MAX_FILES or any(size_of(source / name) != size for name, (size, _) in files.items()):
         return False
     base, *changes = [allocated(source / name) for name in files]
-    return sum(changes) + store.changed_pages().numel() * PAGE_BYTES < base
+    return sum(changes) + store.changed_pages().numel() * store.page_bytes < base
 
 
 def _link(source: Path, folder: Path, names: Iterable[str]) -> bool:
