@@ -1,9 +1,15 @@
 """One step of the nine optimizers on one row: float32 arrays, updated in place. Formulas: `tritonemb/optimizers.py`."""
 
-import numpy as np
+from collections.abc import Sequence
+from typing import Any
 
-from tritonemb.kernels.cpu.jit import inlined
-from tritonemb.kernels.cpu.simd import sum_of_squares
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
+from tritonemb.kernels.cpu.jit import called, inlined
+from tritonemb.kernels.cpu.simd import DOT_LANES, emitted, float32_row, load
 from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Hyperparameters
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
@@ -14,6 +20,86 @@ ASSIGN, PLACE = KINDS["assign"], KINDS["place"]
  EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2) = range(len(Hyperparameters._fields))  # fmt: skip
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = range(len(DECAY_MODES))
 ONE, ZERO = np.float32(1), np.float32(0)
+SQUARES = 256  # columns per block whose squares are added in registers
+_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+
+# Each level merges two vectors of 16 sums into one, by the cheapest shuffles: (lanes of left summands, distance to the
+# right summands, distances of neighbouring sums in the result by level of the remaining tree).
+_FOURS = [first + lane for first in (0, 4, 8, 12) for lane in (0, 2, 16, 18)]
+_MERGES = (
+    (_FOURS, 1, (1, 4, 8, 2)),
+    (_FOURS, 1, (4, 8, 1, 2)),
+    ([first + lane for first in (0, 16, 8, 24) for lane in range(4)], 4, (8, 1, 2, 4)),
+)
+
+
+def _squares(builder: Any, address: Any, size: int) -> Any:
+    """Sum `size` squares pairwise, a power of 2 up to SQUARES: neighbours, then neighbouring sums."""
+    if size > 8 * DOT_LANES:  # more vectors would not stay in registers
+        halves = (builder.add(address, _LONG(start * 4)) for start in (0, size // 2))
+        return builder.fadd(*(_squares(builder, half, size // 2) for half in halves))
+    lanes = min(size, DOT_LANES)
+
+    def add(left: Any, right: Any, *masks: Sequence[int]) -> Any:
+        kind = ir.VectorType(_INT, lanes)
+        return builder.fadd(*(builder.shuffle_vector(left, right, ir.Constant(kind, [*mask])) for mask in masks))
+
+    loaded = [load(builder, builder.add(address, _LONG(start * 4)), _FLOAT, lanes) for start in range(0, size, lanes)]
+    sums, strides = [builder.fmul(values, values) for values in loaded], (1, 2, 4, 8)[: lanes.bit_length() - 1]
+    for lefts, step, next_strides in _MERGES[: len(sums).bit_length() - 1]:
+        rights, strides = [lane + step for lane in lefts], next_strides
+        sums = [add(*pair, lefts, rights) for pair in zip(sums[::2], sums[1::2], strict=True)]
+    (total,) = sums
+    for step in strides:
+        total = add(total, total, range(lanes), [lane ^ step for lane in range(lanes)])
+    return builder.extract_element(total, _INT(0))
+
+
+@emitted(types.float32, types.int64, types.int64)
+def _sum_few_squares(builder: Any, row: Any, size: Any) -> Any:
+    """Sum up to SQUARES squares: blocks by the binary digits of `size`, wide to narrow, added from the last on."""
+    total = cgutils.alloca_once_value(builder, _FLOAT(0.0))
+
+    def has(bits: int) -> Any:
+        return builder.if_then(builder.icmp_signed("!=", builder.and_(size, _LONG(bits)), _LONG(0)))
+
+    def add(widths: Sequence[int]) -> None:
+        for width in widths:
+            with has(width):
+                first = builder.mul(builder.and_(size, _LONG(-2 * width)), _LONG(4))
+                squares = _squares(builder, builder.add(row, first), width)
+                builder.store(builder.fadd(builder.load(total), squares), total)
+
+    with has(DOT_LANES - 1):  # skip all narrow blocks at once
+        add((1, 2, 4, 8))
+    add((16, 32, 64, 128, SQUARES))
+    return builder.load(total)
+
+
+@emitted(types.int64)
+def _allocate_sums(builder: Any) -> Any:
+    """Allocate 64 float32 on the stack; return their address."""
+    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, 64)), _LONG)
+
+
+@called
+def sum_of_squares(row, size):
+    """Sum row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
+    if size <= SQUARES:
+        return _sum_few_squares(row, size)
+    num_blocks = size // SQUARES
+    total = _sum_few_squares(row + 4 * SQUARES * num_blocks, size - SQUARES * num_blocks)
+    sums = float32_row(_allocate_sums(), 64)  # by level: of 2^level blocks, until their neighbours are summed
+    for block in range(num_blocks):
+        block_sum, level = _sum_few_squares(row + 4 * SQUARES * block, SQUARES), 0
+        while (block >> level) & 1:
+            block_sum += sums[level]
+            level += 1
+        sums[level] = block_sum
+    for level in range(64):
+        if (num_blocks >> level) & 1:
+            total += sums[level]
+    return total
 
 
 @inlined

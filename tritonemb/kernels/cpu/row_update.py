@@ -26,11 +26,14 @@ from tritonemb.kernels.cpu.row_groups import (
     sort_pairs,
 )
 from tritonemb.kernels.cpu.simd import (
+    PREFETCH_DISTANCE,
     element_size,
     float32_row,
+    float64_row,
     int32_row,
     int64_row,
     prefetch,
+    sum_float32_groups,
     sum_float32_rows,
     uint16_row,
 )
@@ -56,9 +59,9 @@ from tritonemb.layout import (
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
 
-ROW_DISTANCE = 4  # groups between the prefetch of a row and its update
-GRADIENT_DISTANCE = 12  # positions between the prefetch of a gradient and its addition
-READS_PER_GRADIENT = 4  # from here on gradients are likely in cache already, and are not prefetched
+PREFETCHED_BYTES = 2_048  # of rows before they are updated: more would not be in flight at once
+MIN_ROW_DISTANCE, MAX_ROW_DISTANCE = 4, 32  # groups between the prefetch of a row and its update
+BLOCK_ELEMENTS = 2_048  # of sums before they are applied: they stay in the first-level cache
 POSITIONS_PER_ROW = 2  # cost of a row's update, in positions, to balance tasks
 TASK_COST = 8_192  # approximate cost of a task that takes its groups from sorted pairs
 IGNORE, RAISE, SKIP = range(3)
@@ -143,24 +146,23 @@ def _add(total, row):
 
 @inlined
 def _sum_gradients(total, gradients, scales, count, dim, pieces):
-    """Sum `count` gradients into `total`, in the order of `kernels/gradient_sums.py`; arguments are addresses."""
+    """Add `count` gradients, more than PIECE, to zeros in `total`, in the order of `kernels/gradient_sums.py`.
+
+    Arguments are addresses.
+    """
     for span in range(0, count, SPAN):
         # Pieces of the span, then pairs of sums, then the span.
         num_pieces = (min(SPAN, count - span) + PIECE - 1) // PIECE
         for piece in range(num_pieces):
             first = span + piece * PIECE
-            sums = total if count <= PIECE else pieces + piece * dim * 4
-            factors = scales + first * 4 if scales else 0
+            sums, factors = pieces + piece * dim * 4, scales + first * 4 if scales else 0
             sum_float32_rows(sums, gradients + first * 8, factors, min(PIECE, count - first), dim)
         stride = 1
         while stride < num_pieces:
             for piece in range(0, num_pieces - stride, 2 * stride):
                 _add(float32_row(pieces + piece * dim * 4, dim), float32_row(pieces + (piece + stride) * dim * 4, dim))
             stride *= 2
-        if count > PIECE:
-            if span == 0:
-                float32_row(total, dim)[:] = 0
-            _add(float32_row(total, dim), float32_row(pieces, dim))
+        _add(float32_row(total, dim), float32_row(pieces, dim))
 
 
 @inlined
@@ -199,15 +201,17 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
     (bounds, costs, table_groups, bad_rows, skipped), (values, _, units, pairs) = tasks, sorted_ids
     (kind, learning_rate, steps, hyperparameters), (rows, starts, order, _) = optimizer, groups
     pointers, per_element, tables = arrays
-    batch, per_lookup, scaled, prefetch_gradients = reads
+    batch, per_lookup, scaled = reads
     addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
     # Buffers for one row.
-    max_dim = np.int64(0)
+    max_dim = np.int64(1)
     for table in range(tables.shape[0]):
         max_dim = max(max_dim, tables[table, ROW_DIM])
-    sums_buffer, row_buffer = np.empty(max_dim, dtype=np.float32), np.empty(max_dim, dtype=np.float32)
+    block_rows: Any = max(1, BLOCK_ELEMENTS // max_dim)
+    sums_buffer, row_buffer = np.empty(block_rows * max_dim, dtype=np.float32), np.empty(max_dim, dtype=np.float32)
     pieces_buffer = np.empty(SPAN // PIECE * max_dim, dtype=np.float32)
     words_buffer = np.empty((max_dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
+    hyperparameters = float64_row(hyperparameters.ctypes.data, hyperparameters.size)
     on_nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
     for item in range(costs.size - 1):
@@ -237,57 +241,66 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
         # Prefetch the first rows; compute addresses and scales of all gradients.
-        for group in range(first, min(first + ROW_DISTANCE, last) if kind >= 0 else first):
+        distance = max(MIN_ROW_DISTANCE, min(MAX_ROW_DISTANCE, PREFETCHED_BYTES // row_bytes))
+        for group in range(first, min(first + distance, last) if kind >= 0 else first):
             _prefetch_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
         first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
-        gradients = np.empty(num_entries, dtype=np.int64)
+        gradients = np.empty(num_entries + PREFETCH_DISTANCE, dtype=np.int64)
         scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
         entries = order[first_entry : first_entry + num_entries]
         _fill_addresses(entries, table, batch, per_lookup, gradients)
+        for entry in range(num_entries, gradients.size):
+            gradients[entry] = base  # prefetched only
         if scaled:
             _fill_scales(entries, table, batch, scales)
-        # Update row by row.
-        for group in range(first, last):
-            row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
-            row = group if kind == PLACE else row
-            address = base + row * row_bytes
-            if kind >= 0 and group + ROW_DISTANCE < last:
-                _prefetch_row(rows[group + ROW_DISTANCE] - first_row, table, base, row_bytes, states, state_bytes)
-            begin, end = np.int64(starts[group] - first_entry), np.int64(starts[group + 1] - first_entry)
-            if prefetch_gradients:
-                for entry in range(begin + GRADIENT_DISTANCE, min(end + GRADIENT_DISTANCE, num_entries)):
-                    prefetch(gradients[entry], 4 * dim)
-
-            factors = scales.ctypes.data + begin * 4 if scaled else 0
-            sums_at = address if (kind < 0 and dtype == FLOAT32) or kind == PLACE else sums_address
-            _sum_gradients(sums_at, gradients.ctypes.data + begin * 8, factors, end - begin, dim, pieces_address)
-            sums = float32_row(sums_at, dim)
-            if kind < 0:
+        # Block by block of rows: sum their gradients, of which more than PIECE in pieces; then update row by row.
+        in_place = kind == PLACE or (kind == COMPACT_SUMS and dtype == FLOAT32)
+        for block in range(first, last, block_rows):
+            count = min(block_rows, last - block)
+            gradients_at = gradients.ctypes.data - first_entry * 8
+            scales_at = scales.ctypes.data - first_entry * 4 if scaled else 0
+            offset = block if kind == PLACE else block - table_groups[table]
+            sums_at = base + offset * row_bytes if in_place else sums_address
+            sum_float32_groups(sums_at, starts.ctypes.data + block * 4, count, gradients_at, scales_at, dim)
+            for group in range(block, block + count):
+                begin, size = np.int64(starts[group]), np.int64(starts[group + 1] - starts[group])
+                if size > PIECE:
+                    total, factors = sums_at + (group - block) * dim * 4, scales_at + begin * 4 if scaled else 0
+                    _sum_gradients(total, gradients_at + begin * 8, factors, size, dim, pieces_address)
+            has_bad = on_nonfinite != IGNORE and kind >= 0 and not _is_finite(int32_row(sums_at, count * dim))
+            for group in range(block, block + count):
+                row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
+                address, sums = base + row * row_bytes, float32_row(sums_at + (group - block) * dim * 4, dim)
+                if kind >= 0 and group + distance < last:
+                    _prefetch_row(rows[group + distance] - first_row, table, base, row_bytes, states, state_bytes)
+                if kind < 0:
+                    if dtype != FLOAT32:
+                        narrow_row(sums, dtype, uint16_row(address, dim))
+                    elif kind == SUMS:
+                        float32_row(address, dim)[:] = sums
+                    continue
+                if has_bad and not _is_finite(int32_row(sums_at + (group - block) * dim * 4, dim)):
+                    if on_nonfinite == RAISE:
+                        bad_rows[task] = rows[group]
+                        return
+                    skipped[task, table] += 1
+                    continue
+                if check_only or kind == PLACE:
+                    continue
+                state1 = _state_row(states[0, table], row, dim, per_element[0])
+                state2 = _state_row(states[1, table], row, dim, per_element[1])
+                weight = float32_row(address if dtype == FLOAT32 else row_address, dim)
                 if dtype != FLOAT32:
-                    narrow_row(sums, dtype, uint16_row(address, dim))
-                continue
-            if on_nonfinite != IGNORE and not _is_finite(int32_row(sums_at, dim)):
-                if on_nonfinite == RAISE:
-                    bad_rows[task] = rows[group]
-                    return
-                skipped[task, table] += 1
-                continue
-            if check_only or kind == PLACE:
-                continue
-            state1 = _state_row(states[0, table], row, dim, per_element[0])
-            state2 = _state_row(states[1, table], row, dim, per_element[1])
-            weight = float32_row(address if dtype == FLOAT32 else row_address, dim)
-            if dtype != FLOAT32:
-                widen_row(uint16_row(address, dim), dtype, weight)
-            apply(kind, weight, (state1, state2), sums, learning_rate, step, hyperparameters)
-            if dtype != FLOAT32 and stochastic:
-                words = words_buffer[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
-                global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
-                counter = tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
-                fill_philox(words, tables[table, SEED], counter, global_row, step)
-                narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
-            elif dtype != FLOAT32:
-                narrow_row(weight, dtype, uint16_row(address, dim))
+                    widen_row(uint16_row(address, dim), dtype, weight)
+                apply(kind, weight, (state1, state2), sums, learning_rate, step, hyperparameters)
+                if dtype != FLOAT32 and stochastic:
+                    words = words_buffer[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
+                    global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
+                    counter = tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
+                    fill_philox(words, tables[table, SEED], counter, global_row, step)
+                    narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
+                elif dtype != FLOAT32:
+                    narrow_row(weight, dtype, uint16_row(address, dim))
 
 
 @inlined
@@ -340,11 +353,10 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
     )
     # Check all gradients first for "raise"; update.
     bounds, bad_rows = costs[-1] * np.arange(num_tasks + 1) // num_tasks, np.full(num_tasks, NO_ROW)
-    prefetch_gradients = num_values < READS_PER_GRADIENT * offsets.size
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
-        tasks, reads = (bounds, costs, table_groups, bad_rows, skipped), (batch, per_lookup, scaled, prefetch_gradients)
+        tasks, reads = (bounds, costs, table_groups, bad_rows, skipped), (batch, per_lookup, scaled)
         step_args, arrays = (kind, learning_rate, steps, hyperparameters), (pointers, per_element, tables)
         args = check_only, tasks, step_args, arrays, reads, sorted_ids, groups
         run_tasks(num_threads, num_tasks, _update_rows, args)

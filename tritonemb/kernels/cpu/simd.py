@@ -6,7 +6,7 @@ neither on the machine's vector width nor on alignment.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -15,8 +15,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, inlined
-from tritonemb.layout import WAYS
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
+from tritonemb.layout import PIECE, WAYS
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes: alignment and size of a streamed (non-temporal) store
@@ -25,10 +25,9 @@ SUMS = {FLOAT32: ((8, 16), *_SUMS), FLOAT16: _SUMS, BFLOAT16: _SUMS}
 PREFETCH_DISTANCE = 12  # ids between the prefetch of a row and its use
 _FLOAT, _HALF, (_BIT, _BYTE, _SHORT, _INT, _LONG) = ir.FloatType(), ir.HalfType(), map(ir.IntType, (1, 8, 16, 32, 64))
 CACHE_LINE = 64  # bytes
-SQUARES = 256  # columns per block whose squares are added in registers
 
 
-def _emitted(result: types.Type, *arguments: types.Type) -> Any:
+def emitted(result: types.Type, *arguments: types.Type) -> Any:
     """Decorate `build(builder, *values)`: an intrinsic whose code it emits."""
 
     def decorate(build: Callable[..., Any]) -> Any:
@@ -47,7 +46,7 @@ def _emitted(result: types.Type, *arguments: types.Type) -> Any:
 
 def _row_of(item: types.Type, code: ir.Type) -> Any:
     """Define a function from address and size to an array without reference counts, whose slices cost nothing."""
-    pointer = _emitted(types.CPointer(item), types.int64)(lambda b, address: b.inttoptr(address, ir.PointerType(code)))
+    pointer = emitted(types.CPointer(item), types.int64)(lambda b, address: b.inttoptr(address, ir.PointerType(code)))
 
     @inlined
     def row(address, size):
@@ -58,11 +57,12 @@ def _row_of(item: types.Type, code: ir.Type) -> Any:
 
 float32_row, uint16_row = _row_of(types.float32, _FLOAT), _row_of(types.uint16, _SHORT)
 uint8_row, int32_row, int64_row = _row_of(types.uint8, _BYTE), _row_of(types.int32, _INT), _row_of(types.int64, _LONG)
-float32_bits = _emitted(types.uint32, types.float32)(lambda b, a: b.bitcast(a, _INT))
-float32_from_bits = _emitted(types.float32, types.uint32)(lambda b, a: b.bitcast(a, _FLOAT))
-float16_to_float32 = _emitted(types.float32, types.uint16)(lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
-float32_to_float16 = _emitted(types.uint16, types.float32)(lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
-bfloat16_to_float32 = _emitted(types.float32, types.uint16)(  # the upper half of a float32
+float64_row = _row_of(types.float64, ir.DoubleType())
+float32_bits = emitted(types.uint32, types.float32)(lambda b, a: b.bitcast(a, _INT))
+float32_from_bits = emitted(types.float32, types.uint32)(lambda b, a: b.bitcast(a, _FLOAT))
+float16_to_float32 = emitted(types.float32, types.uint16)(lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
+float32_to_float16 = emitted(types.uint16, types.float32)(lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
+bfloat16_to_float32 = emitted(types.float32, types.uint16)(  # the upper half of a float32
     lambda b, a: b.bitcast(b.shl(b.zext(a, _INT), _INT(16)), _FLOAT)
 )
 
@@ -74,7 +74,7 @@ def _emit_prefetch(builder: Any, address: Any) -> None:
     builder.call(function, [builder.inttoptr(address, kind), _INT(0), _INT(3), _INT(1)])
 
 
-_prefetch_line = _emitted(types.void, types.int64)(_emit_prefetch)
+_prefetch_line = emitted(types.void, types.int64)(_emit_prefetch)
 
 
 @inlined
@@ -84,20 +84,20 @@ def prefetch(address, num_bytes):
         _prefetch_line(address + line)
 
 
-@_emitted(types.int32, types.int64)
+@emitted(types.int32, types.int64)
 def atomic_increment(builder: Any, address: Any) -> Any:
     """Add 1 atomically to the int32 at an address; return the previous value."""
     return builder.atomic_rmw("add", builder.inttoptr(address, ir.PointerType(_INT)), _INT(1), "monotonic")
 
 
-@_emitted(types.void, types.int64, types.int64, types.int64)
+@emitted(types.void, types.int64, types.int64, types.int64)
 def copy_bytes(builder: Any, out: Any, source: Any, num_bytes: Any) -> None:
     """Copy bytes between addresses; the ranges must not overlap."""
     target, origin = (builder.inttoptr(address, ir.PointerType(_BYTE)) for address in (out, source))
     cgutils.raw_memcpy(builder, target, origin, num_bytes, 1)
 
 
-@_emitted(types.int64, types.int64, types.int64)
+@emitted(types.int64, types.int64, types.int64)
 def equal_ways(builder: Any, address: Any, byte: Any) -> Any:
     """Compare the `WAYS` bytes at an address with `byte`: int64 with bit `w` set if byte `w` is equal."""
     line = builder.load(builder.inttoptr(address, ir.PointerType(ir.VectorType(_BYTE, WAYS))), align=1)
@@ -105,7 +105,7 @@ def equal_ways(builder: Any, address: Any, byte: Any) -> Any:
     return builder.zext(builder.bitcast(builder.icmp_unsigned("==", line, expected), ir.IntType(WAYS)), _LONG)
 
 
-_of_int64 = _emitted(types.int64, types.int64)
+_of_int64 = emitted(types.int64, types.int64)
 lowest_bit, count_bits = _of_int64(lambda b, bits: b.cttz(bits, _BIT(1))), _of_int64(lambda b, bits: b.ctpop(bits))
 highest_bit = _of_int64(lambda b, bits: b.sub(_LONG(63), b.ctlz(bits, _BIT(1))))  # of a number that is not 0
 
@@ -125,7 +125,7 @@ def element_size(dtype):
     return 4 if dtype == FLOAT32 else 2
 
 
-def _load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
+def load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
     size = {_FLOAT: 4, _HALF: 2, _SHORT: 2}[item]
     return builder.load(builder.inttoptr(address, ir.PointerType(ir.VectorType(item, lanes))), align=size)
 
@@ -133,10 +133,10 @@ def _load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
 def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
     """Load `lanes` values of a table's dtype as float32, exactly."""
     if dtype == FLOAT32:
-        return _load(builder, address, _FLOAT, lanes)
+        return load(builder, address, _FLOAT, lanes)
     if dtype == FLOAT16:
-        return builder.fpext(_load(builder, address, _HALF, lanes), ir.VectorType(_FLOAT, lanes))
-    bits = builder.zext(_load(builder, address, _SHORT, lanes), ir.VectorType(_INT, lanes))
+        return builder.fpext(load(builder, address, _HALF, lanes), ir.VectorType(_FLOAT, lanes))
+    bits = builder.zext(load(builder, address, _SHORT, lanes), ir.VectorType(_INT, lanes))
     shift = ir.Constant(ir.VectorType(_INT, lanes), [16] * lanes)
     return builder.bitcast(builder.shl(bits, shift), ir.VectorType(_FLOAT, lanes))
 
@@ -252,7 +252,7 @@ def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any,
             _sum_all_columns(builder, dtype, True, (*bags, *rows, scales, size, streamed))
 
 
-@_emitted(types.void, *[types.int64] * 5)
+@emitted(types.void, *[types.int64] * 5)
 def sum_float32_rows(builder: Any, out: Any, rows: Any, scales: Any, count: Any, size: Any) -> None:
     """Compute float32 `out[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
 
@@ -263,8 +263,32 @@ def sum_float32_rows(builder: Any, out: Any, rows: Any, scales: Any, count: Any,
     _sum(builder, FLOAT32, bags, reads, scales, size, _BIT(0))
 
 
+@emitted(types.void, *[types.int64] * 6)
+def sum_float32_groups(builder: Any, out: Any, starts: Any, num_groups: Any, rows: Any, scales: Any, size: Any) -> None:
+    """Compute `sum_float32_rows` of groups: float32 `out[group, :size]` of rows [starts[group], starts[group + 1]).
+
+    `starts` is an address of int32. Sums of groups of more than PIECE rows are 0. Each row is prefetched
+    PREFETCH_DISTANCE rows ahead, so as many addresses follow those of the last group.
+    """
+
+    def group_at(group: Any) -> tuple[Any, Any]:
+        ends = (_item_at(builder, _INT, builder.add(starts, _LONG(offset)), group) for offset in (0, 4))
+        first, end = (builder.sext(value, _LONG) for value in ends)
+        count = builder.sub(end, first)
+        return first, builder.select(builder.icmp_signed("<=", count, _LONG(PIECE)), count, _LONG(0))
+
+    def prefetch_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
+        address = builder.add(row_at(builder.add(index, _LONG(PREFETCH_DISTANCE))), byte_offset)
+        for line in range(0, num_bytes, CACHE_LINE):
+            _emit_prefetch(builder, builder.add(address, _LONG(line)))
+
+    row_at = functools.partial(_item_at, builder, _LONG, rows)
+    groups, reads = (out, builder.mul(size, _LONG(4)), num_groups, group_at), (row_at, prefetch_ahead)
+    _sum(builder, FLOAT32, groups, reads, scales, size, _BIT(0))
+
+
 def _make_sum(dtype: int) -> Any:
-    @_emitted(types.void, *[types.int64] * 10, types.boolean)
+    @emitted(types.void, *[types.int64] * 10, types.boolean)
     def sum_bags_of_dtype(
         builder: Any, out: Any, pitch: Any, offsets: Any, num_bags: Any, ids: Any, table: Any, num_rows: Any,
         no_row: Any, scales: Any, size: Any, streamed: Any,
@@ -321,14 +345,14 @@ def sum_bags(out, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales
 
 
 def _make_dot(dtype: int) -> Any:
-    @_emitted(types.float32, types.int64, types.int64, types.int64)
+    @emitted(types.float32, types.int64, types.int64, types.int64)
     def dot_lanes(builder: Any, a: Any, b: Any, size: Any) -> Any:
         """Add full vectors lane by lane, reduce lanes by halving, then add the remaining elements one by one."""
         item = _LONG(4 if dtype == FLOAT32 else 2)
         num_vectors = builder.sdiv(size, _LONG(DOT_LANES))
 
         def product(element: Any, lanes: int) -> Any:
-            a_values = _load(builder, builder.add(a, builder.mul(element, _LONG(4))), _FLOAT, lanes)
+            a_values = load(builder, builder.add(a, builder.mul(element, _LONG(4))), _FLOAT, lanes)
             b_values = _load_float32(builder, builder.add(b, builder.mul(element, item)), dtype, lanes)
             return builder.fmul(a_values, b_values)
 
@@ -354,85 +378,6 @@ def _make_dot(dtype: int) -> Any:
         return builder.extract_element(total, _INT(0))
 
     return dot_lanes
-
-
-# Each level merges two vectors of 16 sums into one, by the cheapest shuffles: (lanes of left summands, distance to the
-# right summands, distances of neighbouring sums in the result by level of the remaining tree).
-_FOURS = [first + lane for first in (0, 4, 8, 12) for lane in (0, 2, 16, 18)]
-_MERGES = (
-    (_FOURS, 1, (1, 4, 8, 2)),
-    (_FOURS, 1, (4, 8, 1, 2)),
-    ([first + lane for first in (0, 16, 8, 24) for lane in range(4)], 4, (8, 1, 2, 4)),
-)
-
-
-def _squares(builder: Any, address: Any, size: int) -> Any:
-    """Sum `size` squares pairwise, a power of 2 up to SQUARES: neighbours, then neighbouring sums."""
-    if size > 8 * DOT_LANES:  # more vectors would not stay in registers
-        halves = (builder.add(address, _LONG(start * 4)) for start in (0, size // 2))
-        return builder.fadd(*(_squares(builder, half, size // 2) for half in halves))
-    lanes = min(size, DOT_LANES)
-
-    def add(left: Any, right: Any, *masks: Sequence[int]) -> Any:
-        kind = ir.VectorType(_INT, lanes)
-        return builder.fadd(*(builder.shuffle_vector(left, right, ir.Constant(kind, [*mask])) for mask in masks))
-
-    loaded = [_load(builder, builder.add(address, _LONG(start * 4)), _FLOAT, lanes) for start in range(0, size, lanes)]
-    sums, strides = [builder.fmul(values, values) for values in loaded], (1, 2, 4, 8)[: lanes.bit_length() - 1]
-    for lefts, step, next_strides in _MERGES[: len(sums).bit_length() - 1]:
-        rights, strides = [lane + step for lane in lefts], next_strides
-        sums = [add(*pair, lefts, rights) for pair in zip(sums[::2], sums[1::2], strict=True)]
-    (total,) = sums
-    for step in strides:
-        total = add(total, total, range(lanes), [lane ^ step for lane in range(lanes)])
-    return builder.extract_element(total, _INT(0))
-
-
-@_emitted(types.float32, types.int64, types.int64)
-def _sum_few_squares(builder: Any, row: Any, size: Any) -> Any:
-    """Sum up to SQUARES squares: blocks by the binary digits of `size`, wide to narrow, added from the last on."""
-    total = cgutils.alloca_once_value(builder, _FLOAT(0.0))
-
-    def has(bits: int) -> Any:
-        return builder.if_then(builder.icmp_signed("!=", builder.and_(size, _LONG(bits)), _LONG(0)))
-
-    def add(widths: Sequence[int]) -> None:
-        for width in widths:
-            with has(width):
-                first = builder.mul(builder.and_(size, _LONG(-2 * width)), _LONG(4))
-                squares = _squares(builder, builder.add(row, first), width)
-                builder.store(builder.fadd(builder.load(total), squares), total)
-
-    with has(DOT_LANES - 1):  # skip all narrow blocks at once
-        add((1, 2, 4, 8))
-    add((16, 32, 64, 128, SQUARES))
-    return builder.load(total)
-
-
-@_emitted(types.int64)
-def _allocate_sums(builder: Any) -> Any:
-    """Allocate 64 float32 on the stack; return their address."""
-    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_FLOAT, 64)), _LONG)
-
-
-@called
-def sum_of_squares(row, size):
-    """Sum row[j]² of the float32 row at an address, in the order of `triton_utils.row_sum`."""
-    if size <= SQUARES:
-        return _sum_few_squares(row, size)
-    num_blocks = size // SQUARES
-    total = _sum_few_squares(row + 4 * SQUARES * num_blocks, size - SQUARES * num_blocks)
-    sums = float32_row(_allocate_sums(), 64)  # by level: of 2^level blocks, until their neighbours are summed
-    for block in range(num_blocks):
-        block_sum, level = _sum_few_squares(row + 4 * SQUARES * block, SQUARES), 0
-        while (block >> level) & 1:
-            block_sum += sums[level]
-            level += 1
-        sums[level] = block_sum
-    for level in range(64):
-        if (num_blocks >> level) & 1:
-            total += sums[level]
-    return total
 
 
 _dot_float32, _dot_float16, _dot_bfloat16 = (_make_dot(dtype) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
