@@ -44,8 +44,15 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
         shape = f"{batch:,} ids, capacity {capacity:,}"
         yield Case("dynamic table pull", f"{shape}, D{DIM}", partial(pull, capacity, batch))
         yield Case("dynamic index find", shape, partial(find, capacity, batch))
-        for new in (0.0, 0.01):
-            yield Case("dynamic table step", f"{shape}, D{DIM}, {new:.0%} new", partial(step, capacity, batch, new))
+        # Without evictions there is room for many steps in the larger table only.
+        steps = [(0.0, False), (0.01, False), (1.0, True)] + [(1.0, False)] * (capacity > 64 * batch)
+        for new, is_full in steps:
+            text = f"{shape}, D{DIM}, {new:.0%} new" + (", evicting" if is_full else "")
+            yield Case("dynamic table step", text, partial(step, capacity, batch, new, is_full))
+        for prefetched in (False, True):
+            text = f"{shape}, D{DIM}, one unknown" + (", prefetched" if prefetched else "")
+            yield Case("dynamic table evaluation", text, partial(evaluate, capacity, batch, prefetched))
+        yield Case("dynamic table restore", f"{capacity * 3 // 4:,} rows, D{DIM}", partial(restore, capacity))
 
 
 def filled(capacity: int, rows: int) -> DynamicIndex:
@@ -129,6 +136,7 @@ class Stream:
         self.last = rows  # ids 0 ... last - 1, mixed, have been met
         self._table: Any = self.dynamic["t"]
         for part in torch.arange(rows).split(max(1, capacity // 16)):
+            self._table.index.clock += 1  # so that the rows of earlier parts may be evicted
             self._table.insert(ids_of(part), torch.zeros(part.numel(), DIM))
 
     def __call__(self, number: int) -> tuple[te.KeyedJaggedTensor, te.KeyedJaggedTensor]:
@@ -140,8 +148,9 @@ class Stream:
         return keyed(ids_of(numbers)), keyed(numbers % self.capacity)
 
 
-def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]:
-    stream = Stream(capacity, batch, new, capacity * 3 // 4)
+def step(capacity: int, batch: int, new: float, is_full: bool, clock: Clock) -> list[Contender]:
+    """A table that is full evicts a row for each new id; one that is half empty when all are new never does."""
+    stream = Stream(capacity, batch, new, capacity * (9 if is_full else 2 if new == 1.0 else 6) // 8)
     grad, current = torch.randn(batch, DIM), dict[int, Any]()
 
     def prepare(which: int, number: int) -> te.KeyedJaggedTensor:
@@ -161,6 +170,44 @@ def step(capacity: int, batch: int, new: float, clock: Clock) -> list[Contender]
         for index, (name, model) in enumerate(models.items())
     ]
     return [*results, copy_contender(num_bytes, clock.device)]
+
+
+def evaluate(capacity: int, batch: int, prefetched: bool, clock: Clock) -> list[Contender]:
+    """A batch with one unknown id, beside the same batch without it."""
+    stream = Stream(capacity, batch, 0.0, capacity * 3 // 4)
+    known = stream(0)[0]
+    ids = known.values().clone()
+    ids[batch // 2] = ids_of(torch.tensor(capacity))
+
+    @torch.no_grad()
+    def run(features: te.KeyedJaggedTensor) -> Tensor:
+        result: Tensor = stream.dynamic(te.nn.prefetch(stream.dynamic, features) if prefetched else features)
+        return result
+
+    all_known = run(known)
+    expected = all_known.clone()
+    expected[batch // 2] = stream.dynamic["t"].initial_values(ids[batch // 2 : batch // 2 + 1])
+    num_bytes = batch * (8 + 2 * 4 * DIM)
+    one_unknown = Contender(OURS, lambda _: keyed(ids), run, num_bytes, equal(expected))
+    return [
+        one_unknown,
+        Contender(f"{OURS}, all known", lambda _: keyed(known.values()), run, num_bytes, equal(all_known)),
+        copy_contender(num_bytes, clock.device),
+    ]
+
+
+def restore(capacity: int, clock: Clock) -> list[Contender]:
+    """A `state_dict` in memory, loaded; it writes each byte once."""
+    stream = Stream(capacity, 1, 0.0, capacity * 3 // 4)
+    state = stream.dynamic.state_dict()
+    num_bytes = 2 * sum(value.nbytes for value in state.values())
+
+    def check(_: object) -> None:
+        loaded = stream.dynamic.state_dict()
+        assert all(torch.equal(loaded[name], value) for name, value in state.items())
+
+    load = Contender(OURS, lambda _: None, lambda _: stream.dynamic.load_state_dict(state), num_bytes, check)
+    return [load, copy_contender(num_bytes, clock.device)]
 
 
 def resident(tensor: Tensor) -> int:

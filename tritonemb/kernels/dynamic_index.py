@@ -313,8 +313,8 @@ def dynamic_begin_insert_reference(
     By NumPy, which sorts several times faster than PyTorch; the order of an id's positions does not matter.
     """
     # Sort by key, then id.
-    order = np.flatnonzero(keys.numpy() != NO_KEY)
-    ids, tables = values.numpy()[order], keys.numpy()[order]
+    order = np.flatnonzero(keys.cpu().numpy() != NO_KEY)
+    ids, tables = values.cpu().numpy()[order], keys.cpu().numpy()[order]
     ascend = (tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (ids[1:] >= ids[:-1]))
     if not (distinct or ascend.all()):  # ids of a checkpoint are sorted already
         by_id = ids.argsort()
@@ -324,7 +324,7 @@ def dynamic_begin_insert_reference(
     heads[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
     firsts, numbers = np.flatnonzero(heads), heads.cumsum(dtype=np.int32)
     fields = order, tables, numbers, ids[firsts], np.append(firsts, ids.size), tables[firsts], heads[firsts]
-    return PendingInsert(*map(torch.from_numpy, fields))
+    return PendingInsert(*(torch.from_numpy(field).to(values.device) for field in fields))
 
 
 def dynamic_room_reference(
