@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends import registry
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
+import tritonemb as te
 import tritonemb.compiler
 from tests.compiler.graphs import CLOSE, gradients_of
+from tests.helpers import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 
@@ -58,6 +61,8 @@ def test_training_with_several_batch_sizes():
 def test_autograds_cache_takes_what_was_merged(monkeypatch):
     class Check(torch._TorchCompileInductorWrapper):
         def __call__(self, gm, _inputs):
+            assert any(name.startswith("_tritonemb_") for name, _ in gm.named_buffers())
+            assert not gm._non_persistent_buffers_set  # pickled in an order of strings that differs between processes
             return check_cacheable(gm) or gm
 
     monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", Check)
@@ -73,6 +78,51 @@ def test_inference_with_a_mode_and_with_options(options):
     args = batch(5, 3)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*args), model(*args), **CLOSE)
+
+
+class FusedModel(nn.Module):
+    """A collection, and bags that the backend merges, with fused optimizers."""
+
+    def __init__(self):
+        super().__init__()
+        tables = [te.TableConfig("a", 30, 4), te.TableConfig("b", 11, 4, pooling="mean")]
+        self.collection = te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.Adagrad(lr=0.1))
+        self.bags = nn.ModuleList(te.nn.EmbeddingBag(50, 4, optimizer=te.optim.SGD(lr=0.1)) for _ in range(2))
+
+    def forward(self, features, matrix):
+        return torch.cat([self.collection(features), *(bag(matrix) for bag in self.bags)], 1)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("has_option", [True, False])
+def test_one_graph_serves_all_batch_sizes(has_option, monkeypatch):
+    """Without the option of PyTorch, sizes of 1 and 2 have graphs of their own; those of others are shared."""
+
+    def backend(gm, inputs):
+        tritonemb.compiler.fuse_graph(gm)
+        return aot_eager(gm, inputs)
+
+    if not has_option:
+        monkeypatch.setattr(tritonemb.compiler, "shape_config", object())
+    model = FusedModel()
+    twin, compiled = copy.deepcopy(model), torch.compile(model, backend=backend, fullgraph=True)
+    counters.clear()
+    numbers_of_graphs = []
+    for batch_size in (64, 64, 37, 1, 2):
+        features = te.KeyedJaggedTensor.from_lengths(
+            ["a", "b"], torch.randint(0, 11, (batch_size * 4,)), torch.full((batch_size * 2,), 2)
+        )
+        inputs = features, torch.randint(0, 50, (batch_size, 3))
+        with tritonemb.compiler.dynamic_batch(*inputs):
+            result = compiled(*inputs)
+        expected, grad = twin(*inputs), torch.randn(batch_size, 16)
+        assert torch.equal(result, expected)
+        for output in (result, expected):
+            output.backward(grad)
+        numbers_of_graphs.append(counters["stats"]["unique_graphs"])
+    assert numbers_of_graphs[:3] == [1, 1, 1]
+    assert (numbers_of_graphs[-1] == 1) == has_option, numbers_of_graphs
+    assert_same_bits(dict(model.state_dict()), dict(twin.state_dict()))
 
 
 def test_an_unknown_option_is_named():

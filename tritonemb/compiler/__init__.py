@@ -3,19 +3,22 @@
 tritonemb      the backend; `torch.compile` finds it by this name
 explain        report what would be merged in a model, what not, and why
 fuse_graph     the graph pass, for other backends
+dynamic_batch  context in which a compiled model's first graph serves all batch sizes
 HideExchanges  Inductor pass that overlaps the exchanges of a sharded model with computation
 """
 
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx.experimental import _config as shape_config
+from torch.utils._pytree import tree_leaves
 
 from tritonemb.compiler.graph import HideExchanges, is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
@@ -23,7 +26,7 @@ from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fus
 from tritonemb.compiler.merge import cacheable_functions, call_lookups, merge
 from tritonemb.utils import join_names
 
-__all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
+__all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "dynamic_batch", "explain", "fuse_graph", "tritonemb"]
 
 _log = logging.getLogger(__name__)
 
@@ -138,6 +141,22 @@ def fuse_graph(gm: GraphModule) -> Report:
         gm.graph.lint()
         gm.recompile()
     return report
+
+
+@contextmanager
+def dynamic_batch(*inputs: Any) -> Iterator[None]:
+    """Let the graphs that are compiled in the block, for these inputs, serve all batch sizes, 1 and 2 included.
+
+    Call a compiled model in the block. The first dimension of each tensor in `inputs`, pytrees, becomes dynamic, unless
+    the model needs its value. Merged lookups do not support a batch of 0 samples then; call the uncompiled model.
+    """
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and leaf.dim():
+            torch._dynamo.maybe_mark_dynamic(leaf, 0)
+    # Without that option, which is experimental, sizes of 0 and 1 have their own graphs.
+    has_option = hasattr(shape_config, "backed_size_oblivious")
+    with shape_config.patch(backed_size_oblivious=True) if has_option else nullcontext():  # type: ignore[attr-defined]
+        yield
 
 
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:

@@ -281,7 +281,8 @@ class Writer:
         index = sum(1 for other, _ in self.gm.named_buffers() if other.startswith("_tritonemb_"))
         name = f"_tritonemb_{index}_{name}"
         with torch.inference_mode(False):  # compiled in inference mode, the graph may be saved for a later backward
-            self.gm.register_buffer(name, value.clone())  # names of other buffers are in a set, which no cache finds again
+            # Not `persistent=False`: those names are in a set, whose order gives each process another cache key.
+            self.gm.register_buffer(name, value.clone())
         sources = getattr(self.gm, "_param_name_to_source", None)
         if sources is not None:  # AOTAutograd requires the source of each buffer
             sources[name] = ConstantSource(source_name=name)

@@ -136,7 +136,7 @@ class SingleTable(FusedModule):
         if weight is None or type(input) is not Tensor or input.is_sparse or weight.dtype != torch.float32:
             return None
         elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
-        is_small = elements < FEW_ELEMENTS and not fused
+        is_small = not fused and elements < FEW_ELEMENTS  # in this order: a trace would guard the size
         if torch.compiler.is_compiling():
             return True if is_small and weight.device.type == "cpu" else None
         if choose_cached("embedding_bag", weight.device, (torch.float32,)) != CPU:

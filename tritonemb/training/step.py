@@ -250,7 +250,7 @@ class TrainStep:
         dense_optimizer: Callable[..., torch.optim.Optimizer], offloading: OffloadOptions,
     ) -> None:  # fmt: skip
         self.model, self.device, self.ranks, self.precision = model, device, ranks, options.precision
-        self.forward: Forward = torch.compile(model) if options.compile else model
+        self.forward: Forward = _compile(model) if options.compile else model
 
         # Optimizers: of the parameters outside fused tables, if any, with its class name before offload.
         dense = dense_parameters(model)
@@ -402,6 +402,19 @@ class TrainStep:
 
 class _GradientOverflow(Exception):
     """A gradient is not finite at the current loss scale."""
+
+
+def _compile(model: nn.Module) -> Forward:
+    """Compile a model, once for all batch sizes: the last batch of an epoch is smaller."""
+    from tritonemb.compiler import dynamic_batch  # loads the compiler
+
+    compiled = torch.compile(model)
+
+    def forward(*inputs: Any) -> Any:
+        with dynamic_batch(*inputs):
+            return compiled(*inputs)
+
+    return forward
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
