@@ -1,4 +1,6 @@
 import datetime
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ import torch
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
-from tests.data.logs import contents, options, rows_of, same  # noqa: E402
+from tests.data.logs import contents, options, random_lines, rows_of, same  # noqa: E402
+from tests.data.logs import write as write_lines  # noqa: E402
+from tests.helpers import DEADLINE  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule, from_dataframe  # noqa: E402
 from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, hashes_to_ids  # noqa: E402
 
@@ -116,6 +120,21 @@ def test_small_dictionaries_of_a_file_are_hashed_instead_of_its_values(tmp_path)
     # Columns that are read for other purposes remain strings.
     scored = ClickLog(path, how, extra_columns=("user",))
     assert {str(block.rows) for block in scored.scan("train", lambda batch: batch.column("user").type)} == {"string"}
+
+
+@pytest.mark.more
+def test_reading_does_not_import_pandas(tmp_path):
+    paths = [write(tmp_path), write_lines(tmp_path, random_lines(9))]
+    schema = "label='click', dense=('price',), sparse=('user',)"
+    program = f"""
+import sys
+from tritonemb.data import ClickLog, LogOptions, Schema
+from tritonemb.data.schema import ALL_ROWS
+for path, schema in zip({list(map(str, paths))}, (Schema({schema}), Schema())):
+    print(len(next(ClickLog(path, LogOptions(schema, ALL_ROWS)).open("train", 2))), "pandas" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE)
+    assert done.stdout.split() == ["2", "False"] * 2, done.stderr
 
 
 def test_dictionaries_with_more_values_than_rows(tmp_path):

@@ -4,13 +4,15 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
+from tests.data.logs import options, random_lines, write
 from tests.data.threads import running, threads_end
 from tests.helpers import DEADLINE, process_ends
-from tritonemb.data import make_synthetic
-from tritonemb.data.protocol import Prefetcher, end_all
+from tritonemb.data import ClickLog, make_synthetic
+from tritonemb.data.protocol import Prefetcher, end_all, reader_seconds
 
 
 def test_items_come_in_order_and_no_further_ahead_than_asked():
@@ -130,6 +132,29 @@ def test_a_log_that_is_left_ends_its_threads(tmp_path):
     del stream
     gc.collect()
     assert threads_end()
+
+
+def test_the_time_of_readers_is_that_of_all_their_threads(tmp_path):
+    """Each chunk and each batch takes 10 ms of a thread's CPU time or more; the consumer's own does not count."""
+    log = ClickLog(write(tmp_path, random_lines(100)), options(chunk_bytes=10_000))
+    chunks, encode, before = log._reader.source.chunks, log.encode, reader_seconds()
+
+    def burn(result):
+        end = time.thread_time() + 0.01
+        while time.thread_time() < end:
+            pass
+        return result
+
+    log._reader.source.chunks = lambda *args: map(burn, chunks(*args))
+    log.encode = lambda batch: burn(encode(batch))
+    num_chunks = len(list(log.scan("train", lambda batch: batch.num_rows)))
+    with log.open("train", 100) as stream:
+        list(stream)
+    assert num_chunks > 1
+    assert reader_seconds() - before >= 0.01 * 3 * num_chunks
+    before = reader_seconds()
+    burn(None)
+    assert reader_seconds() == before
 
 
 def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):

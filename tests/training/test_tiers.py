@@ -144,18 +144,22 @@ def test_waiting_for_rows_asks_for_more_ahead():
 
 
 def test_waits_are_counted_by_stage(monkeypatch):
-    now = [0.0]
+    now, cpu, reading = [0.0], [0.0], [5.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.process_time", lambda: cpu[0])
+    monkeypatch.setattr("tritonemb.training.loop.reader_seconds", lambda: reading[0])
     clock = Clock()
     clock.step(1, 1)
     # A wait from 10 to 11, for a step that was read until 10.2, agreed upon at 10.3, and whose rows had come at 10.8.
     assert clock.wait(10.0, 11.0, (9.0, 10.2, 10.3, 10.8)) == pytest.approx(0.5)
     assert clock.wait(11.0, 11.5, (8.0, 8.5, 9.0, 9.5)) == clock.wait(11.5, 12.0, ()) == 0.0
     clock.step(30, 90)
-    now[0] = 4.0
+    now[0], cpu[0], reading[0] = 4.0, 8.0, 7.0
+    with clock.pause():  # neither time nor CPU time of an evaluation counts
+        now[0], cpu[0], reading[0] = 9.0, 18.0, 15.0
     assert clock.lap() == {
         "samples_per_second": 7.5, "ids_per_second": 22.5, "data_wait": 0.5,
-        "waits": pytest.approx({"data": 0.05, "ranks": 0.025, "rows": 0.125}),
+        "waits": pytest.approx({"data": 0.05, "ranks": 0.025, "rows": 0.125}), "cpu": {"reader": 0.25, "step": 0.75},
     }  # fmt: skip
 
 

@@ -231,12 +231,15 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
         numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
     except ValueError:
         return None, 0
-    if count == len(array):
-        return pa.array(numbers), num_digits
-    padded_numbers = np.zeros(len(array), np.uint32)
-    padded_numbers[present] = numbers
-    buffers = [pa.py_buffer(np.packbits(present, bitorder="little")), pa.py_buffer(padded_numbers)]
-    return pa.Array.from_buffers(pa.uint32(), len(array), buffers), num_digits
+    validity = None
+    if count < len(array):
+        validity, padded_numbers = (
+            pa.py_buffer(np.packbits(present, bitorder="little")),
+            np.zeros(len(array), np.uint32),
+        )
+        padded_numbers[present] = numbers
+        numbers = padded_numbers
+    return pa.Array.from_buffers(pa.uint32(), len(array), [validity, pa.py_buffer(numbers)]), num_digits
 
 
 def check_criteo(schema: Schema, location: str) -> None:

@@ -118,12 +118,17 @@ def missing_mask(array: Any) -> Array:
     return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
 
 
+def _unmasked_values(array: Any) -> Array:
+    """Return integers or float64, undefined under nulls; pyarrow's `to_numpy` would import pandas, if installed."""
+    dtype, buffer = np.dtype(str(array.type)), array.buffers()[1]
+    return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize) if len(array) else np.zeros(0, dtype)
+
+
 def integer_values(array: Any, fill: bool = True) -> Array:
     """Convert a `pyarrow` array of integers, booleans or nulls to NumPy; nulls become 0, or undefined unless `fill`."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
-    buffers = [None, array.buffers()[1]]  # without the mask of nulls
-    values: Array = pa.Array.from_buffers(array.type, len(array), buffers, 0, array.offset).to_numpy()
+    values = _unmasked_values(array)
     return np.where(missing_mask(array), values.dtype.type(0), values) if fill and array.null_count else values
 
 
@@ -133,8 +138,8 @@ def numeric_values(array: Any) -> Array:
     if not pa.types.is_floating(array.type):
         values = integer_values(array)
         return values.astype(np.float64 if values.dtype == np.uint64 else np.int64, copy=False)
-    values = compute.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False)
-    return np.where(np.isnan(values), 0.0, values)
+    array = array.cast(pa.float64())
+    return np.where(missing_mask(array), 0.0, _unmasked_values(array))
 
 
 def scale_numbers(values: Array, logarithmic: bool) -> Array:

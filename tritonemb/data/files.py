@@ -251,10 +251,10 @@ def open_parquet(
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
             verify = None if isinstance(file.path, str) else _verifier(raw, metadata, columns)
-            with parquet.ParquetFile(  # read page by page instead of whole row groups
-                raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False,
-                page_checksum_verification=verify is None, read_dictionary=encoded(metadata),
-            ) as source:  # fmt: skip
+            # Read page by page instead of whole row groups.
+            paging: dict[str, Any] = {"buffer_size": 1 << 20, "pre_buffer": False}
+            paging |= {"page_checksum_verification": verify is None, "read_dictionary": encoded(metadata)}
+            with parquet.ParquetFile(raw, metadata=metadata, **paging) as source:
                 yield source, verify or (lambda group: None)
     except ConnectionError:  # a reader host does not answer; the file may be complete
         raise

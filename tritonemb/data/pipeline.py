@@ -84,7 +84,7 @@ def ordered_map(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads:
     memory does not depend on the size of the log. Closing the generator stops all threads.
     """
     num_threads = num_threads or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MAX_THREADS)
-    prefetched = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
+    prefetched = Prefetcher(chunks, CHUNKS_READ + 1, protocol.READ_THREAD)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:
@@ -214,8 +214,9 @@ class LogReader:
                 yield from self.source.chunks(part, number, self.options.chunk_bytes, offset, line)
 
         def work(chunk: Chunk) -> Chunk:
-            batch, report = self._read(split, chunk)
-            return replace(chunk, rows=job(batch), report=report)
+            with protocol.count_reading():
+                batch, report = self._read(split, chunk)
+                return replace(chunk, rows=job(batch), report=report)
 
         return ordered_map(work, chunks(), self.options.parser_threads)
 

@@ -4,11 +4,12 @@ import atexit
 import hashlib
 import os
 import threading
+import time
 import weakref
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Any, Literal, Protocol, Self, TypeVar
@@ -33,6 +34,7 @@ GRACE = 2.0  # seconds for the thread to end after a failure
 POLL = 0.1  # seconds between checks that the thread is alive
 PREFETCH_DEPTH = 5  # batches
 MAX_PROBLEMS = 10  # shown in full by a report
+READ_THREAD, BATCH_THREAD = "tritonemb-read", "tritonemb-batches"
 reading_processes = 1  # known reading processes of this host, which divide the processors among their threads
 
 
@@ -83,6 +85,24 @@ class ReadReport:
         text = f"{self.rows:,} rows were read, {self.skipped:,} bad rows skipped"
         shown = [*(f"{location} ({count:,})" for location, count in self.reasons), *self.problems]
         return "\n  ".join([text, *shown])
+
+
+_reader_seconds: dict[int, float] = defaultdict(float)  # by thread, each of which adds to its own count
+
+
+@contextmanager
+def count_reading() -> Iterator[None]:
+    """Add the CPU time of this thread in the block to `reader_seconds`."""
+    begin = time.thread_time()
+    try:
+        yield
+    finally:
+        _reader_seconds[threading.get_ident()] += time.thread_time() - begin
+
+
+def reader_seconds() -> float:
+    """CPU seconds that threads of this process have spent reading, parsing and batching."""
+    return sum(list(_reader_seconds.values()))
 
 
 class Prefetcher(Closeable, Iterator[T]):
@@ -203,12 +223,13 @@ class _Queues:
         """Produce an item per permit, in the thread; after the last item, only set events."""
         item: Any = None
         end: BaseException | None = None
+        meter = count_reading if threading.current_thread().name in (READ_THREAD, BATCH_THREAD) else nullcontext
         while not self.stopped and (permit := self.permits.get()) is not None:
             if isinstance(permit, threading.Event):
                 permit.set()
             elif end is None:
                 try:
-                    with permit:
+                    with permit, meter():
                         item = next(source)
                 except BaseException as error:
                     end = error
@@ -273,7 +294,7 @@ class Stream(Batches):
         self.position: Position = position
         self.report = report or ReadReport()
         self._at_end = at_end
-        self._batches = Prefetcher(batches, depth, "tritonemb-batches", on_stop)
+        self._batches = Prefetcher(batches, depth, BATCH_THREAD, on_stop)
 
     def __next__(self) -> Batch:
         if (item := next(self._batches, None)) is not None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from tritonemb.comm.control import lost_contact
 from tritonemb.comm.group import RankFailed
-from tritonemb.data.protocol import Split
+from tritonemb.data.protocol import Split, reader_seconds
 from tritonemb.offloading import OffloadedOptimizer, report
 from tritonemb.ops.registry import check_errors
 from tritonemb.server.attach import flush
@@ -154,9 +154,8 @@ class Loop:
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
-                if not (
-                    state.is_stream and state.finished
-                ):  # before the events: these depend on whether the epoch has ended
+                # Before the events, which depend on whether the epoch has ended.
+                if not (state.is_stream and state.finished):
                     step, last = self._next_step(steps)
                 if last or self.state.finished or self._stop_signal is not None:
                     skipped, text = self.ranks.skipped_rows(step[1].report)
@@ -269,9 +268,8 @@ class Loop:
 def describe_transfers(model: nn.Module) -> str:
     """Describe the bytes that an offloaded model has read and written per tier."""
     moved = report(model).moved.items()
-    return (
-        f"offload: {'; '.join(f'{tier} {format_bytes(r)} read, {format_bytes(w)} written' for tier, (r, w) in moved)}"
-    )
+    tiers = (f"{tier} {format_bytes(read)} read, {format_bytes(written)} written" for tier, (read, written) in moved)
+    return f"offload: {'; '.join(tiers)}"
 
 
 def start_of(state: TrainState, folder: RunFolder | None) -> FitStart:
@@ -327,17 +325,22 @@ class Evaluations:
             self._callbacks.on_message(text)
 
 
+def read_clocks() -> dict[str, float]:
+    """Seconds of wall time, of CPU time of this process, and of that of its reader threads."""
+    return {"seconds": time.perf_counter(), "cpu": time.process_time(), "reader": reader_seconds()}
+
+
 class Clock:
     """Training time, speed and waits, without blocks under `pause`. `seconds`: time of earlier processes of the run."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._earlier_seconds, self._start = seconds, time.perf_counter()  # pauses move the start forward
+        self._earlier_seconds, self._start = seconds, read_clocks()  # pauses move the start forward
         # Samples and ids of this process, and seconds of waiting: in all ("wait"), and for each stage of preparation.
         self._counts = dict.fromkeys(("samples", "ids", "wait", *STAGES), 0.0)
         self._warm = self._lap = self._now()  # readings after the first step, and at the last lap
 
     def _now(self) -> dict[str, float]:
-        return {"seconds": time.perf_counter() - self._start, **self._counts}
+        return {name: now - self._start[name] for name, now in read_clocks().items()} | self._counts
 
     @property
     def seconds(self) -> float:
@@ -345,11 +348,11 @@ class Clock:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        start = time.perf_counter()
+        begin = read_clocks()
         try:
             yield
         finally:
-            self._start += time.perf_counter() - start
+            self._start = {name: self._start[name] + now - begin[name] for name, now in read_clocks().items()}
 
     def step(self, num_samples: int, num_ids: int) -> None:
         """Count a step. Speeds exclude the first step of a process, which compiles and warms up."""
@@ -375,7 +378,9 @@ class Clock:
             return {"samples_per_second": self.samples_per_second, "data_wait": 0.0}
         wait, *waits = (min(since[name] / since["seconds"], 1.0) for name in ("wait", *STAGES))
         speeds = {f"{name}_per_second": since[name] / since["seconds"] for name in ("samples", "ids")}
-        return {**speeds, "data_wait": wait, "waits": dict(zip(STAGES, waits, strict=True))}
+        reader = min(since["reader"] / since["cpu"], 1.0) if since["cpu"] else 0.0
+        waits_by_stage = dict(zip(STAGES, waits, strict=True))
+        return {**speeds, "data_wait": wait, "waits": waits_by_stage, "cpu": {"reader": reader, "step": 1.0 - reader}}
 
     @property
     def samples_per_second(self) -> float:

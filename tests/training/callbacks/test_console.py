@@ -76,6 +76,11 @@ def test_the_lines_of_a_log_keep_their_columns():
     assert [re.split(r"\s{2,}", line)[2] for line in lines] == ["loss 0.5432", "loss nan"]
 
 
+def test_a_line_shows_who_takes_the_time_of_the_processor():
+    (line,) = written(("on_log", log(700, cpu={"reader": 0.406, "step": 0.594})))
+    assert re.split(r"\s{2,}", line)[4:6] == ["wait 2 %", "CPU 41 % reader, 59 % step"]
+
+
 def test_without_known_totals_there_is_no_eta():
     unknown = start(total_steps=None, total_samples=None, epoch_samples=None)
     assert start_line(unknown) == "training  synthetic  2 epochs  batch 100"

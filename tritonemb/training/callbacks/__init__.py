@@ -67,6 +67,7 @@ class Log(StepEnd):
         ids_per_second: ids of this rank's batches, like `samples_per_second`.
         waits: `data_wait` by stage: `data`, reading; `ranks`, their agreement on the step; `rows`, exchange of ids and
             transfers to the device.
+        cpu: shares of this process's CPU time since the last log: `reader`, threads that read data; `step`, the others.
     """
 
     loss: float
@@ -82,6 +83,7 @@ class Log(StepEnd):
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     ids_per_second: float = 0.0
     waits: Mapping[str, float] = field(default_factory=dict)
+    cpu: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

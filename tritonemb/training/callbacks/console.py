@@ -135,7 +135,11 @@ def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
     """Line of a log event: step, loss, speed and memory, and with `eta` the remaining time where it is known."""
     rate, memory = log.samples_per_second, format_bytes(log.memory_bytes)
     line = f"{_step_field(log.step, start)}  epoch {_epoch_done(log, start)}  {f'loss {log.loss:.4f}':11}"
-    line += f"  {f'{rate:,.0f} samples/s':16}  {f'wait {100 * log.data_wait:.0f} %':9}  {memory:7}"
+    line += f"  {f'{rate:,.0f} samples/s':16}  {f'wait {100 * log.data_wait:.0f} %':9}"
+    if log.cpu:
+        reader, step = (round(100 * log.cpu[part]) for part in ("reader", "step"))
+        line += f"  {f'CPU {reader} % reader, {step} % step':27}"
+    line += f"  {memory:7}"
     if eta and start.total_samples is not None and math.isfinite(rate) and rate > 0:
         line += f"  ETA {format_duration(max(0, start.total_samples - log.samples) / rate)}"
     return line.rstrip()
