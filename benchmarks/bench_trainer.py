@@ -1,13 +1,17 @@
-"""What the trainer adds to a bare loop over the same ready batches.
+"""What the trainer adds to a bare loop over the same ready batches, and what a reader adds to the trainer.
 
 The floor is the loop: forward, loss, backward, the optimizer's step. Target: the trainer takes at most 1.05 times as
-long with log, display and progress.
+long with log, display and progress. The floor of a trainer that reads a file is the same trainer on ready batches, plus
+pyarrow alone (`bench_reader`) where reader and steps share all cores. Targets: 1.15 times as long for text, 1.1 for
+Parquet.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +19,10 @@ import torch
 from torch.nn import functional as F
 
 import tritonemb as te
+from benchmarks.bench_reader import WHOLE, write_parquet, write_text
 from benchmarks.measuring.clock import Contender
 from benchmarks.measuring.result_files import Goal
-from tritonemb.data import Batch, Dataset, make_synthetic, open_dataset
+from tritonemb.data import Batch, ClickLog, Dataset, LogOptions, make_synthetic, open_dataset
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.config import PRESETS
@@ -28,7 +33,7 @@ from tritonemb.training.step import dense_parameters
 class Ready:
     """A data set whose batches have been cut before."""
 
-    def __init__(self, data: Dataset, batch_size: int, num_batches: int) -> None:
+    def __init__(self, data: Any, batch_size: int, num_batches: int) -> None:
         self.data = data
         with data.open("train", batch_size, shuffle=True) as stream:
             self.batches: list[Batch] = [batch for batch, _ in zip(stream, range(num_batches), strict=False)]
@@ -86,3 +91,21 @@ def bench_overhead(name: str, race: Any) -> None:
     ]
     shape = f"{name}, {len(ready.batches)} steps of {batch_size}"
     race("training loop", shape, contenders, Goal(0, 1, most=1.05))
+
+
+@pytest.mark.parametrize("kind", ["text", "strings", "integers"])
+def bench_files(kind: str, tmp_path: Path, race: Any) -> None:
+    """A small model, whose steps take little more CPU time than the reader."""
+    text = write_text(tmp_path / "day_0", 20_000_000)
+    file = text if kind == "text" else write_parquet(text, kind)
+    log = ClickLog(file.path, LogOptions(split=WHOLE))
+    options = replace(PRESETS["criteo-kaggle"], bottom_mlp=(64, 16), top_mlp=(64,))
+    ready, fits = Ready(log, options.batch_size, num_batches=1000), dict[str, Any]()
+    for name, data in {"file": log, "ready batches": ready}.items():
+        torch.manual_seed(0)
+        model = build_model(options, log.features, log.num_dense)
+        fits[name] = te.Trainer(model, data, batch_size=options.batch_size, verbose=False).fit
+    num_bytes = sum(batch.layout.num_bytes for batch in ready.batches)
+    contenders = [Contender(name, lambda _: None, lambda _, fit=fit: fit(), num_bytes) for name, fit in fits.items()]
+    shape = f"{kind}, {len(ready.batches)} steps of {options.batch_size}"
+    race("train on a file", shape, contenders, Goal(0, 1, most=1.15 if kind == "text" else 1.1), most_rounds=10)
