@@ -22,6 +22,7 @@ TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
 # Columns of `tables`, the fields of `TableRow`.
 FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS, ROW_IDS_STRIDE = range(8)
 SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
+HEADER_BYTES = 4  # of a quantized row: its scale and bias, both float16
 ELEMENTS_PER_COUNTER = 8  # consecutive 16-bit elements of a row that one random counter rounds
 PIECE = 32  # gradients of a row that are summed sequentially
 SPAN = 32 * PIECE  # gradients of a row whose pieces are summed pairwise, before spans are added in order
@@ -42,6 +43,7 @@ POSITION, DISTINCT, NEEDED, MISSING, EVICTED = range(5)  # columns of the counts
 # Eviction rule of a table for a batch: step of the batch; last step that may be evicted, rows used later are protected;
 # half-life of counts in steps, at least 1, for "lfu", or 0 for "lru".
 Rule = tuple[int, int, int]
+Batch = tuple[Tensor, Tensor, Tensor | None]  # values, offsets, per-sample weights
 DIGEST_SHIFT = 46  # digests are bits 46 … 53 of a mixed id, below the 10 bits that select one of MAX_PARTITIONS
 
 

@@ -18,6 +18,7 @@ from tritonemb.comm.gradient_exchange import GraphDataParallel
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import EXACT, PooledExchange
 from tritonemb.kernels.packing import make_packing
+from tritonemb.kernels.quantized_bag import quantize_rows
 from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
 from tritonemb.ops.row_update import NOT_ACCUMULATING, Accumulator
@@ -114,6 +115,12 @@ class TestOpcheck:
         for dtype, trained in ((torch.float32, None), (torch.bfloat16, trained_ids)):
             args = (problem.weights(True), problem.values, problem.offsets, sample_weights, trained, True, dtype)
             torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
+
+    def test_quantized_bag(self, problem):
+        bits = (8, 4, 2)
+        tables = [quantize_rows(weight, count, False) for weight, count in zip(problem.weights(), bits, strict=True)]
+        args = (tables, bits, problem.values, problem.offsets, problem.sample_weights, True, torch.bfloat16)
+        torch.library.opcheck(OPS.quantized_bag.default, (*args, *problem.layout))
 
     def test_row_gradients(self, problem):
         args = (problem.grad(), problem.weights(), problem.offsets, problem.sample_weights)

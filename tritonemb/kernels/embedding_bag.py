@@ -23,6 +23,7 @@ from tritonemb.kernels.triton_utils import (
     BAD_OFFSETS,
     CODES,
     NUM_ROWS,
+    TablesOfDtype,
     bits_of,
     by_dtype,
     cdiv,
@@ -42,7 +43,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import Layout, cached_fact
+from tritonemb.layout import Batch, Layout, cached_fact
 
 MAX_BLOCK = 1024  # columns per tile; wider rows take several tiles
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane issues before it uses the first
@@ -99,15 +100,16 @@ def _pool_kernel(
                 row = tl.load(values + position, mask=valid, other=0).to(tl.int64)
                 in_range = valid & (row >= 0) & (row < num_rows)
                 num_bad_ids += (valid & (in_range == 0)).to(tl.int32)
-                bits = tl.load(
-                    rows + (row[:, None] * dim + columns[None, :]),
-                    mask=in_range[:, None] & (columns[None, :] < dim),
-                    other=0,
-                )
+                mask = in_range[:, None] & (columns[None, :] < dim)
+                if CODE < 0:
+                    row_values = _decode(rows, row[:, None], dim, columns[None, :], in_range[:, None], CODE, ALIGN)
+                else:
+                    bits = tl.load(rows + (row[:, None] * dim + columns[None, :]), mask=mask, other=0)
+                    row_values = widen(bits, CODE)
                 factor = scale
                 if sample_weights is not None:
                     factor *= tl.load(sample_weights + position, mask=valid, other=0.0)
-                total += widen(bits, CODE) * factor[:, None]
+                total += row_values * factor[:, None]
         # Loaded after the loop, so that it takes no registers in it; so are the arguments of `_report_id`.
         column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1), STEP)
         tl.store(
@@ -122,6 +124,25 @@ def _pool_kernel(
             if tl.max(num_bad_ids) != 0:
                 table = tl.load(lookups + lookup * 4)
                 _report_id(batch, sample, batch_size, num_values, num_rows, errors, table, key)
+
+
+@jit
+def _decode(rows, row, dim, columns, in_range, CODE, ALIGN):
+    """Load columns of rows that are quantized to -CODE bits, as float32; zeros for rows and columns out of range."""
+    PER_BYTE: tl.constexpr = 8 // -CODE
+    start = rows + row * (4 + (dim + PER_BYTE - 1) // PER_BYTE)
+    if ALIGN % 4 == 0:
+        header = tl.load(start.to(tl.pointer_type(tl.uint32)), mask=in_range, other=0)
+    else:
+        header = tl.load(start, mask=in_range, other=0).to(tl.uint32)
+        for i in tl.static_range(1, 4):
+            header |= tl.load(start + i, mask=in_range, other=0).to(tl.uint32) << (8 * i)
+    scale, bias = (header & 0xFFFF).to(tl.uint16), (header >> 16).to(tl.uint16)
+    scale, bias = scale.to(tl.float16, bitcast=True).to(tl.float32), bias.to(tl.float16, bitcast=True).to(tl.float32)
+    mask = in_range & (columns < dim)
+    packed = tl.load(start + 4 + columns // PER_BYTE, mask=mask, other=0).to(tl.int32)
+    codes = (packed >> (columns % PER_BYTE * -CODE)) & ((1 << -CODE) - 1)
+    return tl.where(mask, codes.to(tl.float32) * scale + bias, 0.0)
 
 
 @jit
@@ -199,12 +220,11 @@ def _gather_kernel(
     row = tl.load(values + position, mask=valid, other=0).to(tl.int64)
     in_range = has_lookup & (row >= 0) & (row < num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    bits = tl.load(
-        pointer_to(address, CODE, ALIGN)[:, None] + (row * dim)[:, None] + columns[None, :],
-        mask=in_range[:, None] & (columns[None, :] < dim[:, None]),
-        other=0,
-    )
-    result = widen(bits, CODE)
+    rows, mask = pointer_to(address, CODE, ALIGN)[:, None], in_range[:, None] & (columns[None, :] < dim[:, None])
+    if CODE < 0:
+        result = _decode(rows, row[:, None], dim[:, None], columns[None, :], in_range[:, None], CODE, ALIGN)
+    else:
+        result = widen(tl.load(rows + (row * dim)[:, None] + columns[None, :], mask=mask, other=0), CODE)
     if sample_weights is not None:
         result *= tl.load(sample_weights + position, mask=valid, other=0.0)[:, None]
     tl.store(
@@ -309,11 +329,20 @@ def embedding_bag(
 
     An id out of range reads as zero; on a GPU the next lookup or update, or `check_errors`, raises its error.
     """
+    batch = values, offsets, sample_weights
+    return look_up(cached_fact(weights, by_dtype), batch, layout, check_bounds, output_dtype)
+
+
+def look_up(
+    groups: Sequence[TablesOfDtype], batch: Batch, layout: Layout, check_bounds: bool, output_dtype: torch.dtype
+) -> Tensor:
+    """Launch once per group of tables; see `embedding_bag`."""
+    values, offsets, sample_weights = batch
     device, num_values = values.device, values.numel()
     poll(device)
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
     scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
-    batch = values.contiguous(), offsets.contiguous(), scales
+    arrays = values.contiguous(), offsets.contiguous(), scales
     assert layout.pooled or layout.multiplicity <= 1
     # Allocate; only positions without a lookup need zeros.
     out = torch.empty(batch_size if layout.pooled else num_values, layout.width, dtype=output_dtype, device=device)
@@ -322,7 +351,7 @@ def embedding_bag(
     if batch_size * num_keys == 0:
         return out.zero_()
     # Launch by dtype.
-    for tables in cached_fact(weights, by_dtype):
+    for tables in groups:
         if layout.pooled:
             mean_length = num_values / (batch_size * num_keys)
             kernel, tile = _pool_kernel, choose_tile(tables.max_dim, tables.dtype.itemsize, mean_length)
@@ -331,7 +360,7 @@ def embedding_bag(
         else:
             kernel, tile = _gather_kernel, choose_tile(layout.width, tables.dtype.itemsize, 1.0)
             grid, unroll = (cdiv(num_values, tile.rows), cdiv(layout.width, tile.block)), {}
-        args = on_device(tables.addresses, device), layout.kernel_args, batch, bits_of(out), error_args(layout, device)
+        args = on_device(tables.addresses, device), layout.kernel_args, arrays, bits_of(out), error_args(layout, device)
         options = {"OUT_CODE": CODES[output_dtype], "CHECK": check_bounds, **tile.constants, **tables.constants}
         launch(kernel, grid, *args, batch_size, num_keys, num_values, **unroll, **options)
     if device.type != "cuda":

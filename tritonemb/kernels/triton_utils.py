@@ -186,9 +186,13 @@ class TablesOfDtype(NamedTuple):
     alignment: int  # the same, if the columns of an output of all tables are aligned to it as well
     max_dim: int
 
+    bits: int = 0  # per column, of quantized tables
+
     @property
     def constants(self) -> dict[str, int]:
         """Constants of kernels: code of the dtype, alignment in bytes, and in elements."""
+        if self.bits:
+            return {"CODE": -self.bits, "ALIGN": self.row_alignment, "STEP": self.alignment}
         return {"CODE": CODES[self.dtype], "ALIGN": self.alignment, "STEP": self.alignment // self.dtype.itemsize}
 
 

@@ -45,6 +45,7 @@ _FILES = {  # op -> file
         "cross": ("cross", "cross_gradient"),
         "jagged": ("jagged_permute", "block_bucketize", "drop_padding"),
         "quantize": ("quantize_pack", "quantize_unpack"),
+        "quantized_bag": ("quantized_bag",),
     }.items()
     for name in names
 }

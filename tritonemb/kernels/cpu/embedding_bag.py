@@ -2,22 +2,93 @@
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
+from tritonemb.kernels.cpu import simd
+from tritonemb.kernels.cpu.jit import BFLOAT16, FEW_ELEMENTS, FLOAT16, FLOAT32, inlined, parallel
 from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, arrays_of, as_float32, as_int64, first_bad_bag, memory_of
-from tritonemb.kernels.cpu.simd import PREFETCH_DISTANCE, dot, element_size, float32_row, prefetch, sum_bags
-from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, cached_fact
+from tritonemb.kernels.cpu.simd import LONG, PREFETCH_DISTANCE, dot, float32_row, item_at, prefetch, row_size
+from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Batch, Layout, cached_fact
 from tritonemb.memory import empty_result
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 STREAMED_BYTES = 8 << 20  # from here on stores bypass the caches: the output would evict everything else
 NO_POSITION = np.iinfo(np.int64).max
+
+
+def make_sum(form: simd.RowFormat) -> Any:
+    """Define the sum of bags for rows of a format, with the arguments of `sum_arguments`."""
+
+    @simd.emitted(types.void, *[types.int64] * 10, types.boolean)
+    def sum_bags_of_format(
+        builder: Any, out: Any, pitch: Any, offsets: Any, num_bags: Any, ids: Any, table: Any, num_rows: Any,
+        no_row: Any, scales: Any, size: Any, streamed: Any,
+    ) -> None:  # fmt: skip
+        # Positions are relative to the first bag's first id.
+        row_bytes = form.offset(builder, size)
+        begin = item_at(builder, LONG, offsets, LONG(0))
+        last = builder.sub(builder.sub(item_at(builder, LONG, offsets, num_bags), begin), LONG(1))
+
+        def bag_at(bag: Any) -> tuple[Any, Any]:
+            first = item_at(builder, LONG, offsets, bag)
+            count = builder.sub(item_at(builder, LONG, offsets, builder.add(bag, LONG(1))), first)
+            return builder.sub(first, begin), count
+
+        def row_address(index: Any) -> tuple[Any, Any]:
+            row = item_at(builder, LONG, ids, index)
+            return row, builder.add(table, builder.mul(row, row_bytes))
+
+        def row_at(index: Any) -> Any:
+            row, address = row_address(index)
+            return builder.select(builder.icmp_unsigned("<", row, num_rows), address, no_row)
+
+        # Beyond the last id, prefetch the last row again.
+        def prefetch_ahead(index: Any, byte_offset: Any, num_columns: int) -> None:
+            index = builder.add(index, LONG(PREFETCH_DISTANCE))
+            index = builder.select(builder.icmp_signed("<", index, last), index, last)
+            address = builder.add(row_address(index)[1], byte_offset)
+            for line in form.lines(num_columns):
+                simd.emit_prefetch(builder, builder.add(address, LONG(line)))
+
+        simd.emit_sums(builder, form, (out, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
+
+    return sum_bags_of_format
+
+
+_sum_float32, _sum_float16, _sum_bfloat16 = (make_sum(simd.format_of(dtype)) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
+
+
+@inlined
+def sum_arguments(target, bags, table, size):
+    """Return the arguments of a sum: see `sum_bags`."""
+    (out, pitch, streamed), (offsets, num_bags, ids, scales), (rows, num_rows, no_row) = target, bags, table
+    past_caches = streamed and (out | pitch) % simd.STREAMED_ALIGNMENT == 0
+    return out, pitch, offsets, num_bags, ids, rows, num_rows, no_row, scales, size, past_caches
+
+
+@inlined
+def sum_bags(target, bags, table, size, dtype):
+    """Compute float32 `out[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order; `pitch` in bytes.
+
+    `target` is `(out, pitch, streamed)`: `streamed` stores bypass the caches if `out` and `pitch` are aligned for them.
+    `bags` is `(offsets, num_bags, ids, scales)`: int64 `[num_bags + 1]`, int64 from the first bag on, and float32 or 0
+    for none. `table` is `(rows, num_rows, no_row)`, with a row of zeros for ids out of range. Arrays are given by their
+    addresses. Rows are prefetched.
+    """
+    arguments = sum_arguments(target, bags, table, size)
+    if dtype == FLOAT32:
+        _sum_float32(*arguments)
+    elif dtype == FLOAT16:
+        _sum_float16(*arguments)
+    else:
+        _sum_bfloat16(*arguments)
 
 
 @inlined
@@ -44,11 +115,15 @@ def _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales):
             scales[position - begin] = scale * sample_weights[position] if sample_weights.size else scale
 
 
-@parallel
-def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
-    """Pool the task's samples of the output [B, width] at address `output[0]`."""
-    (num_rows, batch_size), (addresses, dtypes), (tables, lookups, key_starts) = sizes, weights, layout
-    (values, offsets, sample_weights), (out, width, zero_row, streamed) = batch, output
+@inlined
+def pool_samples(part, sum_rows, sizes, weights, layout, batch, output):
+    """Pool the task's samples of the output [B, width] at address `output[0]`.
+
+    `weights` has the address of each table, and the code of its dtype for `sum_rows`, a function like `sum_bags`.
+    """
+    (task, first_bad), (num_rows, batch_size), (addresses, dtypes) = part, sizes, weights
+    (tables, lookups, key_starts), (values, offsets, sample_weights) = layout, batch
+    out, width, zero_row, streamed = output
     # Buffer for scales of the task's largest feature.
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     max_positions = np.int64(0)
@@ -64,25 +139,25 @@ def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
             begin, end = offsets[first_bag], offsets[last_bag]
             for lookup in range(key_starts[key], key_starts[key + 1]):
                 table, dim, is_mean = lookups[lookup, TABLE], lookups[lookup, DIM], lookups[lookup, POOLING] == MEAN
-                num_table_rows, row_bytes = tables[table, NUM_ROWS], dim * element_size(dtypes[table])
+                num_table_rows, row_bytes = tables[table, NUM_ROWS], row_size(dim, dtypes[table])
                 has_scales = is_mean or sample_weights.size > 0
                 if has_scales:
                     _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales)
                 for position in range(begin, min(begin + PREFETCH_DISTANCE, end)):
                     prefetch(addresses[table] + values[position] * row_bytes, row_bytes)
-                sum_bags(
-                    out + (block * width + lookups[lookup, COLUMN]) * 4, width * 4, offsets.ctypes.data + first_bag * 8,
-                    last_bag - first_bag, values.ctypes.data + begin * 8, addresses[table], num_table_rows, zero_row,
-                    scales.ctypes.data if has_scales else 0, dim, dtypes[table], streamed,
-                )  # fmt: skip
+                target = out + (block * width + lookups[lookup, COLUMN]) * 4, width * 4, streamed
+                bags = offsets.ctypes.data + first_bag * 8, last_bag - first_bag, values.ctypes.data + begin * 8
+                factors, rows = scales.ctypes.data if has_scales else 0, (addresses[table], num_table_rows, zero_row)
+                sum_rows(target, (*bags, factors), rows, dim, dtypes[table])
                 first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, num_table_rows, values))
 
 
-@parallel
-def _gather_values(task, first_bad, sizes, weights, layout, batch, output):
-    """Gather the task's rows, one per value, of the output [N, width] at address `output[0]`."""
-    (num_rows, batch_size), (addresses, dtypes), (tables, lookups, key_starts) = sizes, weights, layout
-    (values, offsets, sample_weights), (out, width, zero_row, streamed) = batch, output
+@inlined
+def gather_values(part, sum_rows, sizes, weights, layout, batch, output):
+    """Gather the task's rows, one per value, of the output [N, width] at address `output[0]`; see `pool_samples`."""
+    (task, first_bad), (num_rows, batch_size), (addresses, dtypes) = part, sizes, weights
+    (tables, lookups, key_starts), (values, offsets, sample_weights) = layout, batch
+    out, width, zero_row, streamed = output
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     # Each position is a bag of one id; columns beyond its table's dim are zeroed.
     single_id_offsets = np.arange(2)
@@ -91,18 +166,26 @@ def _gather_values(task, first_bad, sizes, weights, layout, batch, output):
         end = min(last, offsets[(key + 1) * batch_size])
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
-            row_bytes = dim * element_size(dtypes[table])
+            row_bytes, rows = row_size(dim, dtypes[table]), (addresses[table], tables[table, NUM_ROWS], zero_row)
             for position in range(begin, end):
                 if position + PREFETCH_DISTANCE < end:
                     prefetch(addresses[table] + values[position + PREFETCH_DISTANCE] * row_bytes, row_bytes)
                 target, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
-                sum_bags(
-                    target, 0, single_id_offsets.ctypes.data, 1, values.ctypes.data + position * 8, addresses[table],
-                    tables[table, NUM_ROWS], zero_row, factor if sample_weights.size else 0, dim, dtypes[table],
-                    streamed,
-                )  # fmt: skip
+                bags = single_id_offsets.ctypes.data, 1, values.ctypes.data + position * 8
+                factors = factor if sample_weights.size else 0
+                sum_rows((target, 0, streamed), (*bags, factors), rows, dim, dtypes[table])
                 float32_row(target, width)[dim:] = np.float32(0)
             first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, tables[table, NUM_ROWS], values))
+
+
+@parallel
+def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
+    pool_samples((task, first_bad), sum_bags, sizes, weights, layout, batch, output)
+
+
+@parallel
+def _gather_values(task, first_bad, sizes, weights, layout, batch, output):
+    gather_values((task, first_bad), sum_bags, sizes, weights, layout, batch, output)
 
 
 def embedding_bag(
@@ -110,6 +193,14 @@ def embedding_bag(
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """See `kernels/embedding_bag.py`. Sums in float32, `[B, width]` or `[N, width]`."""
+    kernel, batch = _pool_samples if layout.pooled else _gather_values, (values, offsets, sample_weights)
+    out = look_up(kernel, cached_fact(weights, memory_of), batch, layout, check_bounds)
+    return out if output_dtype == torch.float32 else out.to(output_dtype)
+
+
+def look_up(kernel: Any, tables: Any, batch: Batch, layout: Layout, check_bounds: bool) -> Tensor:
+    """Run a kernel on tables, given as the `weights` of `pool_samples`; float32 `[B, width]` or `[N, width]`."""
+    values, offsets, sample_weights = batch
     ids, bag_offsets = as_int64(values, offsets)
     if (bag := first_bad_bag(bag_offsets, ids.size)) != GOOD_OFFSETS:
         raise errors.offsets_error(bag, offsets, ids.size, layout)
@@ -119,19 +210,17 @@ def embedding_bag(
     if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a lookup
         out.zero_()
     first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
-    look_up = _pool_samples if layout.pooled else _gather_values
-    sizes, tables = (num_rows, batch_size), cached_fact(weights, memory_of)
-    batch = ids, bag_offsets, as_float32(sample_weights)
+    sizes, arrays = (num_rows, batch_size), (ids, bag_offsets, as_float32(sample_weights))
     target = out.data_ptr(), layout.width, _zero_row(layout.width).data_ptr(), out.nbytes >= STREAMED_BYTES
-    look_up(torch.get_num_threads(), first_bad.size, first_bad, sizes, tables, arrays_of(layout), batch, target)
+    kernel(torch.get_num_threads(), first_bad.size, first_bad, sizes, tables, arrays_of(layout), arrays, target)
     if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
         raise errors.invalid_id_error(position, values, offsets, layout)
-    return out if output_dtype == torch.float32 else out.to(output_dtype)
+    return out
 
 
 @functools.lru_cache(maxsize=64)
 def _zero_row(width: int) -> Tensor:
-    return torch.zeros(width, dtype=torch.float32, device="cpu")
+    return torch.zeros(width + 1, dtype=torch.float32, device="cpu")  # a quantized row has 4 bytes more than columns
 
 
 def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:
@@ -147,7 +236,7 @@ def _sample_weight_gradients(task, num_tasks, batch_size, weights, layout, batch
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]
-            row_bytes = dim * element_size(dtypes[table])
+            row_bytes = row_size(dim, dtypes[table])
             for sample in range(batch_size * task // num_tasks, batch_size * (task + 1) // num_tasks):
                 begin, end = offsets[key * batch_size + sample], offsets[key * batch_size + sample + 1]
                 scale = np.float32(1) / np.float32(end - begin) if lookups[lookup, POOLING] == MEAN else np.float32(1)

@@ -27,12 +27,12 @@ from tritonemb.kernels.cpu.row_groups import (
 )
 from tritonemb.kernels.cpu.simd import (
     PREFETCH_DISTANCE,
-    element_size,
     float32_row,
     float64_row,
     int32_row,
     int64_row,
     prefetch,
+    row_size,
     sum_float32_groups,
     sum_float32_rows,
     uint16_row,
@@ -238,7 +238,7 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
         row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
         row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
-        row_bytes = dim * element_size(dtype)
+        row_bytes = row_size(dim, dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
         # Prefetch the first rows; compute addresses and scales of all gradients.
         distance = max(MIN_ROW_DISTANCE, min(MAX_ROW_DISTANCE, PREFETCHED_BYTES // row_bytes))
