@@ -5,12 +5,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritonemb import compiler, data, interop, nn, offloading, optim, server, sharding
+    from tritonemb import compiler, data, interop, nn, offloading, optim, server, serving, sharding
     from tritonemb.jagged import KeyedJaggedTensor
     from tritonemb.nn.fuse import fuse, unfuse
     from tritonemb.offloading import estimate_offload, gather_parameters, offload
     from tritonemb.ops.registry import check_errors
     from tritonemb.server import AtMost
+    from tritonemb.serving import quantize
     from tritonemb.sharding import HybridParallel
     from tritonemb.sharding.planner import PlanError, Topology, collect_stats, plan
     from tritonemb.training import Trainer, load_run
@@ -20,8 +21,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AdmissionConfig", "AtMost", "CacheConfig", "EvictionConfig", "HybridParallel", "KeyedJaggedTensor", "PlanError",
     "TableConfig", "Topology", "Trainer", "check_errors", "collect_stats", "compiler", "data", "estimate_offload",
-    "fuse", "gather_parameters", "interop", "load_run", "nn", "offload", "offloading", "optim", "plan", "server",
-    "sharding", "unfuse",
+    "fuse", "gather_parameters", "interop", "load_run", "nn", "offload", "offloading", "optim", "plan",
+    "quantize", "server", "serving", "sharding", "unfuse",
 ]  # fmt: skip
 _MODULES = {
     "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
@@ -29,6 +30,7 @@ _MODULES = {
     "load_run": "training", "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
     "collect_stats": "sharding.planner", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
     "estimate_offload": "offloading", "gather_parameters": "offloading", "offload": "offloading",
+    "quantize": "serving",
 }  # fmt: skip
 
 
