@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULES = ("compiler", "data", "interop", "nn", "offloading", "optim", "server", "sharding")
+MODULES = ("compiler", "data", "interop", "nn", "offloading", "optim", "server", "serving", "sharding")
 
 
 def public_names() -> list[str]:
@@ -25,6 +25,7 @@ def public_names() -> list[str]:
     import tritonemb.interop
     import tritonemb.offloading
     import tritonemb.server
+    import tritonemb.serving
     import tritonemb.sharding
     import tritonemb.training
 
@@ -34,7 +35,8 @@ def public_names() -> list[str]:
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{name}" for name in tritonemb.optim.__all__ if name != "OPTIMIZERS"]
     top = set(tritonemb.__all__)
-    names += [f"tritonemb.offloading.{name}" for name in tritonemb.offloading.__all__ if name not in top]
+    for module in (tritonemb.offloading, tritonemb.serving):
+        names += [f"{module.__name__}.{name}" for name in module.__all__ if name not in top]
     return [*names, "tritonemb.nn.fuse.FuseReport"]
 
 

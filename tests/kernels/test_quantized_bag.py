@@ -72,6 +72,32 @@ def test_bytes_are_atens(bits):
     torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.fbgemm
+@any_bits
+def test_bytes_are_fbgemms(bits):
+    """Of its fused rows, and of the rows that its inference module looks up, with the bits of its results."""
+    inference = pytest.importorskip("fbgemm_gpu.split_table_batched_embeddings_ops_inference")
+    kind = pytest.importorskip("fbgemm_gpu.split_embedding_configs").SparseType(f"int{bits}")
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
+    if bits < 8:
+        fused = torch.ops.fbgemm.FloatToFusedNBitRowwiseQuantizedSBHalf(weight, bits)
+        rows = quantize_rows(weight, bits, False)
+        assert torch.equal(fused, to_aten(rows, bits))
+    else:
+        rows = from_aten(torch.ops.fbgemm.FloatToFused8BitRowwiseQuantized(weight), 8)
+        torch.testing.assert_close(dequantize_rows(rows, 8, 64), weight, rtol=0, atol=0.02)  # half a step of a range
+    specs = [("a", 50, 64, kind, inference.EmbeddingLocation.HOST)]
+    module = inference.IntNBitTableBatchedEmbeddingBagsCodegen(specs, device="cpu", output_dtype=type(kind).FP32)
+    module.fill_random_weights()
+    ((memory, _),) = module.split_embedding_weights(split_scale_shifts=False)
+    assert memory.shape == rows.shape
+    memory.copy_(rows)
+    ids, offsets = torch.randint(50, (60,)), torch.arange(0, 61, 6)
+    layout = make_layout([te.TableConfig("a", 50, 64)], ["a"], True)
+    result = quantized_bag([rows], [bits], (ids, offsets, None), layout, True, FP32)
+    assert torch.equal(result, module(ids.int(), offsets.int()))
+
+
 @any_bits
 def test_a_search_is_no_worse_than_the_whole_range_or_atens(bits):
     weight = torch.randn(300, 48, generator=torch.Generator().manual_seed(2))
