@@ -25,7 +25,7 @@ def quantized_bag(
 
 _quantized_bag = define(
     "quantized_bag",
-    "(Tensor[] tables, int[] bits, *Batch, bool check_bounds, ScalarType output_dtype, *Layout) -> Tensor",
+    "(Tensor[] weights, int[] bits, *Batch, bool check_bounds, ScalarType output_dtype, *Layout) -> Tensor",
     lambda _t, _b, values, offsets, _s, _c, dtype, layout: empty_output(values, offsets, layout, dtype),
     lambda tables, bits, values, offsets, sample_weights, check_bounds, dtype, layout: kernel(
         "quantized_bag", values.device
