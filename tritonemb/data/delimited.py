@@ -133,7 +133,7 @@ class CsvFormat:
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
         if not lines:
-            return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
+            return pa.RecordBatch.from_arrays([pa.nulls(0, kind) for kind in types.values()], list(types))
         quote = '"' if self.quote else False
         # pyarrow loses a line feed in quotes behind a carriage return that ends a block (apache/arrow#51368).
         size = len(lines) if self.quoted else BLOCK_BYTES
