@@ -308,9 +308,14 @@ def dynamic_find_reference_(
 def dynamic_begin_insert_reference(
     indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False
 ) -> PendingInsert:
-    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`.
+    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`."""
+    return begin_insert_by_numpy(values, keys, distinct)
 
-    By NumPy, which sorts several times faster than PyTorch; the order of an id's positions does not matter.
+
+def begin_insert_by_numpy(values: Tensor, keys: Tensor, distinct: bool = False) -> PendingInsert:
+    """Compute `dynamic_begin_insert` by NumPy, which sorts several times faster than PyTorch.
+
+    The order of an id's positions does not matter.
     """
     # Sort by key, then id.
     order = np.flatnonzero(keys.cpu().numpy() != NO_KEY)

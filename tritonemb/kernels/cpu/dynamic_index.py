@@ -22,7 +22,7 @@ from tritonemb.kernels.cpu.simd import (
     prefetch,
     uint8_row,
 )
-from tritonemb.kernels.dynamic_index import dynamic_begin_insert_reference
+from tritonemb.kernels.dynamic_index import begin_insert_by_numpy
 from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
 _ALL_WAYS, _NO_VICTIM = np.int64(2**WAYS - 1), np.int64(2**63 - 1)  # mask of a bucket; above all keys of rows
@@ -414,12 +414,12 @@ def dynamic_find_(
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
-def dynamic_begin_insert(*args: Any) -> PendingInsert:
-    """See `kernels/dynamic_index.py`; by its reference if there are new ids."""
-    return _NO_NEW_IDS if args[2].numpy().min(initial=NO_KEY) == NO_KEY else dynamic_begin_insert_reference(*args)
+def dynamic_begin_insert(_: Sequence[DynamicIndex], values: Tensor, keys: Tensor, *distinct: bool) -> PendingInsert:
+    """See `kernels/dynamic_index.py`."""
+    return begin_insert_by_numpy(values, keys, *distinct) if (keys.numpy() != NO_KEY).any() else _NO_NEW_IDS
 
 
-_NO_NEW_IDS = dynamic_begin_insert_reference([], torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
+_NO_NEW_IDS = begin_insert_by_numpy(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
 
 
 def dynamic_room(
