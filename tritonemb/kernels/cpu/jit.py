@@ -44,7 +44,7 @@ from tritonemb.utils import cache_dir, kernel_folder
 _log = logging.getLogger(__name__)
 _warn_once = functools.cache(_log.warning)
 _compile_seconds: list[float] = []  # of each kernel that this process compiled
-_subroutines: set[str] = set()  # names of functions that are `called`
+_passes: dict[str, int] = {}  # of the optimizer, by name of a function; others are optimized where they are called
 _task_libraries: dict[str, Any] = {}  # of functions that `run_tasks` runs, by symbol
 _NOTICE_SECONDS = 2.0  # compilation time before the notice on stderr
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
@@ -108,14 +108,13 @@ class _Library(codegen.JITCodeLibrary):
     """Code library of a function compiled for a kernel, which saves compile time.
 
     Numba optimizes each function separately and again inside each caller, and emits machine code for all. Here only the
-    kernel is optimized and emitted, with all its callees. Tasks are optimized twice: a single pass leaves some loops
-    over 16-bit rows unvectorized.
+    kernel is optimized and emitted, with all its callees, and tasks are optimized and linked to it.
     """
 
     kernel: ClassVar[str] = ""
 
     def _optimize_final_module(self) -> None:
-        for _ in range(2 if self.name in _subroutines else self.name == self.kernel):
+        for _ in range(_passes.get(self.name, 0)):
             super()._optimize_final_module()
         if self.name == self.kernel:
             undefined = [function.name for function in self._final_module.functions if function.is_declaration]
@@ -176,8 +175,9 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
         _compile_seconds.append(time.perf_counter() - start)
 
 
-def compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any], passes: int = 1) -> Any:
     """Decorate a kernel that Python calls: compile it at its first call, or load it from the cache."""
+    _passes[function.__qualname__] = passes
     dispatcher = numba.njit(**_OPTIONS)(function)
     folder = _kernel_cache_dir(Path(sys.modules[function.__module__].__file__ or __file__).parent)
     dispatcher._cache = _KernelFiles(str(folder), f"{function.__module__}.{function.__qualname__}", "")
@@ -186,9 +186,12 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-def called(function: Callable[..., Any], **options: bool) -> Any:
-    """Decorate a function that only kernels call: compiled without wrappers for Python, which saves time."""
-    _subroutines.add(function.__qualname__)
+def called(function: Callable[..., Any], passes: int = 2, **options: bool) -> Any:
+    """Decorate a function that only kernels call: compiled without wrappers for Python, which saves time.
+
+    A single pass of the optimizer is enough without loops over 16-bit rows, some of which it leaves unvectorized.
+    """
+    _passes[function.__qualname__] = passes
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True, **options)(function)
 
 
@@ -205,9 +208,9 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True)(function)
 
 
-def parallel(function: Callable[..., Any]) -> Any:
+def parallel(function: Callable[..., Any], passes: int = 2) -> Any:
     """Decorate `function(task, *args)`: a kernel that Python calls as `(num_threads, num_tasks, *args)`."""
-    task = called(function)
+    task = called(function, passes)
 
     def all_tasks(num_threads, num_tasks, *args):
         run_tasks(num_threads, num_tasks, task, args)
@@ -292,6 +295,35 @@ def run_tasks(typing_context: Any, num_threads: types.Type, num_tasks: types.Typ
     return types.void(num_threads, num_tasks, kernel, args), generate
 
 
+@functools.cache
+def address_of(kernel: Any, argument_types: tuple[types.Type, ...]) -> int:
+    """Compile a kernel of one tuple that returns nothing, or load it; return its address, for `call`."""
+    signature = (types.BaseTuple.from_types(argument_types),)
+    kernel.compile(signature)
+    result = kernel.overloads[signature]
+    return int(result.library.get_pointer_to_function(result.fndesc.llvm_func_name))
+
+
+@intrinsic
+def call(typing_context: Any, address: types.Type, args: Any) -> Any:
+    """Call the kernel at an address with a tuple of exactly the types for which it is compiled.
+
+    So a kernel uses only the code that a batch needs, each piece compiled at its first use.
+    """
+    assert {*args.types} <= {types.int64, types.float32, types.boolean}, "neither literals nor arrays can be passed"
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        convention = context.call_conv
+        function_type = convention.get_function_type(types.none, (args,))
+        function = builder.inttoptr(values[0], function_type.as_pointer())
+        status, _ = convention.call_function(builder, function, types.none, (args,), values[1:])
+        with cgutils.if_unlikely(builder, status.is_error):
+            convention.return_status_propagate(builder, status)
+        return context.get_dummy_value()
+
+    return types.void(address, args), generate
+
+
 def _make_body(context: Any, module: Any, state_type: Any, descriptor: Any, signature: Any) -> Any:
     """Build the function that each thread runs: draw the number of a task and run it, until none is left."""
     name = module.get_unique_name("run_tasks_body")
@@ -325,4 +357,5 @@ def _make_body(context: Any, module: Any, state_type: Any, descriptor: Any, sign
 
 
 FLOAT32, FLOAT16, BFLOAT16 = range(3)  # codes of dtypes in kernels
+DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 FEW_ELEMENTS = 16_384  # fewer take less time on one thread than waking a second one

@@ -1,5 +1,6 @@
 """One step of the nine optimizers on one row: float32 arrays, updated in place. Formulas: `tritonemb/optimizers.py`."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,8 +9,10 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tritonemb.kernels.cpu.jit import called, inlined
-from tritonemb.kernels.cpu.simd import DOT_LANES, emitted, float32_row, load
+from tritonemb.kernels.cpu.jit import address_of, called, compiled, inlined
+from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.simd import DOT_LANES, emitted, float32_row, float64_row, load, uint16_row, uint32_row
+from tritonemb.layout import ELEMENTS_PER_COUNTER
 from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Hyperparameters
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
@@ -181,49 +184,82 @@ def _ftrl(w, linear, total, g, lr, h):
         w[j] = ZERO if abs(z) <= l1 else -shrunk_z / ((beta + root) / lr + l2)
 
 
-@inlined
-def apply(kind, w, states, g, lr, step, h):
-    """Apply one step of optimizer `kind` to row `w` with two states; overwrites `g`."""
-    first, second = states
-    # Weight decay that is not part of a trust ratio.
-    decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
-    if decay != ZERO and mode == L2_DECAY:
-        for j in range(w.size):
-            g[j] += decay * w[j]
-    if decay != ZERO and mode == DECOUPLED_DECAY:
-        decay_factor = ONE - lr * decay
-        for j in range(w.size):
-            w[j] *= decay_factor
+# Arguments of a step: addresses of the row, its gradient and its states; dim, learning rate, step; addresses of the
+# hyperparameters and of scratch memory (a row in float32, and random words); dtype; the row's random stream: seed,
+# counter, row.
+_STEP_TYPES = *[types.int64] * 5, types.float32, *[types.int64] * 7
 
-    # The optimizer's step.
-    if kind == SGD:
-        _subtract(w, lr, g)
-    elif kind == ASSIGN:
-        w[:] = g
-    elif kind == ROW_WISE_ADAGRAD:
-        first[0] += _mean_of_squares(g)
-        _subtract(w, lr / (np.sqrt(first[0]) + np.float32(h[EPS])), g)
-    elif kind == ADAGRAD:
-        eps = np.float32(h[EPS])
-        for j in range(w.size):
-            first[j] += g[j] * g[j]
-            w[j] -= lr * g[j] / (np.sqrt(first[j]) + eps)
-    elif kind == LARS_SGD:
-        _lars(w, first, g, lr, h, decay if mode == RATIO_DECAY else ZERO)
-    elif kind == FTRL:
-        if lr != ZERO:  # the formula divides by lr
-            _ftrl(w, first, second, g, lr, h)
-    else:
-        row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
-        _adam_direction(first, second, row_wise, g, h, step)
-        if kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB:
-            _lamb(w, g, lr, decay if mode == RATIO_DECAY else ZERO)
-        else:
-            _subtract(w, lr, g)
-    # Scale the row down to max_norm.
-    if h[MAX_NORM] < np.inf:
-        norm = np.sqrt(_sum_of_squares(w))
-        if norm > np.float32(h[MAX_NORM]):
-            scale = np.float32(h[MAX_NORM]) / norm
+
+@functools.cache
+def step_address(kind: int, is_float32: bool) -> int:
+    """Compile or load one step of an optimizer, for rows in float32 or in 16 bits; return its address, for `call`.
+
+    Numba drops the branches of other optimizers before it infers types.
+    """
+
+    def step_row(args):
+        """Update a row and its states; overwrites its gradient."""
+        w_at, g_at, first_at, second_at, dim, lr, step, h_at = args[:8]
+        w, g, h = float32_row(w_at, dim), float32_row(g_at, dim), float64_row(h_at, L2 + 1)
+        first, second = float32_row(first_at, dim), float32_row(second_at, dim)  # a state of one value is shorter
+        # Weight decay that is not part of a trust ratio.
+        decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
+        if decay != ZERO and mode == L2_DECAY:
             for j in range(w.size):
-                w[j] *= scale
+                g[j] += decay * w[j]
+        if decay != ZERO and mode == DECOUPLED_DECAY:
+            decay_factor = ONE - lr * decay
+            for j in range(w.size):
+                w[j] *= decay_factor
+
+        # The optimizer's step.
+        if kind == SGD:
+            _subtract(w, lr, g)
+        elif kind == ASSIGN:
+            for j in range(w.size):
+                w[j] = g[j]
+        elif kind == ROW_WISE_ADAGRAD:
+            first[0] += _mean_of_squares(g)
+            _subtract(w, lr / (np.sqrt(first[0]) + np.float32(h[EPS])), g)
+        elif kind == ADAGRAD:
+            eps = np.float32(h[EPS])
+            for j in range(w.size):
+                first[j] += g[j] * g[j]
+                w[j] -= lr * g[j] / (np.sqrt(first[j]) + eps)
+        elif kind == LARS_SGD:
+            _lars(w, first, g, lr, h, decay if mode == RATIO_DECAY else ZERO)
+        elif kind == FTRL:
+            if lr != ZERO:  # the formula divides by lr
+                _ftrl(w, first, second, g, lr, h)
+        else:
+            row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
+            _adam_direction(first, second, row_wise, g, h, step)
+            if kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB:
+                _lamb(w, g, lr, decay if mode == RATIO_DECAY else ZERO)
+            else:
+                _subtract(w, lr, g)
+        # Scale the row down to max_norm.
+        if h[MAX_NORM] < np.inf:
+            norm = np.sqrt(_sum_of_squares(w))
+            if norm > np.float32(h[MAX_NORM]):
+                scale = np.float32(h[MAX_NORM]) / norm
+                for j in range(w.size):
+                    w[j] *= scale
+
+    step_float32 = inlined(step_row)
+
+    def step_16bit(args):
+        address, _, _, _, dim, _, step, h, scratch, dtype, seed, counter, row = args
+        weight, bits = float32_row(scratch, dim), uint16_row(address, dim)
+        widen_row(bits, dtype, weight)
+        step_float32((scratch, *args[1:8]))
+        if float64_row(h, L2 + 1)[STOCHASTIC_ROUNDING] != 0.0:
+            words = uint32_row(scratch + 4 * dim, (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4)
+            fill_philox(words, seed, counter, row, step)
+            narrow_row_stochastic(weight, dtype, bits, words)
+        else:
+            narrow_row(weight, dtype, bits)
+
+    function = step_row if is_float32 else step_16bit
+    function.__qualname__ = f"{function.__name__}_{kind}"
+    return address_of(compiled(function, 2), _STEP_TYPES)

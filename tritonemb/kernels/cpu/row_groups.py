@@ -14,10 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, compiled, inlined, run_tasks
+from tritonemb.kernels.cpu.jit import DTYPE_CODES, address_of, call, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.simd import int64_row
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
 
@@ -30,7 +31,6 @@ MIN_SPLIT_VALUES = 16_384  # tables with fewer values are not split
 FIRST_ID, END_ID, MAX_VALUES, FIRST_SOURCE, SOURCE_BITS, ID_BITS, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 10)
 GOOD_OFFSETS = -2
 _ABSENT = np.empty(0, dtype=np.float32)
-DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
@@ -287,17 +287,28 @@ def _sort_pairs(unit, keys, batch, sources, pairs):
     return count, groups
 
 
-@called
-def _sort_unit(number, units, by_table, batch, sources, all_pairs):
-    """Sort the pairs of a unit; set its numbers of values and of distinct ids."""
-    unit, pairs = units[number], all_pairs[units[number, BEGIN] :]
+@functools.partial(called, passes=1)
+def _sort_unit(number, units, by_table, batch, sources, all_pairs, sort_wide):
+    """Sort the pairs of a unit; set its numbers of values and of distinct ids. `sort_wide`: address of `_sort_wide`."""
+    unit, pairs, (batch_size, values, offsets) = units[number], all_pairs[units[number, BEGIN] :], batch
     keys = _keys_of(by_table, unit[TABLE])
     if _pair_format(unit)[-1]:
-        wide_pairs = int64_row(pairs.ctypes.data, unit[MAX_VALUES] + 1)
-        counts = _sort_pairs(unit, keys, batch, sources, wide_pairs)
+        addresses = np.int64(unit.ctypes.data), np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
+        sizes = np.int64(keys.size), np.int64(values.size), np.int64(offsets.size), np.int64(batch_size)
+        ranges = np.int64(offsets.ctypes.data), np.int64(sources.ctypes.data), np.int64(pairs.ctypes.data)
+        call(sort_wide, (*addresses, *ranges, *sizes))
     else:
-        counts = _sort_pairs(unit, keys, batch, sources, pairs)
-    unit[NUM_VALUES], unit[NUM_GROUPS] = counts
+        unit[NUM_VALUES], unit[NUM_GROUPS] = _sort_pairs(unit, keys, batch, sources, pairs)
+
+
+@compiled
+def _sort_wide(args):
+    """Sort pairs of 8 bytes as `_sort_unit` does; arrays are addresses."""
+    unit_at, keys_at, values_at, offsets_at, sources_at, pairs_at, num_keys, num_values, num_offsets, batch_size = args
+    unit, offsets = int64_row(unit_at, NUM_GROUPS + 1), int64_row(offsets_at, num_offsets)
+    batch, sources = (batch_size, int64_row(values_at, num_values), offsets), int64_row(sources_at, num_offsets)
+    pairs, keys = int64_row(pairs_at, unit[MAX_VALUES] + 1), int64_row(keys_at, num_keys)
+    unit[NUM_VALUES], unit[NUM_GROUPS] = _sort_pairs(unit, keys, batch, sources, pairs)
 
 
 @inlined
@@ -320,7 +331,8 @@ def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
     """Return rows, starts, order and number of the groups in slice [begin, end) of [0, total) of a sorted unit."""
     # Scale the slice to the unit's values, and move its bounds to starts of groups.
     split, pairs = _pair_format(unit), all_pairs[unit[BEGIN] :]
-    bounds = np.array([begin * unit[NUM_VALUES] // total, end * unit[NUM_VALUES] // total])
+    bounds = np.empty(2, dtype=np.int64)
+    bounds[0], bounds[1] = begin * unit[NUM_VALUES] // total, end * unit[NUM_VALUES] // total
     for i in range(2):
         while 0 < bounds[i] < unit[NUM_VALUES] and (
             _read_pair(pairs, bounds[i], split, values)[0] == _read_pair(pairs, bounds[i] - 1, split, values)[0]
@@ -358,7 +370,7 @@ def _write(task, num_tails, unit_starts, tables, values, sorted_units, groups):
 
 
 @compiled
-def _sort(num_threads, layout, batch, by_bag):
+def _sort(num_threads, layout, batch, by_bag, sort_wide):
     """Sort: return the first bad bag, if any; sources by bag (`offsets` or bag numbers); units; and sorted pairs."""
     (tables, lookups, key_starts), (batch_size, values, offsets) = layout, batch
     # Check offsets; use bags as sources if all pairs with them fit.
@@ -375,7 +387,7 @@ def _sort(num_threads, layout, batch, by_bag):
         keys = _keys_of(by_table, units[number, TABLE])
         size = _set_pair_format(units[number], size, keys, batch_size, sources)
     all_pairs = np.empty(size, dtype=np.uint32)
-    run_tasks(num_threads, units.shape[0], _sort_unit, (units, by_table, batch, sources, all_pairs))
+    run_tasks(num_threads, units.shape[0], _sort_unit, (units, by_table, batch, sources, all_pairs, sort_wide))
     return bad_bag, sources, units, all_pairs
 
 
@@ -409,7 +421,10 @@ def sort_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return sources by bag (offsets or, with `by_bag` if they fit, bag numbers), units, and sorted pairs."""
     batch = (offsets.size - 1) // max(1, layout.key_starts.numel() - 1), ids, offsets
-    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), arrays_of(layout), batch, by_bag)
+    # Bits of the largest id and source, at least: where they fit, all pairs are narrow.
+    bits = int(arrays_of(layout)[0][:, NUM_ROWS].max()).bit_length() + max(ids.size, offsets.size).bit_length()
+    sort_wide = address_of(_sort_wide, (types.int64,) * 10) if bits > NARROW_BITS else 0
+    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), arrays_of(layout), batch, by_bag, sort_wide)
     if bad_bag != GOOD_OFFSETS:
         raise errors.offsets_error(bad_bag, torch.from_numpy(offsets), ids.size, layout)
     return sorted_pairs

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
-from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, PLACE, STOCHASTIC_ROUNDING, apply
-from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.jit import DTYPE_CODES, FEW_ELEMENTS, FLOAT32, call, called, compiled, inlined, run_tasks
+from tritonemb.kernels.cpu.optimizers import ASSIGN, MAX_GRADIENT, NONFINITE, PLACE, STOCHASTIC_ROUNDING, step_address
 from tritonemb.kernels.cpu.row_groups import (
-    DTYPE_CODES,
     NUM_GROUPS,
     NUM_VALUES,
     arrays_of,
@@ -28,14 +26,12 @@ from tritonemb.kernels.cpu.row_groups import (
 from tritonemb.kernels.cpu.simd import (
     PREFETCH_DISTANCE,
     float32_row,
-    float64_row,
     int32_row,
     int64_row,
     prefetch,
     row_size,
     sum_float32_groups,
     sum_float32_rows,
-    uint16_row,
 )
 from tritonemb.layout import (
     COLUMN,
@@ -175,15 +171,6 @@ def _is_finite(bits):
 
 
 @inlined
-def _state_row(address, row, dim, per_element):
-    """View one row of a state: `dim` values or one; empty without the state."""
-    if address == 0:
-        return float32_row(address, np.int64(0))
-    size = dim if per_element else 1
-    return float32_row(address + row * size * 4, size)
-
-
-@inlined
 def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
     prefetch(weight + row * row_bytes, row_bytes)
     for s in range(2):
@@ -191,7 +178,7 @@ def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
             prefetch(states[s, table] + row * state_bytes[s], state_bytes[s])
 
 
-@called
+@functools.partial(called, passes=1)
 def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, groups):
     """Update the task's groups: those at costs [bounds[task], bounds[task + 1]) of all items.
 
@@ -199,7 +186,7 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
     the task's first row with a gradient that is not finite goes into `bad_rows`.
     """
     (bounds, costs, table_groups, bad_rows, skipped), (values, _, units, pairs) = tasks, sorted_ids
-    (kind, learning_rate, steps, hyperparameters), (rows, starts, order, _) = optimizer, groups
+    (kind, learning_rate, steps, hyperparameters, row_steps), (rows, starts, order, _) = optimizer, groups
     pointers, per_element, tables = arrays
     batch, per_lookup, scaled = reads
     addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
@@ -208,10 +195,11 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
     for table in range(tables.shape[0]):
         max_dim = max(max_dim, tables[table, ROW_DIM])
     block_rows: Any = max(1, BLOCK_ELEMENTS // max_dim)
-    sums_buffer, row_buffer = np.empty(block_rows * max_dim, dtype=np.float32), np.empty(max_dim, dtype=np.float32)
-    pieces_buffer = np.empty(SPAN // PIECE * max_dim, dtype=np.float32)
-    words_buffer = np.empty((max_dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
-    hyperparameters = float64_row(hyperparameters.ctypes.data, hyperparameters.size)
+    sums_buffer, pieces_buffer = (
+        np.empty(block_rows * max_dim, np.float32),
+        np.empty(SPAN // PIECE * max_dim, np.float32),
+    )
+    scratch_buffer = np.empty(2 * max_dim + ELEMENTS_PER_COUNTER, dtype=np.float32)  # a row, and random words
     on_nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
     for item in range(costs.size - 1):
@@ -232,13 +220,14 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
         if first >= last:
             continue
         # Taken in the loop: Numba frees an array after the last statement that names it, even if its address is used.
-        sums_address, row_address = np.int64(sums_buffer.ctypes.data), np.int64(row_buffer.ctypes.data)
-        pieces_address = np.int64(pieces_buffer.ctypes.data)
+        sums_address, pieces_address = np.int64(sums_buffer.ctypes.data), np.int64(pieces_buffer.ctypes.data)
+        scratch_address, constants = np.int64(scratch_buffer.ctypes.data), np.int64(hyperparameters.ctypes.data)
+        seed, counter = tables[table, SEED], tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
         step = steps[table]
         row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
         row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
-        row_bytes = row_size(dim, dtype)
+        row_bytes, row_step = row_size(dim, dtype), row_steps[0] if dtype == FLOAT32 else row_steps[1]
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
         # Prefetch the first rows; compute addresses and scales of all gradients.
         distance = max(MIN_ROW_DISTANCE, min(MAX_ROW_DISTANCE, PREFETCHED_BYTES // row_bytes))
@@ -270,37 +259,23 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
             has_bad = on_nonfinite != IGNORE and kind >= 0 and not _is_finite(int32_row(sums_at, count * dim))
             for group in range(block, block + count):
                 row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
-                address, sums = base + row * row_bytes, float32_row(sums_at + (group - block) * dim * 4, dim)
+                address, sums = base + row * row_bytes, sums_at + (group - block) * dim * 4
                 if kind >= 0 and group + distance < last:
                     _prefetch_row(rows[group + distance] - first_row, table, base, row_bytes, states, state_bytes)
-                if kind < 0:
-                    if dtype != FLOAT32:
-                        narrow_row(sums, dtype, uint16_row(address, dim))
-                    elif kind == SUMS:
-                        float32_row(address, dim)[:] = sums
-                    continue
                 if has_bad and not _is_finite(int32_row(sums_at + (group - block) * dim * 4, dim)):
                     if on_nonfinite == RAISE:
                         bad_rows[task] = rows[group]
                         return
                     skipped[task, table] += 1
                     continue
-                if check_only or kind == PLACE:
+                if check_only or row_step == 0:
                     continue
-                state1 = _state_row(states[0, table], row, dim, per_element[0])
-                state2 = _state_row(states[1, table], row, dim, per_element[1])
-                weight = float32_row(address if dtype == FLOAT32 else row_address, dim)
-                if dtype != FLOAT32:
-                    widen_row(uint16_row(address, dim), dtype, weight)
-                apply(kind, weight, (state1, state2), sums, learning_rate, step, hyperparameters)
+                global_row = np.int64(row)
                 if dtype != FLOAT32 and stochastic:
-                    words = words_buffer[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
                     global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
-                    counter = tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
-                    fill_philox(words, tables[table, SEED], counter, global_row, step)
-                    narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
-                elif dtype != FLOAT32:
-                    narrow_row(weight, dtype, uint16_row(address, dim))
+                state1, state2 = states[0, table] + row * state_bytes[0], states[1, table] + row * state_bytes[1]
+                row_args = np.int64(address), np.int64(sums), state1, state2, dim, learning_rate, step, constants
+                call(row_step, (*row_args, scratch_address, dtype, seed, counter, global_row))
 
 
 @inlined
@@ -320,7 +295,7 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
     With "raise" and a gradient that is not finite: change nothing, and return the first such row.
     """
     (tables, lookups, key_starts), (_, sources, units, _), (rows, starts, _, num_groups) = layout, sorted_ids, groups
-    (kind, learning_rate, hyperparameters), (pointers, per_element) = optimizer, table_arrays
+    (kind, learning_rate, hyperparameters, row_steps), (pointers, per_element) = optimizer, table_arrays
     (batch_size, offsets, pooled), (grads, per_lookup, width, sample_weights) = segmentation, gradients
     # Cumulative cost of the items, to balance tasks.
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
@@ -352,12 +327,14 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
         lookups, lookup_starts, table_lookups, key_of, batch_size, offsets, sources, bags, pooled, grads, sample_weights
     )
     # Check all gradients first for "raise"; update.
-    bounds, bad_rows = costs[-1] * np.arange(num_tasks + 1) // num_tasks, np.full(num_tasks, NO_ROW)
+    bounds, bad_rows = np.zeros(num_tasks + 1, dtype=np.int64), np.empty(num_tasks, dtype=np.int64)
+    for task in range(num_tasks):  # a loop, as array expressions take seconds to compile
+        bounds[task + 1], bad_rows[task] = costs[-1] * (task + 1) // num_tasks, NO_ROW
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
         tasks, reads = (bounds, costs, table_groups, bad_rows, skipped), (batch, per_lookup, scaled)
-        step_args, arrays = (kind, learning_rate, steps, hyperparameters), (pointers, per_element, tables)
+        step_args, arrays = (kind, learning_rate, steps, hyperparameters, row_steps), (pointers, per_element, tables)
         args = check_only, tasks, step_args, arrays, reads, sorted_ids, groups
         run_tasks(num_threads, num_tasks, _update_rows, args)
         if bad_rows.min() != NO_ROW:
@@ -429,9 +406,15 @@ def _run(
         sorted_ids = ids, *sort_pairs(ids, bag_offsets, layout, by_bag)
     else:
         group_arrays = *map(Tensor.numpy, groups[:3]), int(groups[3])
-    pointers = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *pointers]
+    # Only the steps that the tables' dtypes need are compiled; sums are written as assigned rows are.
+    dtypes, kind = [DTYPE_CODES[weight.dtype] for weight in weights], optimizer[0]
+    row_kind, in_place = ASSIGN if kind < 0 else kind, kind in (COMPACT_SUMS, PLACE)
+    step_float32 = step_address(row_kind, True) if FLOAT32 in dtypes and not in_place else 0
+    step_16bit = step_address(row_kind, False) if {*dtypes} - {FLOAT32} else 0
+    pointers = [*map(Tensor.data_ptr, weights), *dtypes, *pointers]
     table_arrays = np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element
     bags = batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled
     gradients = grads, per_lookup, layout.width, as_float32(sample_weights)
     num_threads, arrays = torch.get_num_threads(), arrays_of(layout)
-    return _update(num_threads, optimizer, table_arrays, arrays, bags, sorted_ids, group_arrays, gradients)
+    step_args = *optimizer, (step_float32, step_16bit)
+    return _update(num_threads, step_args, table_arrays, arrays, bags, sorted_ids, group_arrays, gradients)
