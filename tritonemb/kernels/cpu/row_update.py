@@ -373,7 +373,7 @@ def row_gradients_(
     sums: Sequence[Tensor], batch: BatchGradient, compact: bool = False, max_gradient: float = np.inf
 ) -> None:
     constants, kind = _SGD_CONSTANTS.copy(), COMPACT_SUMS if compact else SUMS
-    constants[MAX_GRADIENT] = max_gradient
+    constants[MAX_GRADIENT], constants[STOCHASTIC_ROUNDING] = max_gradient, 0.0  # rounded to nearest
     _run((kind, np.float32(0), constants), sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), batch)
 
 
