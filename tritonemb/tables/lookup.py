@@ -243,7 +243,7 @@ def _find_unknown_ids(
     ids, table_keys = batch.values().long(), tables.table_keys[tuple(batch.keys())]
     unknown, dynamic_keys = negative(rows.values()), [*chain.from_iterable(table_keys.values())]
     if unknown.numel() and len(dynamic_keys) < len(batch.keys()):  # static tables read ids out of range as zeros
-        keys = torch.searchsorted(batch.offsets()[:: batch.stride()], unknown, right=True) - 1
+        keys = torch.searchsorted(batch.offsets()[:: batch.stride()].contiguous(), unknown, right=True) - 1
         unknown = unknown[torch.isin(keys, keys.new_tensor(dynamic_keys))]
     if not unknown.numel():
         return None
