@@ -233,12 +233,9 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
         return None, 0
     validity = None
     if count < len(array):
-        validity, padded_numbers = (
-            pa.py_buffer(np.packbits(present, bitorder="little")),
-            np.zeros(len(array), np.uint32),
-        )
-        padded_numbers[present] = numbers
-        numbers = padded_numbers
+        validity = pa.py_buffer(np.packbits(present, bitorder="little"))
+        present_numbers, numbers = numbers, np.zeros(len(array), np.uint32)
+        numbers[present] = present_numbers
     return pa.Array.from_buffers(pa.uint32(), len(array), [validity, pa.py_buffer(numbers)]), num_digits
 
 
