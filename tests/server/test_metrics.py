@@ -13,10 +13,11 @@ import pytest
 
 import tritonemb as te
 from tests.server.jobs import Trainers, batches, local_servers, make, train
-from tritonemb.server import Follower, Publisher, Servers, flush
+from tritonemb.server import Servers, flush
 from tritonemb.server.metrics import BOUNDS, MetricsServer, prometheus, scrape, totals
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
+from tritonemb.serving import Follower, Publisher
 
 NAME, LABEL = r"[a-zA-Z_:][a-zA-Z0-9_:]*", r"[a-zA-Z_][a-zA-Z0-9_]*"
 SAMPLE = re.compile(rf'({NAME})(?:\{{((?:{LABEL}="(?:[^"\\\n]|\\[\\n"])*"(?:,(?!\}}))?)+)\}})? (\S+)')

@@ -10,12 +10,13 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
-from tritonemb.server import Follower, Publisher, Servers, attach, connection, durable, flush
+from tritonemb.server import Servers, attach, connection, durable, flush
 from tritonemb.server.connection import HEARTBEAT
 from tritonemb.server.durable import MessageLog, read_log
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.snapshot import read_records, write_record
 from tritonemb.server.transport import LocalTransport
+from tritonemb.serving import Follower, Publisher
 from tritonemb.storage import StorageError
 
 NEVER = 10**9  # messages

@@ -18,8 +18,9 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import local_servers
 from tests.training import jobs
-from tritonemb.server import AtMost, Follower, connect
+from tritonemb.server import AtMost, connect
 from tritonemb.server.metrics import totals
+from tritonemb.serving import Follower
 from tritonemb.training import Callback
 from tritonemb.training.config import CheckpointOptions
 

@@ -1,13 +1,18 @@
-"""Models for serving: quantized embedding tables."""
+"""Models for serving: quantized embedding tables; publishers of tables, and followers, which serve what these write."""
 
 from tritonemb.kernels.quantized_bag import dequantize_rows, from_aten, quantize_rows, to_aten
+from tritonemb.serving.follower import Follower, look_up
+from tritonemb.serving.publisher import Publisher
 from tritonemb.serving.quantized_tables import QuantizedCollection, QuantizedTable, quantize
 
 __all__ = [
+    "Follower",
+    "Publisher",
     "QuantizedCollection",
     "QuantizedTable",
     "dequantize_rows",
     "from_aten",
+    "look_up",
     "quantize",
     "quantize_rows",
     "to_aten",

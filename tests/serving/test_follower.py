@@ -17,11 +17,12 @@ import tritonemb as te
 from tests.helpers import DEADLINE
 from tests.server.jobs import local_servers, make, train
 from tritonemb.server import Servers, snapshot
-from tritonemb.server import follower as following
 from tritonemb.server.connection import Connection
-from tritonemb.server.follower import CHECKPOINT, PUBLISHED, Follower, Publisher, look_up
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
+from tritonemb.serving import Follower, Publisher, look_up
+from tritonemb.serving import follower as following
+from tritonemb.serving.follower import CHECKPOINT, PUBLISHED
 from tritonemb.utils import atomic_write, read_sealed, seal
 
 DYNAMIC = {"capacity": 40, "eviction": te.EvictionConfig(protect=2), "fallback_rows": 11}

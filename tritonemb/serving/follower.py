@@ -10,7 +10,6 @@ beside the current one, with one copy of unchanged rows.
 import json
 import threading
 import time
-import uuid
 from collections import defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,27 +17,25 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonemb.layout import partitions_of
-from tritonemb.server.attach import collections_on_servers
-from tritonemb.server.client import CollectionClient
 from tritonemb.server.connection import Connection
 from tritonemb.server.snapshot import Chain, read_snapshot, successors
 from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.transport import Message, Reply, Values, answer
+from tritonemb.serving.publisher import PUBLISHED
+from tritonemb.storage.checkpoint import MANIFEST as CHECKPOINT
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.dynamic_table import FALLBACK
-from tritonemb.utils import Closeable, atomic_write, did_you_mean, join_names, read_sealed, seal
+from tritonemb.utils import Closeable, did_you_mean, join_names, read_sealed
 
-CHECKPOINT, PUBLISHED = "trainer.json", "servers.json"  # manifests
 ATTEMPTS = 3  # to load a manifest whose files may be deleted meanwhile
 THREADS = 4  # that answer queries
-CHAIN = "published"  # name of the publisher's chain of snapshots; checkpoints have another one
 Changes = list[tuple[Tensor, Tensor | None]]
 """Ids with their new rows, or with None for removed rows, oldest first."""
 
@@ -296,49 +293,3 @@ def look_up(connection: Connection, ids: Mapping[str, Tensor], timeout: float = 
     """Call `Follower.look_up` of a follower in another process; ConnectionError if it does not answer in time."""
     _, rows = connection.query_tensors("look_up", {"tables": list(ids)}, list(ids.values()), timeout)
     return dict(zip(ids, rows, strict=True))
-
-
-class Publisher:
-    """Publisher of a model's tables: embedding servers write snapshots into a folder, which followers read.
-
-    Args:
-        folder: on a file system that the servers, this process and followers share; created if missing.
-        most: maximum number of files per server, a full snapshot and incremental ones; a full one follows.
-    """
-
-    def __init__(self, folder: str | Path, most: int = 16) -> None:
-        self._folder, self._max_files = Path(folder).absolute(), most
-        self._chains: dict[str, list[dict[str, Any]]] = {}
-
-    def publish(self, model: nn.Module) -> None:
-        """Publish the tables when all trainers have reached this trainer's step; one trainer calls this, between steps.
-
-        StorageError if it fails; followers then serve the previous snapshot.
-        """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        manifest, previous = self._folder / PUBLISHED, dict[str, Any]()
-        with suppress(FileNotFoundError, ValueError):  # missing, or damaged
-            previous = json.loads(read_sealed(manifest))["servers"]
-        for name, tables in collections_on_servers(model).items():
-            self._chains[name] = self._write(cast(CollectionClient, tables.service), self._chains.pop(name, []))
-        atomic_write(manifest, seal(json.dumps({"servers": self._chains})))
-        # Followers may still read the files of the previous manifest.
-        chains = [chain for servers in (*previous.values(), *self._chains.values()) for chain in servers]
-        used_files = {file for chain in chains for file in chain["files"]}
-        for path in self._folder.glob("*.server"):
-            if path.name not in used_files:
-                path.unlink(missing_ok=True)
-
-    def _write(self, service: CollectionClient, previous: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Write incremental snapshots, or full ones if a chain is long or a server has lost it; return the chains."""
-        previous = previous if previous and len(previous[0]["files"]) < self._max_files else []
-        for changes_only in (True, False) if previous else (False,):
-            stem = self._folder / f"{uuid.uuid4().hex}-"
-            headers = service.snapshot(stem, changes_only, CHAIN)
-            files = [chain["files"] for chain in previous] if changes_only else [[] for _ in headers]
-            if not changes_only or [h["after"] for h in headers] == [chain["snapshot"] for chain in previous]:
-                break  # otherwise a restarted server has written a full snapshot
-        return [
-            {"files": [*server_files, f"{stem.name}{server}.server"], "snapshot": header["snapshot"]}
-            for server, (server_files, header) in enumerate(zip(files, headers, strict=True))
-        ]
