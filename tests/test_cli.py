@@ -31,7 +31,7 @@ from tritonemb.training.checkpoint import load_tensors
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.metrics import predict_logits
-from tritonemb.training.run import build_model
+from tritonemb.training.model import build_model
 from tritonemb.training.toml import from_plain, load_toml
 from tritonemb.training.train_state import model_tensors
 

@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from tritonemb.offloading import estimate_offload, gather_parameters, offload
     from tritonemb.ops.registry import check_errors
     from tritonemb.server import AtMost
-    from tritonemb.serving import quantize
+    from tritonemb.serving import load_run, quantize
     from tritonemb.sharding import HybridParallel
     from tritonemb.sharding.planner import PlanError, Topology, collect_stats, plan
-    from tritonemb.training import Trainer, load_run
+    from tritonemb.training import Trainer
     from tritonemb.types import AdmissionConfig, CacheConfig, EvictionConfig, TableConfig
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ __all__ = [
 _MODULES = {
     "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
     "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types", "Trainer": "training",
-    "load_run": "training", "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
+    "load_run": "serving", "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
     "collect_stats": "sharding.planner", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
     "estimate_offload": "offloading", "gather_parameters": "offloading", "offload": "offloading",
     "quantize": "serving",

@@ -233,8 +233,8 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 
 # Commands by name: module, class of options and function.
 _SIMPLE = {
-    "predict": ("tritonemb.training.run", "PredictOptions", "predict"),
-    "evaluate": ("tritonemb.training.run", "EvaluateOptions", "evaluate"),
+    "predict": ("tritonemb.serving.run", "PredictOptions", "predict"),
+    "evaluate": ("tritonemb.serving.run", "EvaluateOptions", "evaluate"),
     "compare": ("tritonemb.training.callbacks.report", "CompareOptions", "compare"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),

@@ -28,7 +28,7 @@ from tritonemb.data import ClickLog, Dataset, LogOptions, Rows, Schema, build_vo
 from tritonemb.data.batch import concat_rows
 from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.metrics import binary_metrics
-from tritonemb.training.run import build_model, build_optimizer
+from tritonemb.training.model import build_model, build_optimizer
 
 TOLERANCE = 0.003
 MIN_COUNT = 10

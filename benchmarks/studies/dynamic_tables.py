@@ -36,7 +36,7 @@ from tritonemb.nn import DynamicTable
 from tritonemb.training.callbacks import Log
 from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.metrics import binary_metrics, predict_logits
-from tritonemb.training.run import build_optimizer
+from tritonemb.training.model import build_optimizer
 from tritonemb.types import AdmissionConfig, EvictionConfig, TableConfig
 from tritonemb.utils import cache_dir
 

@@ -34,7 +34,7 @@ from benchmarks.studies.accuracy import data_sets, paired, seen_share
 from tritonemb.data import Dataset
 from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, RowWise, Sharding, ShardingPlan, TableWise
 from tritonemb.training.config import TrainConfig, preset
-from tritonemb.training.run import build_model
+from tritonemb.training.model import build_model
 
 WORLD = 4
 EXACT = ExchangePrecision("fp32", "fp32")

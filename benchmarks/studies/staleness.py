@@ -51,7 +51,7 @@ from tritonemb.training.callbacks import Callback, Evaluation, Log
 from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import binary_metrics
-from tritonemb.training.run import build_optimizer
+from tritonemb.training.model import build_optimizer
 from tritonemb.types import TableConfig
 
 PICTURE, DRAWS = Path(__file__).parents[2] / "docs/staleness.png", "python -m benchmarks.studies.staleness --draw"

@@ -14,11 +14,12 @@ from tests.training.disk_job import in_memory
 from tests.training.jobs import Crash, CrashAt
 from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.serving.run import PredictOptions, predict
 from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, ProfileOptions, TrainConfig, preset
 from tritonemb.training.job import train
-from tritonemb.training.run import PredictOptions, build_model, build_optimizer, predict
+from tritonemb.training.model import build_model, build_optimizer
 from tritonemb.types import TableOptions
 
 

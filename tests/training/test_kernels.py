@@ -12,7 +12,7 @@ from tests.helpers import assert_same_bits
 from tritonemb.data import Dataset, make_synthetic, open_dataset
 from tritonemb.ops.registry import use_kernels
 from tritonemb.training.config import PRESETS
-from tritonemb.training.run import build_model
+from tritonemb.training.model import build_model
 
 NUM_STEPS = 3
 BATCH_SIZE = 24  # interpreted: a step takes seconds

@@ -27,9 +27,9 @@ from tritonemb.data.encode import make_numberings
 from tritonemb.data.files import pa, parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
+from tritonemb.serving.run import PredictOptions, predict
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.metrics import best_threshold, calibration_of
-from tritonemb.training.run import PredictOptions, predict
 
 COLUMNS = ("--label", "click", "--dense", "price", "age", "--sparse", "user", "item", "tags")
 SMALL = (

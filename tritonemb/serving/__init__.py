@@ -1,17 +1,20 @@
-"""Models for serving: quantized embedding tables; publishers of tables, and followers, which serve what these write."""
+"""Trained runs; quantized embedding tables; publishers of tables, and followers, which serve what these write."""
 
 from tritonemb.kernels.quantized_bag import dequantize_rows, from_aten, quantize_rows, to_aten
 from tritonemb.serving.follower import Follower, look_up
 from tritonemb.serving.publisher import Publisher
 from tritonemb.serving.quantized_tables import QuantizedCollection, QuantizedTable, quantize
+from tritonemb.serving.run import Run, load_run
 
 __all__ = [
     "Follower",
     "Publisher",
     "QuantizedCollection",
     "QuantizedTable",
+    "Run",
     "dequantize_rows",
     "from_aten",
+    "load_run",
     "look_up",
     "quantize",
     "quantize_rows",

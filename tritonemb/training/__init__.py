@@ -7,11 +7,10 @@ from tritonemb.training.config import CheckpointOptions
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import Metrics, binary_metrics
 from tritonemb.training.ranks import Interrupted
-from tritonemb.training.run import Run, load_run
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.trainer import Trainer
 
 __all__ = [
-    "Callback", "CheckpointError", "CheckpointOptions", "FitResult", "Interrupted", "Metrics", "RankFailed", "Run",
-    "Schedule", "Trainer", "binary_metrics", "load_run",
+    "Callback", "CheckpointError", "CheckpointOptions", "FitResult", "Interrupted", "Metrics", "RankFailed",
+    "Schedule", "Trainer", "binary_metrics",
 ]  # fmt: skip

@@ -40,8 +40,8 @@ from tritonemb.training.checkpoint.manager import data_changes
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
+from tritonemb.training.model import build_model
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
-from tritonemb.training.run import build_model
 from tritonemb.training.toml import load_toml, plain, read_toml, to_toml
 from tritonemb.training.trainer import Trainer
 from tritonemb.types import TableConfig

@@ -23,13 +23,11 @@ from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Row
 from tritonemb.data.click_log import ClickLog, encoding_digest, vocabulary_digest
 from tritonemb.data.encode import make_numberings
 from tritonemb.data.files import arrow_csv, pa, parquet
-from tritonemb.data.protocol import Data, Feature, tables_of
+from tritonemb.data.protocol import Data, Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.data.schema import FIELDS, LogOptions
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn import DLRM, DCNv2
 from tritonemb.nn.collections import TableCollection
-from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
 from tritonemb.training.callbacks.report import METRICS
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
@@ -37,6 +35,7 @@ from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
+from tritonemb.training.model import build_model
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
 from tritonemb.utils import Options, align_columns, atomic_path, join_names, number
@@ -109,18 +108,6 @@ def load_run(
     if servers is None:
         flush(model)
     return run
-
-
-def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
-    tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
-    options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
-    if config.model == "dcnv2":
-        return DCNv2(tables, num_dense, **options)
-    return DLRM(tables, num_dense, bottom_mlp=config.bottom_mlp, **options)
-
-
-def build_optimizer(config: TrainConfig) -> Optimizer:
-    return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
 
 
 class Run:
