@@ -41,7 +41,7 @@ from benchmarks.measuring.workload import (
     step_bytes,
     workloads,
 )
-from tritonemb.nn.models import MLP
+from tritonemb.nn import MLP
 
 REPEATS = 5
 NUM_DENSE, BOTTOM_MLP, TOP_MLP = 13, (512, 256), (1024, 1024, 512, 256)

@@ -5,7 +5,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tritonemb import compiler, data, interop, nn, offloading, optim, server, serving, sharding
+    from tritonemb import compiler, data, interop, models, nn, offloading, optim, server, serving, sharding
     from tritonemb.jagged import KeyedJaggedTensor
     from tritonemb.nn.fuse import fuse, unfuse
     from tritonemb.offloading import estimate_offload, gather_parameters, offload
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AdmissionConfig", "AtMost", "CacheConfig", "EvictionConfig", "HybridParallel", "KeyedJaggedTensor", "PlanError",
     "TableConfig", "Topology", "Trainer", "check_errors", "collect_stats", "compiler", "data", "estimate_offload",
-    "fuse", "gather_parameters", "interop", "load_run", "nn", "offload", "offloading", "optim", "plan",
+    "fuse", "gather_parameters", "interop", "load_run", "models", "nn", "offload", "offloading", "optim", "plan",
     "quantize", "server", "serving", "sharding", "unfuse",
 ]  # fmt: skip
 _MODULES = {

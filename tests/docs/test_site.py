@@ -12,7 +12,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULES = ("compiler", "data", "interop", "nn", "offloading", "optim", "server", "serving", "sharding")
+MODULES = ("compiler", "data", "interop", "models", "nn", "offloading", "optim", "server", "serving", "sharding")
 
 
 def public_names() -> list[str]:
@@ -23,6 +23,7 @@ def public_names() -> list[str]:
     import tritonemb.compiler
     import tritonemb.data
     import tritonemb.interop
+    import tritonemb.models
     import tritonemb.offloading
     import tritonemb.server
     import tritonemb.serving
@@ -30,7 +31,7 @@ def public_names() -> list[str]:
     import tritonemb.training
 
     names = [f"tritonemb.{name}" for name in tritonemb.__all__ if name not in MODULES]
-    modules = tritonemb.nn, tritonemb.compiler, tritonemb.data, tritonemb.interop, tritonemb.sharding
+    modules = tritonemb.nn, tritonemb.models, tritonemb.compiler, tritonemb.data, tritonemb.interop, tritonemb.sharding
     for module in (*modules, tritonemb.server, tritonemb.training):
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{name}" for name in tritonemb.optim.__all__ if name != "OPTIMIZERS"]

@@ -70,7 +70,7 @@ def test_another_linear_layer_computes_what_it_computes(monkeypatch):
             return 2 * super().forward(input)
 
     monkeypatch.setattr(torch.nn, "Linear", Doubled)
-    monkeypatch.setattr(te.nn.models, "is_cross_fused", lambda *_: True)
+    monkeypatch.setattr(te.nn.layers, "is_cross_fused", lambda *_: True)
     network, inputs = te.nn.CrossNetwork(4, 1), torch.randn(3, 4)
     assert type(network.up[0]) is Doubled
     torch.testing.assert_close(network(inputs), inputs * network.up[0](inputs) + inputs)

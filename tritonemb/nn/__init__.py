@@ -1,8 +1,11 @@
-"""Modules: embeddings, embedding collections and recommendation models."""
+"""Modules: embeddings, embedding collections and layers of recommendation models."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
-from tritonemb.nn.models import DLRM, MLP, CrossNetwork, DCNv2, DotInteraction
+from tritonemb.nn.layers import MLP, CrossNetwork, DotInteraction
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.tables.cache import sequence_number
 from tritonemb.tables.cache_storage import CacheStatistics
@@ -10,8 +13,19 @@ from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.table import DynamicStatistics
 from tritonemb.tables.table_set import PrefetchedFeatures, prefetch
 
+if TYPE_CHECKING:
+    from tritonemb.models import DLRM as DLRM
+    from tritonemb.models import DCNv2 as DCNv2
+
 __all__ = [
-    "DLRM", "MLP", "CacheStatistics", "CrossNetwork", "DCNv2", "DotInteraction", "DynamicStatistics",
+    "MLP", "CacheStatistics", "CrossNetwork", "DotInteraction", "DynamicStatistics",
     "DynamicTable", "Embedding", "EmbeddingBag", "EmbeddingBagCollection", "EmbeddingCollection",
     "PrefetchedFeatures", "TiledLinear", "prefetch", "sequence_number",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a model of `tritonemb.models`, the layer above, at its first use."""
+    if name not in ("DLRM", "DCNv2"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("tritonemb.models"), name)

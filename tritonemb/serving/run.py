@@ -11,7 +11,6 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -27,6 +26,7 @@ from tritonemb.data.protocol import Data, Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.data.schema import FIELDS, LogOptions
 from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.models import MODELS
 from tritonemb.nn.collections import TableCollection
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
 from tritonemb.training.callbacks.report import METRICS
@@ -35,7 +35,7 @@ from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
-from tritonemb.training.model import build_model
+from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
 from tritonemb.utils import Options, align_columns, atomic_path, join_names, number
@@ -46,7 +46,7 @@ DATASETS = "movielens-100k", "synthetic", "adult"  # data sets without raw rows:
 # Keys of the config that do not determine the model.
 TRAINING_KEYS = "schedule evaluation checkpoint output profile parallel server offload converted features num_dense"
 SUFFIXES = (".parquet", ".csv")  # of output files
-Factory = Callable[[], nn.Module]
+Factory = Callable[..., nn.Module]
 
 
 def load_run(
@@ -57,7 +57,9 @@ def load_run(
 
     Args:
         path: folder of a run of `tritonemb train` or `te.Trainer`, or a checkpoint.
-        model: model as built for training, or a function that builds it; required for a run of `te.Trainer`.
+        model: model as built for training, or a function that builds it; required for a run of `te.Trainer`. For a run
+            of `tritonemb train --model MODULE:FUNCTION` this function, since a checkpoint must not decide which code is
+            run; it is called as in training.
         device: device of the model.
         servers: embedding servers of the run, see `te.server.connect`; current rows are read from them. By default,
             rows that were on servers are read from the checkpoint into memory.
@@ -95,8 +97,14 @@ def load_run(
                 f"{path} has no model config (not written by `tritonemb train`): pass a model, or a function that "
                 "builds it, to load_run(path, model=...), or --model MODULE:FUNCTION to a command"
             )
+        if options.model not in MODELS:
+            text = "code that it must not select: pass model=FUNCTION to load_run, or --model to a command"
+            raise ValueError(f"{path} was trained with the model {options.model!r}, {text}")
         model = build_model(options, features, reading["num_dense"])
-    model = (model if isinstance(model, nn.Module) else model()).to(target)
+    elif not isinstance(model, nn.Module):
+        has_factory = options is not None and options.model not in MODELS
+        model = build_model(options, features, reading["num_dense"], model) if options and has_factory else model()
+    model = model.to(target)
     run = Run(path, model.eval(), manifest, reading, features, options, target)
     if servers is not None:
         attach_for_reading(model, servers)
@@ -301,11 +309,7 @@ class LoadOptions(Options):
 
     def load(self) -> Run:
         """Load the run, with the model of MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
-        try:
-            factory = None if self.model is None else resolve_name(self.model)
-        except (ImportError, AttributeError, ValueError) as error:
-            text = f"model must be MODULE:FUNCTION that builds a model, got {self.model!r} ({error})"
-            raise ValueError(text) from error
+        factory = None if self.model is None else import_factory(self.model)
         return load_run(self.checkpoint, model=factory, device=self.device, transforms=self.transforms)
 
 
@@ -320,7 +324,7 @@ class PredictOptions(LoadOptions):
         data: log to score: a file or a folder.
         out: .parquet or .csv file to write: one row per row of the log, in the same order.
         keep: columns of the log to write before the scores, without encoding.
-        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer or of such a model.
         batch_size: maximum number of rows per batch.
         device: device of the model.
         transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
@@ -365,7 +369,7 @@ class EvaluateOptions(LoadOptions):
     Args:
         checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
         data: log with labels: a file or a folder; the run's test rows if not given.
-        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer or of such a model.
         json: print the metrics as JSON.
         batch_size: maximum number of rows per batch.
         device: device of the model.

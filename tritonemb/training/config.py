@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from tritonemb.data import LogOptions, kind_of
+from tritonemb.models import MODELS, ModelOptions
 from tritonemb.offloading.options import OffloadOptions
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.server.attach import ServersOptions
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CodecName, TableOptions
-from tritonemb.utils import Options, number
+from tritonemb.utils import Options, did_you_mean, number
 
 Precision = Literal["fp32", "bf16", "fp16"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
@@ -157,15 +158,16 @@ class TrainConfig(RunOptions):
     Args:
         data: movielens-100k, synthetic, adult, criteo-kaggle, criteo-terabyte, or the path of a log.
         path: file or folder of criteo-kaggle, criteo-terabyte and adult.
-        model: dlrm (Naumov et al., 2019) or dcnv2 (Wang et al., 2021).
+        model: dlrm, dcnv2, deepfm or finalmlp; or MODULE:FUNCTION that builds a model, called as they are.
         embedding_dim: columns of every table.
         bottom_mlp: hidden widths of dlrm's bottom MLP; a layer of width embedding_dim follows.
-        top_mlp: hidden widths of the top MLP; the logit follows.
+        top_mlp: hidden widths of the top MLP, of deepfm's MLP, and of each stream of finalmlp.
         embedding_optimizer: optimizer of the tables, fused into their backward pass.
         embedding_lr: learning rate of the tables.
         embedding_weight_decay: weight decay of the tables, applied to the rows of each batch.
         threads: CPU threads; torch's default if not given.
         device: device to train on.
+        model_options: options of single models.
         tables: placement and caches of tables.
         read: reading of a log.
         schedule: learning rate schedules.
@@ -180,7 +182,7 @@ class TrainConfig(RunOptions):
 
     data: str = "movielens-100k"
     path: str | None = None
-    model: Literal["dlrm", "dcnv2"] = "dlrm"
+    model: str = "dlrm"
     embedding_dim: int = 16
     bottom_mlp: tuple[int, ...] = (64,)
     top_mlp: tuple[int, ...] = (128, 64)
@@ -191,6 +193,7 @@ class TrainConfig(RunOptions):
     device: str = "cpu"
     batch_size: int = number(512, least=1)
     epochs: int = number(4, least=1)
+    model_options: ModelOptions = field(default_factory=ModelOptions)
     tables: TableOptions = field(default_factory=TableOptions)
     read: LogOptions = field(default_factory=LogOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
@@ -201,6 +204,12 @@ class TrainConfig(RunOptions):
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     server: ServersOptions = field(default_factory=ServersOptions)
     offload: OffloadOptions = field(default_factory=OffloadOptions)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.model not in MODELS and ":" not in self.model:
+            hint = did_you_mean(self.model, MODELS)
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, or MODULE:FUNCTION, got {self.model!r}{hint}")
 
     def trainer_options(self) -> dict[str, Any]:
         sections = (self, self.schedule, self.evaluation)

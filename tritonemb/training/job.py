@@ -40,7 +40,7 @@ from tritonemb.training.checkpoint.manager import data_changes
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
-from tritonemb.training.model import build_model
+from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
 from tritonemb.training.toml import load_toml, plain, read_toml, to_toml
 from tritonemb.training.trainer import Trainer
@@ -211,11 +211,12 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
 
 def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device, verbose: bool) -> nn.Module:
     """Build the model. On several ranks it is built on the meta device, sharded, and initialized shard by shard."""
+    factory = import_factory(config.model) if ":" in config.model else None
     if group.process_group is None:
-        return build_model(config, data.features, data.num_dense)
+        return build_model(config, data.features, data.num_dense, factory)
     options = config.parallel
     model = HybridParallel(
-        build_model(replace(config, device="meta"), data.features, data.num_dense),
+        build_model(replace(config, device="meta"), data.features, data.num_dense, factory),
         None if options.plan is None else ShardingPlan.load(options.plan), dense=options.dense_layers, device=device,
         exchange=ExchangePrecision(options.exchange, options.exchange_gradients),
         timeout=timedelta(seconds=config.timeout), batch_size=config.batch_size,
@@ -377,8 +378,9 @@ def _read_run(folder: Path) -> PlanInputs:
     if not run_folder.config.exists():
         raise ValueError(f"{folder} is not the folder of a run: it has no {run_folder.config.name}")
     config = read_toml(run_folder.config, TrainConfig())
-    if config.read.transforms:
-        raise ValueError(f"{folder} was trained with transforms, which plan does not run; pass --tables instead")
+    if config.read.transforms or ":" in config.model:
+        code = "transforms" if config.read.transforms else f"the model {config.model}"
+        raise ValueError(f"{folder} was trained with {code}, which plan does not run; pass --tables instead")
     data = open_data(config, RankGroup())
     _, tables = tables_in(build_model(replace(config, device="meta"), data.features, data.num_dense))
     return tables, collect_stats(data, tables, num_batches=_STATS_BATCHES), {}, config.batch_size, {}

@@ -1,22 +1,45 @@
 """Models of `tritonemb train`, built from its options."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from inspect import signature
+from pkgutil import resolve_name
 
 from torch import nn
 
 from tritonemb.data.protocol import Feature, tables_of
-from tritonemb.nn import DLRM, DCNv2
+from tritonemb.models import MODELS, ModelOptions
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.training.config import TrainConfig
 
+Factory = Callable[..., nn.Module]
 
-def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
+
+def build_model(
+    config: TrainConfig, features: Sequence[Feature], num_dense: int, factory: Factory | None = None
+) -> nn.Module:
+    """Build the model of a configuration by its class, or by `factory`, the function that it names as MODULE:FUNCTION.
+
+    It gets the options that its signature names. Raise ValueError for an option that was set and that it does not name.
+    """
+    create = factory or MODELS[config.model]
+    names, options, defaults = signature(create).parameters, asdict(config.model_options), asdict(ModelOptions())
+    for name, value in options.items():
+        if value != defaults[name] and name not in names:
+            raise ValueError(f"{create.__name__} has no option {name}; remove it, or choose another model")
+    options |= {"bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
     tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
-    options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
-    if config.model == "dcnv2":
-        return DCNv2(tables, num_dense, **options)
-    return DLRM(tables, num_dense, bottom_mlp=config.bottom_mlp, **options)
+    options = {name: value for name, value in options.items() if name in names}
+    return create(tables, num_dense, optimizer=build_optimizer(config), device=config.device, **options)
+
+
+def import_factory(name: str) -> Factory:
+    """Import MODULE:FUNCTION, that builds a model; raise ValueError if it cannot be imported."""
+    try:
+        factory: Factory = resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"model must be MODULE:FUNCTION that builds a model, got {name!r} ({error})") from error
+    return factory
 
 
 def build_optimizer(config: TrainConfig) -> Optimizer:

@@ -1,0 +1,23 @@
+"""Recommendation models, each as in its paper; `MODELS` has their names in `tritonemb train --model`.
+
+A model is built as `model(tables, num_dense, optimizer=..., device=..., **options)`, with those of `ModelOptions`, of
+`bottom_mlp` and `top_mlp` that its signature names. A function that is called like that is a model of `--model`, too.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from tritonemb.models.dcnv2 import DCNv2, DCNv2Options
+from tritonemb.models.deepfm import DeepFM
+from tritonemb.models.dlrm import DLRM
+from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
+
+__all__ = ["DLRM", "DCNv2", "DeepFM", "FinalMLP"]
+MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM, "finalmlp": FinalMLP}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(DCNv2Options, FinalMLPOptions):
+    """Options of single models."""
