@@ -481,7 +481,7 @@ def test_defaults_follow_the_data_set(capsys):
             ["xyz"],
             "unknown command 'xyz'; there are train, predict, evaluate, compare, vocab, convert, reader, embedding-se",
         ),
-        (["serve", "--data", "x.csv"], "unknown command 'serve'; it is now 'reader'"),
+        (["serve", "--data", "x.csv"], "to read a log for trainers: tritonemb reader"),
         (["server", "--folder", "x"], "unknown command 'server'; it is now 'embedding-server'"),
         (["train", "--data", "x.csv", "--workers", "3"], "unknown option --workers; it is now --parser-threads"),
         (["convert", "--data", "x.csv", "--workers=3"], "unknown option --workers; it is now --parser-threads"),

@@ -25,7 +25,7 @@ Train recommendation models.
   train             train a click model and report its test metrics
   predict           write the click probability of every row of a log
   evaluate          print the metrics of a run on labeled rows
-  export            write a run for serving: tables that are mapped, ATen, ONNX
+  serve             serve the scores of a run over HTTP
   compare           compare options, metrics and curves of runs
   vocab             build a vocabulary: number categories by frequency
   convert           convert a text log to Parquet files
@@ -74,7 +74,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto
 """
 
-RENAMED_COMMANDS = {"serve": "reader", "server": "embedding-server"}
+RENAMED_COMMANDS = {"server": "embedding-server"}
 RENAMED_OPTIONS = {"--workers": "--parser-threads"}
 
 # OSErrors that are user errors, besides EROFS; a ValueError always is.
@@ -170,6 +170,8 @@ def _train(arguments: list[str]) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
+    if name == "serve" and any(word.startswith(("--data", "--peers")) for word in arguments):
+        raise ValueError("serve serves the scores of a run; to read a log for trainers: tritonemb reader")
     module_name, class_name, function = _SIMPLE[name]
     module = importlib.import_module(module_name)
     options_class = getattr(module, class_name)
@@ -237,7 +239,7 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 _SIMPLE = {
     "predict": ("tritonemb.serving.run", "PredictOptions", "predict"),
     "evaluate": ("tritonemb.serving.run", "EvaluateOptions", "evaluate"),
-    "export": ("tritonemb.serving.export", "ExportOptions", "run_export"),
+    "serve": ("tritonemb.serving.http", "ServeOptions", "serve"),
     "compare": ("tritonemb.training.callbacks.report", "CompareOptions", "compare"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),

@@ -287,10 +287,11 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
 
 def check_exposure(address: str, has_token: bool = True) -> None:
     """Raise ValueError if other machines could reach a server without TLS, or without a token set by the user."""
-    if address.startswith("grpc://" if has_token else SCHEMES) and not _is_loopback(address):
+    plain, secure = ("http://", "https://") if address.startswith("http") else SCHEMES
+    if not _is_loopback(address) and not (has_token and address.startswith(secure)):
         raise ValueError(
-            f"other machines can reach {address}: set {TOKEN}, and serve at grpc+tls://HOST:PORT with a certificate "
-            "and its key; or serve at grpc://127.0.0.1:PORT"
+            f"other machines can reach {address}: set {TOKEN}, and serve at {secure}HOST:PORT with a certificate "
+            f"and its key; or serve at {plain}127.0.0.1:PORT"
         )
 
 

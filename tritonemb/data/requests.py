@@ -1,19 +1,23 @@
 """Encoding of requests, a few rows of raw values, as a batch: the same numbers and ids as for a log's rows.
 
-Logs are encoded column by column, with a fixed cost per column; here all columns are hashed at once.
+Logs are encoded column by column, with a fixed cost per column; here all columns are converted and hashed at once.
 """
 
 import math
 import operator
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from types import NoneType
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tritonemb.data import encode
-from tritonemb.data.batch import Array, Batch, lengths_to_offsets
+from tritonemb.data.batch import Array, Batch, _segment_positions, lengths_to_offsets
 from tritonemb.data.encode import Numberings
 from tritonemb.data.files import pa
 from tritonemb.data.protocol import Feature
@@ -22,7 +26,16 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.utils import did_you_mean, join_names
 
 _NUMBER = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?)?")
+_WRONG_TYPES = {"integers": str, "strings": int}  # of JSON, by kind of the feature
 _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,8}")
+
+
+class RawRows(NamedTuple):
+    """Raw rows of a request: `columns` have a value per row by name, `shared` one value for all rows."""
+
+    columns: Mapping[str, Sequence[Any]]
+    num_rows: int
+    shared: Mapping[str, Any]
 
 
 class RequestEncoder:
@@ -37,34 +50,84 @@ class RequestEncoder:
     ) -> None:
         self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
         self._keys = tuple(feature.name for feature in features)
+        self._names, self._multi_hot = (*schema.dense, *self._keys), any(feature.multi_hot for feature in features)
         self._seeds = np.array(list(map(encode.feature_seed, self._keys)), dtype=np.uint64)
         self._sizes = np.array([feature.num_embeddings for feature in features])
         self._logarithmic = np.array(list(map(schema.is_logarithmic, schema.dense)), dtype=bool)
+        nonnegative = [schema.is_logarithmic(name) and not schema.clamps(name) for name in schema.dense]
+        self._minimum = np.where(nonnegative, 0.0, -np.nextafter(encode.INFINITE, 0))
 
     def __call__(self, rows: Sequence[Mapping[str, Any]], first: int = 0) -> Batch:
         """Encode rows, with labels of 0; ValueError names row (counted from `first`), column and invalid value."""
-        # Check and convert value by value, so that errors name row and column.
-        names, bags = self.schema.dense, list[list[Sequence[Any]]]()
-        numbers = np.zeros((len(rows), len(names)))
+        return self.encode([self.raw_rows(rows, first=first)], first)
+
+    def raw_rows(self, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any] = {}, first: int = 0) -> RawRows:
+        """Return the columns of rows that are not `shared`; ValueError names a row without one of them."""
         for index, row in enumerate(rows):
-            try:
-                if missing := [name for name in (*names, *self._keys) if name not in row]:
-                    near = did_you_mean(missing[0], row)
-                    columns = f"missing columns: {join_names(missing)}; the row has {join_names(row) or 'none'}{near}"
-                    raise ValueError(f"{columns}; pass None for a missing value")
-                numbers[index] = [self._number(row[name], name) for name in names]
-                bags.append([self._items(row[feature.name], feature) for feature in self.features])
-            except ValueError as error:
-                raise ValueError(f"row {first + index + 1}: {error}") from None
-        dense = encode.scale_numbers(numbers, False)
-        dense[:, self._logarithmic] = encode.scale_numbers(np.ascontiguousarray(numbers[:, self._logarithmic]), True)
-        # Order the bags by feature, then row; hash the values of all features at once.
-        by_feature = [bag for bags_of_feature in zip(*bags, strict=True) for bag in bags_of_feature]
-        lengths = np.array([len(bag) for bag in by_feature], dtype=np.int64)
-        feature_indices = np.repeat(np.arange(len(lengths)) // max(1, len(rows)), lengths)
-        ids = torch.from_numpy(self._ids([value for bag in by_feature for value in bag], feature_indices))
-        sparse = KeyedJaggedTensor.unchecked(self._keys, ids, None, torch.from_numpy(lengths_to_offsets(lengths)))
-        return Batch(torch.from_numpy(dense), sparse, torch.zeros(len(rows)))
+            self._check_columns(row, shared, f"row {first + index + 1}")
+        names = [name for name in self._names if name not in shared]
+        return RawRows({name: [row[name] for row in rows] for name in names}, len(rows), shared)
+
+    def raw_columns(self, columns: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> RawRows:
+        """Check columns with a value per row; ValueError if one is missing, or they differ in length."""
+        self._check_columns(columns, shared, "columns")
+        if len({*(sizes := {name: len(column) for name, column in columns.items()}).values()}) > 1:
+            raise ValueError(f"columns must have as many values as one another, got {sizes}")
+        return RawRows(columns, next(iter(sizes.values()), 1), shared)
+
+    def encode(self, requests: Sequence[RawRows], first: int = 0) -> Batch:
+        """Encode the rows of requests as a batch; shared values are encoded once. ValueError names a row of the first
+        request, or the user, column and value."""
+        num_rows = sum(raw.num_rows for raw in requests)
+        # Numbers.
+        values, columns, positions = _collect(self.schema.dense, requests)
+        numbers: Array | None = None
+        if {*map(type, values)} <= {int, float, NoneType}:
+            with suppress(OverflowError):
+                numbers = np.array(values, dtype=np.float64)
+                numbers[np.isnan(numbers)] = 0.0
+        if numbers is None or (numbers >= encode.INFINITE).any() or (numbers < self._minimum[columns]).any():
+            convert = partial(_convert, self.schema.dense, requests[0].shared, first)
+            numbers = np.array(convert(self._number, values, columns, _row_numbers(columns)), dtype=np.float64)
+        dense, logarithmic = encode.scale_numbers(numbers, False), self._logarithmic[columns]
+        dense[logarithmic] = encode.scale_numbers(numbers[logarithmic], True)
+        dense = dense[positions].reshape(len(self.schema.dense), num_rows).T
+        # Ids: bags by feature, request and row, or one that rows share.
+        items, features, positions = _collect(self._keys, requests)
+        rows, lengths = _row_numbers(features), np.ones(len(positions), dtype=np.int64)
+        convert = partial(_convert, self.features, requests[0].shared, first)
+        if self._multi_hot:
+            bags = convert(self._bag, items, features, rows)
+            lengths = np.fromiter(map(len, bags), np.int64, len(bags))
+            items, features, rows = list(chain.from_iterable(bags)), features.repeat(lengths), rows.repeat(lengths)
+        if not self._is_canonical(items, features):
+            items = convert(self._item, items, features, rows)
+        if self._multi_hot:
+            positions, lengths = _segment_positions(lengths_to_offsets(lengths), positions)
+        ids, offsets = self._ids(items, features)[positions], lengths_to_offsets(lengths)
+        sparse = KeyedJaggedTensor.unchecked(self._keys, torch.from_numpy(ids), None, torch.from_numpy(offsets))
+        return Batch(torch.from_numpy(np.ascontiguousarray(dense)), sparse, torch.zeros(num_rows))
+
+    def _check_columns(self, columns: Iterable[str], shared: Mapping[str, Any], place: str) -> None:
+        if missing := [name for name in self._names if name not in columns and name not in shared]:
+            text = f"missing columns: {join_names(missing)}; the row has {join_names(columns) or 'none'}"
+            raise ValueError(f"{place}: {text}{did_you_mean(missing[0], columns)}; pass None for a missing value")
+        if shared and (names := [name for name in columns if name in shared]):
+            raise ValueError(f"{place}: {join_names(names)} must not be among the columns of the user, too")
+
+    def _is_canonical(self, items: Sequence[Any], features: Array) -> bool:
+        """Return whether all items are as `_item` would return them."""
+        kinds = {*map(type, items)}
+        if not kinds <= {int, str, NoneType} or (str in kinds and self._from_text):
+            return False
+        if kinds & {_WRONG_TYPES.get(feature.kind) for feature in self.features}:
+            pairs = {*zip(map(type, items), features.tolist(), strict=True)}
+            if any(kind is _WRONG_TYPES.get(self.features[index].kind) for kind, index in pairs):
+                return False
+        with suppress(OverflowError):
+            np.array(items if kinds == {int} else [item for item in items if type(item) is int], dtype=np.int64)
+            return True
+        return False
 
     def ids(self, feature: str, values: Sequence[Any]) -> torch.Tensor:
         """Encode values of one feature as ids int64 `[N]`; ValueError names a value that cannot be encoded."""
@@ -82,7 +145,11 @@ class RequestEncoder:
             return 0.0
         if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
             raise _value_error(name, value, "a number or nothing")
-        if math.isnan(number := float(value)):
+        try:
+            number = float(value)
+        except OverflowError:
+            raise _value_error(name, value, "a number that fits float32") from None
+        if math.isnan(number):
             return 0.0
         if math.isinf(number):
             raise _value_error(name, number, "a finite number or nothing")
@@ -93,14 +160,14 @@ class RequestEncoder:
             raise _value_error(name, number, "a number that fits float32")
         return number
 
-    def _items(self, value: Any, feature: Feature) -> Sequence[Any]:
+    def _bag(self, value: Any, feature: Feature) -> Sequence[Any]:
         if not feature.multi_hot:
-            return (self._item(value, feature),)
+            return (value,)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return ()
-        if isinstance(value, str | bytes) or not hasattr(value, "__iter__"):
+        if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
             raise _value_error(feature.name, value, "a list of values, or nothing")
-        return [self._item(item, feature) for item in value]
+        return list(value)
 
     def _item(self, value: Any, feature: Feature) -> Any:
         if value is None or (isinstance(value, float) and math.isnan(value)) or (self._from_text and value == ""):
@@ -108,7 +175,7 @@ class RequestEncoder:
         if isinstance(value, str | bytes):
             text = value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
             if feature.kind != "integers":
-                return text.encode(errors="surrogateescape")
+                return text
             if self._from_text and feature.name in CATEGORIES and self.schema.sparse == CATEGORIES:
                 if _HEXADECIMAL.fullmatch(text):
                     return int(text, 16)
@@ -122,20 +189,26 @@ class RequestEncoder:
             raise _value_error(feature.name, value, "an integer, a string or nothing") from None
         if feature.kind == "strings":
             raise _value_error(feature.name, value, "a string or nothing, as in training")
-        return integer
+        if not -(1 << 63) <= integer < 1 << (64 if self.schema.vocabulary is None else 63):
+            raise _value_error(feature.name, value, "an integer of 64 bits")
+        return integer if integer < 1 << 63 else integer - (1 << 64)
 
     def _ids(self, values: Sequence[Any], feature_indices: Array) -> Array:
         # Hash strings and integers of all features at once.
         dynamic = self.schema.dynamic
-        hashes, present = np.zeros(len(values), np.uint64), np.array([value is not None for value in values], bool)
-        is_text = np.array([isinstance(value, bytes) for value in values], dtype=bool)
-        texts, positions = [value for value in values if isinstance(value, bytes)], np.flatnonzero(is_text)
-        if texts:
+        hashes, present = np.zeros(len(values), np.uint64), np.ones(len(values), dtype=bool)
+        is_text, kinds = ~present, {*map(type, values)}
+        if kinds != {int}:
+            present = np.array([value is not None for value in values], dtype=bool)
+            is_text = np.array([type(value) is str for value in values], dtype=bool)
+        if len(positions := np.flatnonzero(is_text)):
+            texts = [value.encode(errors="surrogateescape") for value in values if isinstance(value, str)]
             offsets = lengths_to_offsets(np.array([len(text) for text in texts]))
             data, seeds = np.frombuffer(b"".join(texts), np.uint8), self._seeds[feature_indices[positions]]
             hashes[positions] = encode.hash_strings(data, offsets, seeds)
         if len(positions := np.flatnonzero(present & ~is_text)):
-            numbers = np.array([values[index] & 0xFFFFFFFFFFFFFFFF for index in positions.tolist()], dtype=np.uint64)
+            integers = values if len(positions) == len(values) else [values[index] for index in positions.tolist()]
+            numbers = np.array(integers, dtype=np.int64).view(np.uint64)
             seeds = self._seeds[feature_indices[positions]]
             hashes[positions] = numbers if dynamic else encode.hash_integers(numbers, seeds)
         if dynamic:
@@ -147,6 +220,39 @@ class RequestEncoder:
             array = pa.array(values[begin:end], pa.string() if is_text[begin:end].any() else pa.int64())
             ids[begin:end] = self._numberings[feature.name].ids(array, feature.kind)
         return ids
+
+
+def _collect(names: Sequence[str], requests: Sequence[RawRows]) -> tuple[list[Any], Array, Array]:
+    """Values by column, request and row, the column of each, and by row the position of its value."""
+    values, counts, repeats = list[Any](), list[int](), list[int]()
+    for name in names:
+        start = len(values)
+        for raw in requests:
+            is_shared = name in raw.shared
+            values.extend((raw.shared[name],) if is_shared else raw.columns[name])
+            repeats.extend((raw.num_rows,) if is_shared else [1] * raw.num_rows)
+        counts.append(len(values) - start)
+    return values, np.repeat(np.arange(len(names)), counts), np.repeat(np.arange(len(values)), repeats)
+
+
+def _row_numbers(columns: Array) -> Array:
+    """Positions of values in their columns, which ascend."""
+    return np.arange(len(columns)) - np.searchsorted(columns, columns)
+
+
+def _convert(
+    owners: Sequence[Any], shared: Mapping[str, Any], first: int, function: Callable[[Any, Any], Any],
+    values: Sequence[Any], columns: Array, rows: Array,
+) -> list[Any]:  # fmt: skip
+    """Convert values one by one; ValueError names the row, counted from `first`, or the user."""
+    results = []
+    for value, column, row in zip(values, columns.tolist(), rows.tolist(), strict=True):
+        try:
+            results.append(function(value, owners[column]))
+        except ValueError as error:
+            is_shared = getattr(owners[column], "name", owners[column]) in shared
+            raise ValueError(f"{'user' if is_shared else f'row {first + row + 1}'}: {error}") from None
+    return results
 
 
 def _value_error(name: str, value: Any, expected: str) -> ValueError:

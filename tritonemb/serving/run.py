@@ -29,9 +29,6 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.models import MODELS
 from tritonemb.nn.collections import TableCollection
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
-from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
-from tritonemb.serving.package import load_package, read_package
-from tritonemb.serving.quantized_tables import QuantizedCollection
 from tritonemb.training.callbacks.report import METRICS
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
@@ -59,7 +56,7 @@ def load_run(
     """Load the trained model of a run: its best checkpoint, or its newest if none is marked best.
 
     Args:
-        path: folder of a run of `tritonemb train` or `te.Trainer`, a checkpoint, or a folder of `te.export`.
+        path: folder of a run of `tritonemb train` or `te.Trainer`, or a checkpoint.
         model: model as built for training, or a function that builds it; required for a run of `te.Trainer`. For a run
             of `tritonemb train --model MODULE:FUNCTION` this function, since a checkpoint must not decide which code is
             run; it is called as in training.
@@ -74,14 +71,11 @@ def load_run(
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder; expected the folder of a run, or a checkpoint")
-    is_package = (path / PACKAGE_MANIFEST).is_file()
-    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")) if not is_package else ():
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
         path = folder.best() or folder.latest() or path
-    if is_package and servers is not None:
-        raise ValueError(f"{path} was exported, with all rows; load it without servers, or a checkpoint with them")
 
     # Options of the model and of reading rows.
-    manifest = (read_package if is_package else read_manifest)(path)
+    manifest = read_manifest(path)
     config, options, target = manifest["config"], None, check_device(device)
     reading = manifest.get("reading") or {name: config[name] for name in READING_KEYS if name in config}
     if "embedding_dim" in config:
@@ -96,10 +90,9 @@ def load_run(
     kinds = manifest["run"].get("kinds", {})
     features = tuple(Feature(**entry | {"kind": kinds.get(entry["name"], "")}) for entry in reading.get("features", ()))
 
-    # Build the model, without memory if it is exported, and load its tensors.
-    shapes = None if options is None else replace(options, device="meta" if is_package else device)
+    # Build the model, and load its tensors.
     if model is None:
-        if options is None or shapes is None or not features:
+        if options is None or not features:
             raise ValueError(
                 f"{path} has no model config (not written by `tritonemb train`): pass a model, or a function that "
                 "builds it, to load_run(path, model=...), or --model MODULE:FUNCTION to a command"
@@ -107,13 +100,10 @@ def load_run(
         if options.model not in MODELS:
             text = "code that it must not select: pass model=FUNCTION to load_run, or --model to a command"
             raise ValueError(f"{path} was trained with the model {options.model!r}, {text}")
-        model = build_model(shapes, features, reading["num_dense"])
+        model = build_model(options, features, reading["num_dense"])
     elif not isinstance(model, nn.Module):
-        has_factory = shapes is not None and shapes.model not in MODELS
-        model = build_model(shapes, features, reading["num_dense"], model) if shapes and has_factory else model()
-    if is_package:
-        model = load_package(path, model, manifest).to(target)
-        return Run(path, model, manifest, reading, features, options, target)
+        has_factory = options is not None and options.model not in MODELS
+        model = build_model(options, features, reading["num_dense"], model) if options and has_factory else model()
     model = model.to(target)
     run = Run(path, model.eval(), manifest, reading, features, options, target)
     if servers is not None:
@@ -137,14 +127,13 @@ class Run:
         features: categorical features of the model.
         schema: label, dense and sparse columns of a row; None if the model was not trained on a log.
         options: options of `tritonemb train`; None for a run of `te.Trainer`.
+        transforms: names of the functions that map Arrow batches of raw rows before they are encoded.
     """
 
     def __init__(
         self, path: Path, model: nn.Module, manifest: Mapping[str, Any], reading: Mapping[str, Any],
         features: tuple[Feature, ...], options: TrainConfig | None, device: torch.device,
     ) -> None:  # fmt: skip
-        # What `te.export` writes of the run.
-        self.description = {**{name: manifest[name] for name in ("config", "run")}, "reading": dict(reading)}
         self.path, self.model, self.features, self.options, self._device = path, model, features, options, device
         self._precision, self._num_dense = reading.get("precision", "fp32"), reading.get("num_dense", 0)
         self._encoding, self._kinds = manifest["run"].get("encoding", ""), manifest["run"].get("kinds", {})
@@ -153,6 +142,7 @@ class Run:
         self._from_text = reading.get("from_text", False)
         schema = None if self._log_options is None else self._log_options.schema
         self.schema = schema if schema is None or schema.label else schema.of(FIELDS, str(path))
+        self.transforms = () if self._log_options is None else self._log_options.transforms
 
     def predict(self, rows: Any, *, batch_size: int = 8192) -> Any:
         """Predict click probabilities: a float for one row, otherwise NumPy float32 `[N]`. On a CPU the result of a row
@@ -170,11 +160,11 @@ class Run:
         if isinstance(rows, Mapping):
             return float(self.predict([rows])[0])
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
-            if rows and self._log_options is not None and self._log_options.transforms:
+            if rows and self.transforms:
                 return self.predict(pa.Table.from_pylist(rows), batch_size=batch_size)
             min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
             starts = range(0, len(rows), batch_size)
-            batches = (self._encoder(rows[start : start + batch_size], start) for start in starts)
+            batches = (self.encoder(rows[start : start + batch_size], start) for start in starts)
             return self._scores(pad_batch(batch, min_size) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
@@ -187,6 +177,11 @@ class Run:
                     columns, rows = block.rows
                     yield columns, self._scores(map(pad_batch, self._batches(rows, batch_size)))
 
+    def score(self, batch: Batch) -> Any:
+        """Predict as `predict` does, for rows that `encoder` has encoded; NumPy float32 `[N]`, NaN if a logit is."""
+        min_size = self._request_size if len(batch) < LARGE_BATCH else LARGE_BATCH
+        return probabilities(self._logits([pad_batch(batch, min_size)])).numpy()
+
     def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
         """Compute the metrics on rows with labels: a log or a data frame, by default the run's test rows."""
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
@@ -196,14 +191,13 @@ class Run:
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
         """Tables of the model by name."""
-        kinds = TableCollection, QuantizedCollection
-        collections = [module for module in self.model.modules() if isinstance(module, kinds)]
+        collections = [module for module in self.model.modules() if isinstance(module, TableCollection)]
         return {config.name: RunTable(config, c, self._device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
         """Encode raw values of a feature as ids int64 `[N]`, for `tables[...].lookup`; unknown values as in training.
         Raise ValueError if the feature is unknown, or a value cannot be encoded."""
-        return self._encoder.ids(feature, values)
+        return self.encoder.ids(feature, values)
 
     def open_log(self, data: Any, names: tuple[str, ...] = (), labelled: bool = False) -> ClickLog:
         """Open a log or a data frame, encoded as in training, with all rows as test rows; also read the columns
@@ -246,7 +240,8 @@ class Run:
         return f"Run({str(self.path)!r}, {type(self.model).__name__}, tables: {join_names(self.tables)})"
 
     @cached_property
-    def _encoder(self) -> RequestEncoder:
+    def encoder(self) -> RequestEncoder:
+        """Encoder of raw rows, as in training; ValueError if the model was trained on encoded rows."""
         schema = self.schema or self._required_log_options.schema
         vocabulary = vocabulary_digest(schema)
         names = self._required_log_options.transforms
@@ -288,7 +283,7 @@ class RunTable(NamedTuple):
     """Table of a model, for lookups by id."""
 
     config: TableConfig
-    collection: TableCollection | QuantizedCollection
+    collection: TableCollection
     device: torch.device
 
     def __repr__(self) -> str:

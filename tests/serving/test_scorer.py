@@ -1,0 +1,327 @@
+"""A run that is served: the scores of `predict` over HTTP, for any form of a request, and a clear error otherwise."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("uvicorn")
+
+import tritonemb as te
+from tests.training.test_run import COLUMNS, SMALL, make_rows, run, write_csv
+from tritonemb.cli import main
+from tritonemb.serving.http import App
+from tritonemb.serving.scorer import OverloadedError, Scorer
+
+NAMES = ("price", "age", "user", "item", "tags")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A run, rows of requests and their scores."""
+    folder, rows = tmp_path_factory.mktemp("served"), make_rows(300)
+    assert (
+        run("train", "--data", write_csv(folder / "clicks.csv", rows), "--out", folder / "run", *COLUMNS, *SMALL) == 0
+    )
+    loaded_run = te.load_run(folder / "run")
+    requests = [{name: row[name] for name in NAMES} for row in rows[:60]]
+    return SimpleNamespace(run=loaded_run, rows=requests, scores=loaded_run.predict(requests), folder=folder)
+
+
+@pytest.fixture(scope="module")
+def app(served):
+    with Scorer(served.run) as scorer:
+        yield App(scorer, "", 1 << 16, 60.0)
+
+
+def call(app: App, method: str, path: str, body: Any = b"", headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    """Status and content of a request, by the app itself."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    pairs = {"content-length": str(len(data)), **(headers or {})}
+    messages: list[dict[str, Any]] = []
+    halves = [{"body": data[:7], "more_body": True}, {"body": data[7:], "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", **halves.pop(0)}
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    scope = {"method": method, "path": path, "headers": [(k.encode(), v.encode()) for k, v in pairs.items()]}
+    asyncio.run(app(scope, receive, send))
+    start, content = messages
+    is_json = (b"content-type", b"application/json") in start["headers"]
+    return start["status"], json.loads(content["body"]) if is_json else content["body"].decode()
+
+
+def scores_of(app: App, body: Any) -> Any:
+    status, content = call(app, "POST", "/score", body)
+    assert status == 200, content
+    return np.array(content["scores"], dtype=np.float32)
+
+
+def test_every_form_of_a_request_has_the_scores_of_predict(served, app):
+    rows, scores = served.rows, served.scores
+    assert np.array_equal(scores_of(app, rows), scores)
+    assert np.array_equal(scores_of(app, rows[7]), scores[7:8])
+    assert np.array_equal(scores_of(app, {"columns": {name: [row[name] for row in rows] for name in NAMES}}), scores)
+    assert scores_of(app, []).shape == (0,)
+
+
+@pytest.mark.parametrize("shared", [("user",), ("price", "user", "tags"), ("tags",), ("age", "item")])
+def test_a_user_with_candidates_has_the_scores_of_the_expanded_rows(served, app, shared):
+    user = {name: served.rows[3][name] for name in shared}
+    candidates = [{name: row[name] for name in NAMES if name not in shared} for row in served.rows]
+    expected = served.run.predict([{**user, **candidate} for candidate in candidates])
+    assert np.array_equal(scores_of(app, {"user": user, "candidates": candidates}), expected)
+    columns = {name: [row[name] for row in candidates] for name in candidates[0]}
+    assert np.array_equal(scores_of(app, {"user": user, "candidates": columns}), expected)
+
+
+class SlowRun:
+    """The run, whose batches wait for the gate; `sizes` are those of the batches."""
+
+    transforms = ()
+
+    def __init__(self, run: te.serving.Run) -> None:
+        self.encoder, self.path, self._run, self.gate, self.busy = (
+            run.encoder,
+            run.path,
+            run,
+            threading.Event(),
+            threading.Event(),
+        )
+        self.sizes: list[int] = []
+
+    def score(self, batch: Any) -> Any:
+        self.busy.set()
+        assert self.gate.wait(60)
+        self.sizes.append(len(batch))
+        return self._run.score(batch)
+
+
+def test_requests_share_batches_and_bad_ones_fail_alone(served):
+    slow, encoder = SlowRun(served.run), served.run.encoder
+    raws = [encoder.raw_rows([row]) for row in served.rows[:20]]
+    user = {"user": served.rows[5]["user"]}
+    raws.append(encoder.raw_rows([{n: r[n] for n in NAMES if n != "user"} for r in served.rows], user))
+    raws.insert(4, encoder.raw_rows([{**served.rows[0], "age": "old"}]))
+    with Scorer(slow, max_queue=82) as scorer:
+        first = scorer.submit(raws[0], 60.0)
+        assert slow.busy.wait(60)
+        futures = [scorer.submit(raw, 60.0) for raw in raws]
+        late = scorer.submit(raws[0], -1.0)
+        with pytest.raises(OverloadedError, match="82 rows are queued; try again later"):
+            scorer.submit(raws[0])
+        slow.gate.set()
+        with pytest.raises(ValueError, match="row 1: column 'age' is 'old'"):
+            futures.pop(4).result(60)
+        with pytest.raises(TimeoutError, match="the rows waited"):
+            late.result(60)
+        results = np.concatenate([future.result(60) for future in [first, *futures]])
+    expected = [served.scores[0], *served.scores[:20], *served.run.predict([{**row, **user} for row in served.rows])]
+    assert results.tolist() == expected
+    assert sum(slow.sizes) == 81
+    assert len(slow.sizes) < 8
+    with pytest.raises(OverloadedError, match="stopping"):
+        scorer.submit(raws[0])
+    values = scorer.statistics()
+    assert (values["requests"], values["errors"], values["rejected"], values["scored_rows"]) == (24, 2, 2, 81)
+
+
+class Updates:
+    """Updates that add to the model's last bias; the second fails."""
+
+    step, age, problem = 1, 0.5, None
+
+    def __init__(self, model: Any) -> None:
+        self.bias, self.steps = model.top[-1].bias, [2, 3]
+
+    def pending(self) -> bool:
+        return bool(self.steps)
+
+    def apply(self) -> None:
+        self.step = self.steps.pop(0)
+        if self.step == 3:
+            raise RuntimeError("half of it")
+        self.bias.data += 1.0
+
+
+def test_updates_are_applied_between_batches_and_a_failed_one_ends_scoring(served):
+    updates = Updates(served.run.model)
+    slow, raw = SlowRun(served.run), served.run.encoder.raw_rows(served.rows[:9])
+    steps, updates.steps = updates.steps, []
+    with Scorer(slow, updates=updates) as scorer:
+        app = App(scorer, "", 1 << 16, 60.0)
+        first = scorer.submit(raw)
+        assert slow.busy.wait(60)
+        updates.steps = steps[:1]
+        second = scorer.submit(raw)
+        slow.gate.set()
+        assert np.array_equal(first.result(60), served.scores[:9])
+        assert (second.result(60) > served.scores[:9]).all()
+        updates.problem = "a file is damaged"
+        assert call(app, "GET", "/health")[1]["status"] == "degraded"
+        updates.steps = steps[1:]
+        with pytest.raises(RuntimeError, match="its state is undefined"):
+            scorer.submit(raw).result(60)
+        assert call(app, "GET", "/v2/health/live")[0] == 503
+        assert call(app, "GET", "/health")[1]["status"] == "failed"
+        assert "tritonemb_model_step 3" in call(app, "GET", "/metrics")[1]
+    updates.bias.data -= 1.0
+
+
+ERRORS = {
+    "row 2: column 'age' is 'x', expected a number or nothing": [{}, {"age": "x"}],
+    "row 1: column 'item' is '1.5', expected an integer": [{"item": 1.5}],
+    "row 1: column 'item' is .*expected an integer of 64 bits": [{"item": 1 << 64}],
+    "row 1: column 'age' is .*expected a number that fits float32": [{"age": 10**400}],
+    "row 1: column 'age' is '1e\\+39', expected a number that fits float32": [{"age": 1e39}],
+    "row 1: column 'user' is '3', expected a string or nothing, as in training": [{"user": 3}],
+    "row 1: column 'user' is .* expected an integer, a string or nothing": [{"user": {"a": 1}}],
+    "row 1: column 'tags' is 'a', expected a list of values": [{"tags": "a"}],
+    "row 1: column 'tags' is .* expected an integer, a string or nothing": [{"tags": [["a"]]}],
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_an_error_names_row_column_and_value(served, app, message):
+    status, content = call(app, "POST", "/score", [{**served.rows[0], **row} for row in ERRORS[message]])
+    assert status == 400
+    assert re.match(message, content["error"]), content
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"", "not valid JSON"), (b'{"a": 1', "not valid JSON"), (b'"\xff"', "not valid JSON"),
+        (b"[" * 60_000, "nested too deep"), (b"[" * 900 + b"]" * 900, "expected a row"),
+        (b'{"age": NaN}', "NaN is not a finite number"), (b'{"age": -Infinity}', "not a finite"),
+        (b'{"age": 1e999}', "not a finite"), (b"7", "expected a row"), (b'{"age": 1, "age": 2}', "duplicate key 'age'"),
+        (b'["a"]', "expected a row"), (b"null", "expected a row"), (b'{"age": ' + b"9" * 5_000 + b"}", "digits"),
+        (b'{"user": "\\ud800"}', "not valid JSON"), (b'{"age": 1}', "row 1: missing columns: price, user, item, tags"),
+        (b'{"columns": {"age": 3}}', "column 'age' must be a list"),
+        (b'{"columns": {"age": [3]}}', "columns: missing columns: price"),
+        (
+            b'{"user": {"age": 1}, "candidates": [{"age": 2, "price": 1, "user": "a", "item": 1, "tags": []}]}',
+            "row 1: age must not be among",
+        ),
+        (
+            b'{"user": {"user": 7, "price": 1, "item": 1, "tags": []}, "candidates": [{"age": 2}]}',
+            "user: column 'user' is '7'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_malformed_body_is_rejected(app, body, message):
+    status, content = call(app, "POST", "/score", body)
+    assert (status, message in content["error"]) == (400, True), content
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["ü1", "a"]),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=3), values, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3), max_size=3), st.data())
+def test_any_values_are_scored_as_by_predict_or_rejected(served, app, changes, data):
+    rows = [{**served.rows[index], **change} for index, change in enumerate(changes)]
+    status, content = call(app, "POST", "/score", rows)
+    expected = None
+    if "NaN" not in json.dumps(rows) and "Infinity" not in json.dumps(rows):
+        with suppress(ValueError):
+            expected = served.run.predict(rows).tolist() if rows else []
+    assert (np.float32(content["scores"]).tolist() if status == 200 else None) == expected
+    assert status in (200, 400)
+    cut = data.draw(st.integers(0, len(json.dumps(rows))))
+    assert call(app, "POST", "/score", json.dumps(rows).encode()[:cut])[0] in (200, 400)
+
+
+def test_paths_tokens_and_sizes(served, app):
+    assert call(app, "GET", "/nowhere")[0] == 404
+    assert call(app, "DELETE", "/score")[0] == 404
+    status, content = call(app, "POST", "/score", b" " * ((1 << 16) + 1))
+    assert (status, content["error"]) == (413, "the body has more than 65,536 bytes; send fewer rows per request")
+    with Scorer(served.run) as scorer:
+        private = App(scorer, "secret", 1 << 16, 60.0)
+        assert call(private, "POST", "/score", served.rows[0])[0] == 401
+        assert call(private, "GET", "/metrics")[0] == 401
+        assert call(private, "GET", "/v2/health/ready") == (200, {"ready": True})
+        headers = {"authorization": "Bearer secret"}
+        assert call(private, "POST", "/score", served.rows[0], headers)[1]["scores"] == [served.scores[0]]
+        text = call(private, "GET", "/metrics", headers=headers)[1]
+        assert "tritonemb_scored_rows_total 1\n" in text
+        assert "tritonemb_request_milliseconds_count 1\n" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--address", "http://0.0.0.0:0"], "other machines can reach http://0.0.0.0:0: set TRITONEMB_TOKEN"),
+        (["--address", "https://127.0.0.1:0"], "expected http://HOST:PORT, or https://HOST:PORT with a certificate"),
+        (["--address", "127.0.0.1:0"], "invalid address"),
+        (["--data", "x.csv"], "to read a log for trainers: tritonemb reader"),
+    ],
+)
+def test_a_server_that_cannot_start_says_why(served, capsys, arguments, message):
+    assert main(["serve", str(served.folder / "run"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.more
+def test_a_server_scores_over_http_and_finishes_requests_when_it_is_stopped(served):
+    command = [
+        sys.executable,
+        "-m",
+        "tritonemb",
+        "serve",
+        str(served.folder / "run"),
+        "--address",
+        "http://127.0.0.1:0",
+    ]
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    process = subprocess.Popen(
+        [*command, "--warm-up", str(served.folder / "clicks.csv")], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        port = int(process.stdout.readline().rpartition(":")[2])
+
+        def post(rows: Any) -> Any:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+            connection.request("POST", "/score", json.dumps(rows))
+            return json.loads(connection.getresponse().read())["scores"]
+
+        with ThreadPoolExecutor(8) as pool:
+            assert np.float32([*pool.map(post, served.rows)])[:, 0].tolist() == served.scores.tolist()
+        # A request whose body arrives after the signal is finished, too.
+        body = json.dumps(served.rows).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:100])
+            assert post(served.rows[:1]) == [served.scores[0]]  # the server has read the head
+            process.send_signal(signal.SIGTERM)
+            client.sendall(body[100:])
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            assert np.float32(json.loads(response.read())["scores"]).tolist() == served.scores.tolist()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()

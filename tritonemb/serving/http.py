@@ -1,0 +1,231 @@
+"""`tritonemb serve`: the scores of a run over HTTP.
+
+uvicorn serves HTTP in one thread, which parses requests; a framework would cost as much as the score of a row.
+"""
+
+import asyncio
+import hmac
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from tritonemb.data.requests import RawRows, RequestEncoder
+from tritonemb.flight import TOKEN, check_exposure
+from tritonemb.server.metrics import format_metrics
+from tritonemb.serving.run import LoadOptions
+from tritonemb.serving.scorer import OverloadedError, Scorer, warm_up
+from tritonemb.utils import number, require
+
+READ_TIMEOUT = 10.0  # seconds for the body of a request
+SWITCH_INTERVAL = 5e-4  # seconds until a computing thread yields the GIL; 5 ms, Python's default, would delay replies
+METRICS = {  # by key of the scorer's statistics: name, type and help text
+    "requests": "requests_total counter Requests that were scored or failed.",
+    "scored_rows": "scored_rows_total counter Rows scored.",
+    "batches": "batches_total counter Batches computed.",
+    "rejected": "rejected_requests_total counter Requests that were not queued.",
+    "errors": "errors_total counter Requests that failed.",
+    "queued_rows": "queued_rows gauge Rows in the queue.",
+    "milliseconds": "request_milliseconds histogram Time from the queue to the score.",
+    "step": "model_step gauge Step of the served model.",
+    "age": "model_age_seconds gauge Seconds since this step was published.",
+    "failing": "model_failing gauge 1 if newer updates cannot be applied.",
+}
+logger = logging.getLogger(__name__)
+
+
+# By kind of an error; the builtin ones are raised here.
+STATUS = {ValueError: 400, PermissionError: 401, FileNotFoundError: 404, OverflowError: 413, OverloadedError: 503}
+STATUS[TimeoutError] = 504
+
+
+def parse_json(body: bytes) -> Any:
+    """Parse JSON; ValueError for duplicate keys, NaN, infinite numbers, deep nesting and invalid Unicode."""
+    try:
+        values = json.loads(body, object_pairs_hook=_unique, parse_constant=_finite, parse_float=_finite)
+        if b"\\u" in body:
+            json.dumps(values, ensure_ascii=False).encode()
+    except (RecursionError, UnicodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"the body is not valid JSON in UTF-8, or nested too deep: {error}") from None
+    return values
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(values := dict(pairs)) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+    return values
+
+
+def _finite(text: str) -> float:
+    if not abs(value := float(text)) < float("inf"):
+        raise ValueError(f"{text[:40]} is not a finite number; pass null for a missing value")
+    return value
+
+
+def parse_rows(body: Any, encoder: RequestEncoder) -> RawRows:
+    """Rows in one of the forms of /score; ValueError for another form."""
+    shared: dict[str, Any] = {}
+    if isinstance(body, dict) and body.keys() == {"user", "candidates"} and isinstance(body["user"], dict):
+        shared, body = body["user"], body["candidates"]
+        body = {"columns": body} if isinstance(body, dict) else body
+    if isinstance(body, dict) and body.keys() == {"columns"} and isinstance(columns := body["columns"], dict):
+        if scalars := [name for name, values in columns.items() if not isinstance(values, list)]:
+            raise ValueError(f"column {scalars[0]!r} must be a list with a value per row")
+        return encoder.raw_columns(columns, shared)
+    rows = [body] if isinstance(body, dict) else body
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        forms = '{"column": value, ...}, a list of these, {"columns": {"column": [value, ...], ...}}'
+        raise ValueError(f'expected a row {forms}, or {{"user": row, "candidates": list of rows, or columns}}')
+    return encoder.raw_rows(rows, shared)
+
+
+class App:
+    """ASGI app of a scorer. If the token is not empty, all requests but those of /v2/health must present it. When the
+    `server` is about to stop, it is not ready."""
+
+    server: Any = None  # the uvicorn.Server
+
+    def __init__(self, scorer: Scorer, token: str, max_body: int, timeout: float) -> None:
+        self._scorer, self._token, self._max_body, self._timeout = scorer, token, max_body, timeout
+        self._routes: dict[tuple[str, str], Callable[[bytes], Any]] = {
+            ("GET", "/health"): lambda _: self._health(),
+            ("GET", "/metrics"): lambda _: format_metrics(METRICS, [(scorer.statistics(), {})]),
+            ("GET", "/v2/health/live"): lambda _: self._check({"live": True}, scorer.failure),
+            ("GET", "/v2/health/ready"): lambda _: self._check({"ready": True}, self._problem()),
+            ("POST", "/score"): self._score,
+        }
+
+    async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
+        headers, extra, status = dict(scope["headers"]), [(b"content-type", b"application/json")], 200
+        try:
+            handler = self._handler(scope["method"], scope["path"], headers)
+            result = handler(await self._read(headers, receive) if scope["method"] == "POST" else b"")
+            content = await result if asyncio.iscoroutine(result) else result
+        except Exception as error:
+            status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+            content = {"error": str(error) or f"the body did not arrive within {READ_TIMEOUT:g} seconds"}
+            extra += [(b"retry-after", b"1")] * (status == 503) + [(b"www-authenticate", b"Bearer")] * (status == 401)
+            extra += [(b"connection", b"close")] * (status in (401, 413))  # the body is unread
+            if status == 500:
+                logger.error("a request failed", exc_info=error)
+        if isinstance(content, str):
+            extra = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        extra.append((b"content-length", b"%d" % len(data)))
+        await send({"type": "http.response.start", "status": status, "headers": extra})
+        await send({"type": "http.response.body", "body": data})
+
+    def _handler(self, method: str, path: str, headers: Mapping[bytes, bytes]) -> Callable[[bytes], Any]:
+        expected = f"Bearer {self._token}".encode()
+        is_authentic = hmac.compare_digest(headers.get(b"authorization", b""), expected)
+        if self._token and not is_authentic and not path.startswith("/v2/health/"):
+            raise PermissionError(f"the token is missing or wrong: send Authorization: Bearer and {TOKEN}")
+        if (method, path) not in self._routes:
+            raise FileNotFoundError(f"unknown path: {method} {path[:80]}")
+        return self._routes[method, path]
+
+    async def _read(self, headers: Mapping[bytes, bytes], receive: Callable[[], Any]) -> bytes:
+        size, body, message = int(headers.get(b"content-length", b"0")), bytearray(), {"more_body": True}
+        async with asyncio.timeout(READ_TIMEOUT):
+            while message.get("more_body") and max(size, len(body)) <= self._max_body:
+                body += (message := await receive()).get("body", b"")
+        if max(size, len(body)) > self._max_body:
+            raise OverflowError(f"the body has more than {self._max_body:,} bytes; send fewer rows per request")
+        return bytes(body)
+
+    async def _score(self, body: bytes) -> dict[str, Any]:
+        future = self._scorer.submit(parse_rows(parse_json(body), self._scorer.encoder), self._timeout)
+        return {"scores": (await asyncio.wrap_future(future)).tolist()}
+
+    def _problem(self) -> str:
+        return self._scorer.failure or "the server is stopping" * bool(self.server and self.server.should_exit)
+
+    def _check(self, state: dict[str, Any], problem: str) -> dict[str, Any]:
+        if problem:
+            raise OverloadedError(problem)
+        return state
+
+    def _health(self) -> dict[str, Any]:
+        updates, problem, status = self._scorer.updates, self._problem(), "ok"
+        values = {} if updates is None else {"step": updates.step, "age": updates.age}
+        if problem:
+            status = "failed" if self._scorer.failure else "stopping"
+        elif updates is not None and (problem := updates.problem or ""):
+            status = "degraded"
+        return {"status": status, "problem": problem, "checkpoint": str(self._scorer.run.path), **values}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(LoadOptions):
+    """Serve the scores of a run over HTTP: raw rows in, click probabilities out.
+
+    Example: tritonemb serve runs/mine --address http://127.0.0.1:8080
+
+    Clients must present the token of TRITONEMB_TOKEN if it is set, as it must be beyond this machine.
+
+    Args:
+        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
+        address: http://HOST:PORT on this machine only, or https://HOST:PORT; port 0 selects a free port.
+        certificate: PEM file of the certificate, for TLS.
+        key: PEM file of the private key, for TLS.
+        warm_up: log whose rows are scored before the server is ready.
+        batch_size: rows of a batch; a larger request is scored alone.
+        max_queue: queued rows, beyond which requests are rejected with status 503.
+        max_body: bytes of a request, beyond which it is rejected with status 413.
+        timeout_ms: milliseconds in the queue, beyond which a request fails with status 504.
+        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
+        device: device of the model.
+    """
+
+    address: str = "http://127.0.0.1:8080"
+    certificate: Path | None = None
+    key: Path | None = None
+    warm_up: str | None = None
+    batch_size: int = number(512, least=1)
+    max_queue: int = number(16_384, least=1)
+    max_body: int = number(8 << 20, least=1)
+    timeout_ms: float = number(2_000.0, positive=True)
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM, then finish the running requests. Raise ValueError or OSError if the run cannot be
+    loaded, or the address cannot be served."""
+    address, token, has_files = urlsplit(options.address), os.environ.get(TOKEN, ""), options.certificate is not None
+    if not address.hostname or address.port is None or address.scheme != ("https" if has_files else "http"):
+        text = "expected http://HOST:PORT, or https://HOST:PORT with a certificate and its key"
+        raise ValueError(f"invalid address {options.address!r}: {text}")
+    check_exposure(options.address, bool(token))
+    require("uvicorn", "serve")
+    logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
+    listener = socket.create_server((address.hostname, address.port), family=family, backlog=2048)
+    with listener:
+        run = options.load()
+        warm_up(run, options.warm_up)
+        sys.setswitchinterval(SWITCH_INTERVAL)
+        with Scorer(run, batch_size=options.batch_size, max_queue=options.max_queue) as scorer:
+            app = App(scorer, token, options.max_body, options.timeout_ms / 1e3)
+            port = listener.getsockname()[1]
+            print(f"serving {run.path} at {options.address.rpartition(':')[0]}:{port}", flush=True)
+            run_server(app, listener, options.certificate, options.key)
+
+
+def run_server(app: App, listener: socket.socket, certificate: Path | None = None, key: Path | None = None) -> None:
+    """Serve HTTP at a listening socket until SIGINT or SIGTERM."""
+    import uvicorn
+
+    options = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
+    options |= {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
+    config = uvicorn.Config(app, ws="none", lifespan="off", timeout_graceful_shutdown=30, **options)
+    app.server = uvicorn.Server(config)
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has stopped
+        signal.signal(signal_number, lambda *_: None)
+    app.server.run(sockets=[listener])
