@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tritonemb.ops.registry import check_errors
     from tritonemb.server import AtMost
     from tritonemb.serving import load_run, quantize
+    from tritonemb.serving.export import export
     from tritonemb.sharding import HybridParallel
     from tritonemb.sharding.planner import PlanError, Topology, collect_stats, plan
     from tritonemb.training import Trainer
@@ -21,8 +22,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AdmissionConfig", "AtMost", "CacheConfig", "EvictionConfig", "HybridParallel", "KeyedJaggedTensor", "PlanError",
     "TableConfig", "Topology", "Trainer", "check_errors", "collect_stats", "compiler", "data", "estimate_offload",
-    "fuse", "gather_parameters", "interop", "load_run", "models", "nn", "offload", "offloading", "optim", "plan",
-    "quantize", "server", "serving", "sharding", "unfuse",
+    "export", "fuse", "gather_parameters", "interop", "load_run", "models", "nn", "offload", "offloading", "optim",
+    "plan", "quantize", "server", "serving", "sharding", "unfuse",
 ]  # fmt: skip
 _MODULES = {
     "AdmissionConfig": "types", "AtMost": "server", "CacheConfig": "types", "EvictionConfig": "types",
@@ -30,7 +31,7 @@ _MODULES = {
     "load_run": "serving", "PlanError": "sharding.planner", "Topology": "sharding.planner", "plan": "sharding.planner",
     "collect_stats": "sharding.planner", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
     "estimate_offload": "offloading", "gather_parameters": "offloading", "offload": "offloading",
-    "quantize": "serving",
+    "export": "serving", "quantize": "serving",
 }  # fmt: skip
 
 

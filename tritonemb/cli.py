@@ -25,6 +25,7 @@ Train recommendation models.
   train             train a click model and report its test metrics
   predict           write the click probability of every row of a log
   evaluate          print the metrics of a run on labeled rows
+  export            write a run for serving: tables that are mapped, ATen, ONNX
   serve             serve the scores of a run over HTTP
   compare           compare options, metrics and curves of runs
   vocab             build a vocabulary: number categories by frequency
@@ -239,6 +240,7 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 _SIMPLE = {
     "predict": ("tritonemb.serving.run", "PredictOptions", "predict"),
     "evaluate": ("tritonemb.serving.run", "EvaluateOptions", "evaluate"),
+    "export": ("tritonemb.serving.export", "ExportOptions", "run_export"),
     "serve": ("tritonemb.serving.http", "ServeOptions", "serve"),
     "compare": ("tritonemb.training.callbacks.report", "CompareOptions", "compare"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),

@@ -6,6 +6,7 @@ import csv
 import gc
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -344,3 +345,14 @@ def test_a_calibration_curve_has_ten_parts_of_all_rows():
     assert [rate for _, _, rate in parts][:2] == [pytest.approx(1 / 3), pytest.approx(2 / 3)]
     assert [score for _, score, _ in parts] == sorted(score for _, score, _ in parts)
     assert parts[0][1] == pytest.approx(float(logits[:3].sigmoid().mean()))
+
+
+def test_an_export_scores_as_its_run(trained, tmp_path, capsys):
+    folder, rows = trained
+    assert run("export", folder / "run", "--out", tmp_path / "export") == 0
+    assert re.search(r"export: .* for tritonemb, [\d,]+ bytes", capsys.readouterr().out)
+    original, exported = te.load_run(folder / "run"), te.load_run(tmp_path / "export")
+    requests = [{**row, "user": f"new{number}"} if number % 3 == 0 else row for number, row in enumerate(rows)]
+    assert np.array_equal(exported.predict(requests), original.predict(requests))
+    assert exported.evaluate() == original.evaluate()
+    assert torch.equal(*(loaded.tables["user"].lookup([3, 1, 3]) for loaded in (original, exported)))

@@ -1,7 +1,7 @@
 """`te.quantize`: a model for evaluation, whose embedding tables have rows of 8, 4 or 2 bits per element."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -13,6 +13,7 @@ from tritonemb.kernels.quantized_bag import dequantize_rows, quantize_rows
 from tritonemb.layout import Layout, make_layout
 from tritonemb.nn.collections import TableCollection
 from tritonemb.tables.batch import configs_for_keys
+from tritonemb.tables.table import Table
 from tritonemb.types import TableConfig
 
 QuantizedDtype = Literal["int8", "int4", "int2"]
@@ -46,22 +47,20 @@ class QuantizedCollection(nn.Module):
         embedding_dims: width of each feature's columns, in order, if pooled.
     """
 
-    def __init__(self, collection: TableCollection, dtypes: Mapping[str, QuantizedDtype]) -> None:
+    def __init__(self, collection: TableCollection, tables: Sequence[QuantizedTable]) -> None:
         super().__init__()
         table_set = collection.table_set
         self.configs, self.feature_names = collection.configs, collection.feature_names
         self.embedding_dims = [config.embedding_dim for config in self.configs for _ in config.feature_names]
         self.pooled, self.checks_bounds = collection._pooled, table_set.bounds_check == "raise"
         self.output_dtype = table_set.dtype_of([table.weight for table in collection.tables])
-        self.bits = [BITS[dtypes[config.name]] for config in self.configs]
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
-        for table in collection.tables:
-            name = table.config.name
-            try:
-                rows = quantize_rows(table.weight, BITS[dtypes[name]], search=dtypes[name] != "int8")
-            except ValueError as error:
-                raise ValueError(f"table {name!r}: {error}") from None
-            self._modules[name] = QuantizedTable(table.config, rows, dtypes[name])
+        self.replace_tables(tables)
+
+    def replace_tables(self, tables: Sequence[QuantizedTable]) -> None:
+        """Set all tables, in the order of their configurations."""
+        self.bits = [BITS[table.dtype] for table in tables]
+        self._modules.update((table.config.name, table) for table in tables)
 
     def __getitem__(self, table: str) -> Any:
         """Return a `QuantizedTable` by name, for its `weight` or `dequantize()`; raise KeyError if it is unknown."""
@@ -124,6 +123,14 @@ def quantize(
     # Copy the model, with quantized collections in place of copies of the others.
     memo = {}
     for collection in collections:
-        dtypes = {config.name: names.get(config.name, dtype) for config in collection.configs}
-        memo[id(collection)] = QuantizedCollection(collection, dtypes)
+        quantized = [_quantize(table, names.get(table.config.name, dtype)) for table in collection.tables]
+        memo[id(collection)] = QuantizedCollection(collection, quantized)
     return copy.deepcopy(model, memo).eval()
+
+
+def _quantize(table: Table, dtype: QuantizedDtype) -> QuantizedTable:
+    try:
+        rows = quantize_rows(table.weight, BITS[dtype], search=dtype != "int8")
+    except ValueError as error:
+        raise ValueError(f"table {table.config.name!r}: {error}") from None
+    return QuantizedTable(table.config, rows, dtype)

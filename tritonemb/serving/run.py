@@ -29,6 +29,9 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.models import MODELS
 from tritonemb.nn.collections import TableCollection
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
+from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
+from tritonemb.serving.package import load_package, read_package
+from tritonemb.serving.quantized_tables import QuantizedCollection
 from tritonemb.training.callbacks.report import METRICS
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
@@ -56,7 +59,7 @@ def load_run(
     """Load the trained model of a run: its best checkpoint, or its newest if none is marked best.
 
     Args:
-        path: folder of a run of `tritonemb train` or `te.Trainer`, or a checkpoint.
+        path: folder of a run of `tritonemb train` or `te.Trainer`, a checkpoint, or a folder of `te.export`.
         model: model as built for training, or a function that builds it; required for a run of `te.Trainer`. For a run
             of `tritonemb train --model MODULE:FUNCTION` this function, since a checkpoint must not decide which code is
             run; it is called as in training.
@@ -71,11 +74,14 @@ def load_run(
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such folder; expected the folder of a run, or a checkpoint")
-    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
+    is_package = (path / PACKAGE_MANIFEST).is_file()
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")) if not is_package else ():
         path = folder.best() or folder.latest() or path
+    if is_package and servers is not None:
+        raise ValueError(f"{path} was exported, with all rows; load it without servers, or a checkpoint with them")
 
     # Options of the model and of reading rows.
-    manifest = read_manifest(path)
+    manifest = (read_package if is_package else read_manifest)(path)
     config, options, target = manifest["config"], None, check_device(device)
     reading = manifest.get("reading") or {name: config[name] for name in READING_KEYS if name in config}
     if "embedding_dim" in config:
@@ -90,9 +96,10 @@ def load_run(
     kinds = manifest["run"].get("kinds", {})
     features = tuple(Feature(**entry | {"kind": kinds.get(entry["name"], "")}) for entry in reading.get("features", ()))
 
-    # Build the model, and load its tensors.
+    # Build the model, without memory if it is exported, and load its tensors.
+    shapes = None if options is None else replace(options, device="meta" if is_package else device)
     if model is None:
-        if options is None or not features:
+        if options is None or shapes is None or not features:
             raise ValueError(
                 f"{path} has no model config (not written by `tritonemb train`): pass a model, or a function that "
                 "builds it, to load_run(path, model=...), or --model MODULE:FUNCTION to a command"
@@ -100,10 +107,13 @@ def load_run(
         if options.model not in MODELS:
             text = "code that it must not select: pass model=FUNCTION to load_run, or --model to a command"
             raise ValueError(f"{path} was trained with the model {options.model!r}, {text}")
-        model = build_model(options, features, reading["num_dense"])
+        model = build_model(shapes, features, reading["num_dense"])
     elif not isinstance(model, nn.Module):
-        has_factory = options is not None and options.model not in MODELS
-        model = build_model(options, features, reading["num_dense"], model) if options and has_factory else model()
+        has_factory = shapes is not None and shapes.model not in MODELS
+        model = build_model(shapes, features, reading["num_dense"], model) if shapes and has_factory else model()
+    if is_package:
+        model = load_package(path, model, manifest).to(target)
+        return Run(path, model, manifest, reading, features, options, target)
     model = model.to(target)
     run = Run(path, model.eval(), manifest, reading, features, options, target)
     if servers is not None:
@@ -134,6 +144,8 @@ class Run:
         self, path: Path, model: nn.Module, manifest: Mapping[str, Any], reading: Mapping[str, Any],
         features: tuple[Feature, ...], options: TrainConfig | None, device: torch.device,
     ) -> None:  # fmt: skip
+        # What `te.export` writes of the run.
+        self.description = {**{name: manifest[name] for name in ("config", "run")}, "reading": dict(reading)}
         self.path, self.model, self.features, self.options, self._device = path, model, features, options, device
         self._precision, self._num_dense = reading.get("precision", "fp32"), reading.get("num_dense", 0)
         self._encoding, self._kinds = manifest["run"].get("encoding", ""), manifest["run"].get("kinds", {})
@@ -191,7 +203,8 @@ class Run:
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
         """Tables of the model by name."""
-        collections = [module for module in self.model.modules() if isinstance(module, TableCollection)]
+        kinds = TableCollection, QuantizedCollection
+        collections = [module for module in self.model.modules() if isinstance(module, kinds)]
         return {config.name: RunTable(config, c, self._device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
@@ -283,7 +296,7 @@ class RunTable(NamedTuple):
     """Table of a model, for lookups by id."""
 
     config: TableConfig
-    collection: TableCollection
+    collection: TableCollection | QuantizedCollection
     device: torch.device
 
     def __repr__(self) -> str:

@@ -256,10 +256,44 @@ class HashIndex(DenseIndex):
                 self.sketch.move(device)
 
 
+class SortedIndex(DenseIndex):
+    """Index of a dynamic table that is not trained any more: ids, int64 ascending, whose positions are their rows.
+
+    Fallback rows follow the rows of ids.
+    """
+
+    assigns_rows = True
+
+    def __init__(self, config: TableConfig, ids: Tensor, num_rows: int) -> None:
+        super().__init__(config.storage_config(num_rows))
+        self.sorted_ids, self.num_fallback_rows, self.lock = ids, num_rows - len(ids), Lock(ids.device)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """See `HashIndex.find`."""
+        if not len(self.sorted_ids):
+            return torch.full_like(ids, -1)
+        rows = torch.searchsorted(self.sorted_ids, ids).clamp_(max=len(self.sorted_ids) - 1)
+        return torch.where(self.sorted_ids[rows] == ids, rows, -1)
+
+    def fall_back(self, ids: Tensor) -> Tensor:
+        """See `HashIndex.fall_back`."""
+        return len(self.sorted_ids) + partitions_of(ids, self.num_fallback_rows)
+
+    def to(self, device: torch.device) -> None:
+        if device.type != "meta":
+            self.sorted_ids, self.lock.device = self.sorted_ids.to(device), device
+
+
 def find_batch(tables: Sequence[Table], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
     """Find rows or fallback rows of a batch's ids, int64 `[N]`, -1 for none; for arguments see `insert_batch`."""
-    find = kernel("dynamic_find_", values.device)
-    rows: Tensor = find([table.index.tensors for table in tables], values, bounds.contiguous(), table_of_key)[0]
+    if isinstance(tables[0].index, SortedIndex):
+        rows = values.clone()
+        for number, (begin, end) in zip(table_of_key, pairwise(bounds.tolist()), strict=True):
+            if number >= 0:
+                rows[begin:end] = tables[number].index.find(values[begin:end])
+    else:
+        find = kernel("dynamic_find_", values.device)
+        rows = find([table.index.tensors for table in tables], values, bounds.contiguous(), table_of_key)[0]
     if any(table.config.fallback_rows for table in tables):
         keys = zip(table_of_key, pairwise(bounds.tolist()), strict=True)
         _fall_back(tables, values, rows, [(table, *key) for table, key in keys])

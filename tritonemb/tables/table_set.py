@@ -107,13 +107,17 @@ class TableSet(LookupTables):
         new_tables = [leased_table(config, self.optimizer.states, service, device) for config in self.configs]
         for table, old_table in zip(new_tables, server_tables, strict=True):
             table.weight.requires_grad_(old_table.weight.requires_grad)
-        self._set_tables(new_tables)
-        self.forget_layouts()
+        self.replace_tables(new_tables)
         self.read_server_clocks()
         self.counters["step"].fill_(service.updates)
         service.register_lessee(self)
         for view in self._views:
             view.refresh()
+
+    def replace_tables(self, tables: Sequence[Table]) -> None:
+        """Replace all tables by others of the same names, with rows in other memory."""
+        self._set_tables(tables)
+        self.forget_layouts()
 
     @contextmanager
     def replacing_rows(self) -> Iterator[None]:

@@ -1,0 +1,250 @@
+"""Exported models: the bits of the original from tables of every kind, mapped memory, replaced tables, damage."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tritonemb as te
+from tests.strategies import random_batch
+from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
+from tritonemb.data.files import pa
+from tritonemb.serving import package
+from tritonemb.serving.package import MANIFEST
+from tritonemb.storage.checkpoint import read_manifest_text, write_manifest
+
+pytestmark = pytest.mark.public
+KEYS = ["x", "y", "z"]
+
+
+def config(name: str, key: str, **options: object) -> te.TableConfig:
+    return te.TableConfig(name, 40, 8, features=[key], **options)
+
+
+def dynamic(name: str, key: str, **options: object) -> te.TableConfig:
+    return te.TableConfig(name, None, 8, features=[key], capacity=100, **options)
+
+
+KINDS = {
+    "device": [config("a", "x", dtype=torch.bfloat16), config("b", "y", pooling="mean"), config("c", "z")],
+    "host": [config("a", "x", placement="host"), config("b", "y", pooling="mean")],
+    "disk": [config("a", "x", placement="disk"), dynamic("b", "y", placement="disk")],
+    "dynamic": [dynamic("a", "x"), dynamic("b", "y", fallback_rows=4, pooling="mean"), config("c", "z")],
+    "empty": [dynamic("a", "x"), dynamic("b", "y", fallback_rows=4)],
+    "servers": [dynamic("a", "x", placement="server"), config("b", "y", placement="server")],
+    "leased": [dynamic("a", "x", placement="server"), config("b", "y", placement="server")],
+}
+
+
+class Model(nn.Module):
+    """A collection, and a dense layer."""
+
+    def __init__(self, tables: list[te.TableConfig], pooled: bool = True) -> None:
+        super().__init__()
+        kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
+        self.tables = kind(tables, te.optim.RowWiseAdagrad(lr=0.1))
+        self.top = nn.Linear(8, 3)
+        self.register_buffer("scale", torch.rand(()))
+
+    def forward(self, batch: te.KeyedJaggedTensor) -> torch.Tensor:
+        rows = self.tables(batch)
+        rows = rows if isinstance(rows, torch.Tensor) else rows.values()
+        return self.top(rows.float().view(-1, 8)) * self.scale
+
+
+def batch_of(size: int = 40) -> te.KeyedJaggedTensor:
+    return random_batch(dict.fromkeys(KEYS, size), KEYS, 9, 4, False, torch.int64, torch.int64)
+
+
+def same_bits(model: nn.Module, loaded: nn.Module, size: int = 40) -> bool:
+    with torch.no_grad():
+        batches = [batch_of(size) for _ in range(3)]
+        return all(torch.equal(model(batch), loaded(batch)) for batch in batches)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_export_has_the_bits_of_the_model(kind, tmp_path):
+    tables, staleness = KINDS[kind], int(kind == "servers")
+    model = Model(tables)
+    with te.server.start(2) as servers:
+        if "server" in tables[0].placement:
+            te.server.attach(model, servers, staleness)
+        for _ in range(3 * (kind != "empty")):
+            model(batch_of(30)).sum().backward()
+        model.eval()
+        te.export(model, tmp_path / "model")
+        # The tables of a new model are on the device, whatever its configs say.
+        loaded = te.load_run(tmp_path / "model", model=lambda: Model(tables)).model
+        assert all(table.weight.shape[0] > 0 and not table.rows.is_cached for table in loaded.tables.tables)
+        assert same_bits(model, loaded, 40 if kind != "dynamic" else 30)
+        ids = torch.tensor([5, 39, 5, 17])
+        collections = [te.serving.run.RunTable(tables[0], m.tables, torch.device("cpu")) for m in (model, loaded)]
+        assert torch.equal(*(table.lookup(ids) for table in collections))
+    # An export can be exported again.
+    te.export(loaded, tmp_path / "again")
+    names = {file.name for file in (tmp_path / "model/tables").iterdir()}
+    for name in names:
+        assert (tmp_path / "again/tables" / name).read_bytes() == (tmp_path / "model/tables" / name).read_bytes()
+
+
+def test_unpooled_and_quantized_collections(tmp_path):
+    rows = [config(name, key, pooling="none") for name, key in zip("abc", KEYS, strict=True)]
+    for number, model in enumerate(
+        (Model(rows, pooled=False), te.quantize(Model(KINDS["device"]), tables={"a": "int4"}))
+    ):
+        folder = tmp_path / str(number)
+        te.export(model, folder)
+        makers = [lambda: Model(rows, pooled=False)] if not number else [lambda: Model(KINDS["device"])]
+        # A quantized model is loaded into one with tables of floats, or into one that is quantized already.
+        makers += [lambda: te.quantize(Model(KINDS["device"]))] * number
+        for make in makers:
+            assert same_bits(model, te.load_run(folder, model=make).model)
+    with pytest.raises(ValueError, match="some tables of a collection are quantized, others are not"):
+        te.load_run(te.export(Model(KINDS["device"]), tmp_path / "floats"), model=makers[1])
+
+
+FRAME = pa.Table.from_pylist(
+    [{"click": n % 2, "price": n / 7, "user": f"u{n % 13}", "item": n % 11} for n in range(90)]
+)
+SCHEMA = Schema("click", ("price",), ("user", "item"), num_embeddings=50)
+
+
+def trained(folder: Path, schema: Schema = SCHEMA) -> te.serving.Run:
+    data = from_dataframe(FRAME, LogOptions(schema=schema))
+    make = lambda: te.models.DCNv2(data.tables(8), 1, top_mlp=(16,), optimizer=te.optim.SGD(lr=0.1))  # noqa: E731
+    te.Trainer(make(), data, folder=folder, batch_size=16, verbose=False).fit()
+    return te.load_run(folder, model=make)
+
+
+def test_a_run_is_exported_with_its_vocabulary(tmp_path):
+    vocabulary = tmp_path / "words.parquet"
+    build_vocabulary(from_dataframe(FRAME, LogOptions(schema=SCHEMA)), vocabulary)
+    run = trained(tmp_path / "run", replace(SCHEMA, num_embeddings=100_000, vocabulary=vocabulary))
+    expected, ids = run.predict(FRAME), run.ids("user", ["u1", "?"])
+    te.export(run, tmp_path / "export")
+    vocabulary.unlink()
+    (tmp_path / "export").rename(tmp_path / "moved")
+    loaded = te.load_run(tmp_path / "moved", model=run.model)
+    assert np.array_equal(loaded.predict(FRAME), expected)
+    assert loaded.predict({"price": 1.0, "user": "u3", "item": 4}) > 0
+    assert torch.equal(loaded.ids("user", ["u1", "?"]), ids)
+
+
+def private_and_mapped(path: Path) -> tuple[int, int]:
+    """Private bytes of this process, and its bytes of mappings of a file."""
+    private, size = 0, 0
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        private += int(line.split()[1]) * 1024 if line.startswith("Private_") else 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if line.endswith(str(path)):
+            begin, end = (int(number, 16) for number in line.split()[0].split("-"))
+            size += end - begin
+    return private, size
+
+
+def test_a_large_table_is_mapped_not_read(tmp_path):
+    tables = [te.TableConfig("a", 1000, 64, features=["x"])]
+    folder = te.export(te.nn.EmbeddingBagCollection(tables), tmp_path / "model")
+    # Give the file 8 GB of rows, without blocks on the disk.
+    (path,) = (folder / "tables").iterdir()
+    (_, metadata), num_rows = package.map_tensors(path), 1 << 25
+    metadata["table"] = json.dumps(json.loads(metadata["table"]) | {"num_embeddings": num_rows})
+    entries = {"rows": {"dtype": "F32", "shape": [num_rows, 64], "data_offsets": [0, num_rows * 256]}}
+    header = package.encode_header(entries, metadata)
+    path.write_bytes(header)
+    with path.open("r+b") as file:
+        file.truncate(len(header) + num_rows * 256)
+        file.seek(-256, 2)
+        file.write(np.ones(64, np.float32))
+    tables = [replace(tables[0], num_embeddings=num_rows)]
+    model = te.nn.EmbeddingBagCollection(tables, device="meta")
+    initial = private_and_mapped(path)[0]
+    run = te.load_run(folder, model=model)
+    batch = te.KeyedJaggedTensor.from_lists({"x": [[0, num_rows - 1], [num_rows // 2]]})
+    with torch.no_grad():
+        rows = run.model(batch)
+    final, mapped = private_and_mapped(path)
+    assert rows[:, 0].tolist() == [1, 0]
+    assert mapped >= num_rows * 256
+    assert final - initial < 0.05 * num_rows * 256
+
+
+def test_tables_are_replaced(tmp_path):
+    models = [Model(KINDS["dynamic"]) for _ in range(2)]
+    for model in models:
+        model(batch_of()).sum().backward()
+    folders = [te.export(model, tmp_path / str(n)) for n, model in enumerate(models)]
+    old, new = ([*sorted((folder / "tables").iterdir())] for folder in folders)
+    loaded = te.load_run(folders[0], model=Model(KINDS["dynamic"])).model
+    for pair in zip(old, new, strict=True):
+        te.serving.replace_table(*pair)
+    assert same_bits(models[0].eval(), loaded)  # a loaded model keeps its tables
+    loaded = te.load_run(folders[0], model=Model(KINDS["dynamic"])).model
+    batch = batch_of()
+    assert torch.equal(loaded.tables(batch), models[1].eval().tables(batch))
+    # Nothing is replaced by a table of another kind, or by a damaged one.
+    with pytest.raises(ValueError, match=r"cannot replace .*: name is 'b', expected 'a'"):
+        te.serving.replace_table(old[0], new[1])
+    content = bytearray(new[0].read_bytes())
+    content[-3] ^= 1
+    new[0].write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: its tensors do not have their checksum"):
+        te.serving.replace_table(old[0], new[0])
+    content[20] ^= 1
+    new[0].write_bytes(content)
+    with pytest.raises(ValueError, match=r"is damaged"):
+        te.load_run(folders[1], model=Model(KINDS["dynamic"]))
+    assert torch.equal(te.load_run(folders[0], model=Model(KINDS["dynamic"])).model.tables(batch), loaded.tables(batch))
+
+
+def test_damage_and_other_models_are_found(tmp_path):
+    model = Model(KINDS["device"])
+    folder = te.export(model, tmp_path / "model")
+    changed = [config("a", "x"), config("b", "y", pooling="mean"), te.TableConfig("c", 41, 8, features=["z"])]
+    with pytest.raises(ValueError, match=r"is of another table: num_embeddings is 40, expected 41"):
+        te.load_run(folder, model=Model(changed))
+    with pytest.raises(ValueError, match=r"has the tables \['tables.a', .*the model \['tables.a', 'tables.b'\]"):
+        te.load_run(folder, model=Model(changed[:2]))
+    with pytest.raises(ValueError, match="has no model config"):
+        te.load_run(folder)
+    with pytest.raises(ValueError, match="was exported, with all rows; load it without servers"):
+        te.load_run(folder, model=model, servers=[])
+    for name, error in (("dense.safetensors", "does not have the checksum"), (MANIFEST, "damaged")):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content.replace(b'"', b"'", 1)[:-9] + b"123456789")
+        with pytest.raises(ValueError, match=error):
+            te.load_run(folder, model=Model(KINDS["device"]))
+        (folder / name).write_bytes(content)
+    # A manifest cannot lead out of its folder.
+    _, manifest = read_manifest_text(folder, MANIFEST)
+    manifest["tables"]["tables.a"] = "../../other.safetensors"
+    write_manifest(folder, {name: manifest[name] for name in manifest if name not in ("sha256", "format")}, MANIFEST)
+    with pytest.raises(ValueError, match="damaged"):
+        te.load_run(folder, model=Model(KINDS["device"]))
+
+
+def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="target must be one of"):
+        te.export(nn.Linear(2, 2), tmp_path / "x", target="torchscript")
+    with pytest.raises(ValueError, match="is on the meta device and has no"):
+        te.export(te.nn.EmbeddingBagCollection(KINDS["device"], device="meta"), tmp_path / "x")
+    with pytest.raises(ValueError, match=r"bag.* is a dynamic table outside of a collection"):
+        te.export(nn.ModuleDict({"bag": te.nn.EmbeddingBag(None, 8, capacity=9)}), tmp_path / "x")
+    with pytest.raises(ValueError, match="and none are attached"):
+        te.export(Model(KINDS["servers"]), tmp_path / "x")
+    with pytest.raises(FileNotFoundError, match="no such folder to export to"):
+        te.export(nn.Linear(2, 2), tmp_path / "no" / "x")
+    monkeypatch.setattr(package.checkpoint, "write_manifest", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        te.export(Model(KINDS["device"]), tmp_path / "x")
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.undo()
+    te.export(Model(KINDS["device"]), tmp_path / "x")
+    with pytest.raises(FileExistsError, match="exists; remove it, or choose another folder"):
+        te.export(Model(KINDS["device"]), tmp_path / "x")
