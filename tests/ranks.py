@@ -19,7 +19,7 @@ import torch.multiprocessing as mp
 
 # Imported once, by the server of new processes, if installed. The last also loads kernels, and frees the garbage
 # collector from all these modules' objects: 400,000, which every collection would visit.
-PRELOADED = ["torch._dynamo", "tritonemb.sharding", "tritonemb.training", "tests.preloaded"]
+PRELOADED = ["torch._inductor.compile_fx", "tritonemb.sharding", "tritonemb.training", "tests.preloaded"]
 TIMEOUT = 240.0  # seconds that a case may take
 KEPT: set[dist.ProcessGroup] = set()  # of this process; cases to come use them again
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.docs.blocks import ROOT
+from tests.programs import start_ranks
 from tests.ranks import free_port
 
 MOST_PROCESSES = 4  # of a script, which may be about several groups of ranks
@@ -62,6 +63,8 @@ SBATCH = {
 def torchrun(words: list[str]) -> str:
     """Run what torchrun would start, on this machine; its own options must be such.
 
+    The ranks are forked. Torchrun itself starts those of `sbatch`, and of `tests/training/test_torchrun.py`.
+
     Raises:
         AssertionError: it fails.
     """
@@ -69,8 +72,10 @@ def torchrun(words: list[str]) -> str:
 
     options = get_args_parser().parse_args(words)
     number = min(int(options.nproc_per_node), 2 if options.module else MOST_PROCESSES)
-    kind = ["-m"] * options.module + [options.training_script, *map(_on_cpu, options.training_script_args)]
-    return _run([*_launcher(), "--standalone", "--nproc-per-node", str(number), *kind])
+    words = [options.training_script, *map(_on_cpu, options.training_script_args)]
+    statuses, texts = zip(*[program.finish() for program in start_ranks(number, *words)], strict=True)
+    assert not any(statuses), f"{' '.join(words)}\n{statuses}\n{''.join(texts)}"
+    return "".join(texts)
 
 
 def torchrun_options() -> set[str]:

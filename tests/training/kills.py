@@ -1,43 +1,54 @@
-"""Training in a process that is killed at a moment that a test chooses."""
+"""Training in a process that is killed at a moment that a test chooses, or that kills itself:
+`python -m tests.training.kills <operations> train ...`."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
+from tests.programs import Program
+from tritonemb.cli import main
 from tritonemb.training.checkpoint import CheckpointFolder
 
 
-def start(module: str, *arguments: str) -> subprocess.Popen[bytes]:
-    command, quiet = [sys.executable, "-m", module, *arguments], os.environ | {"OMP_WAIT_POLICY": "passive"}
-    # A shell's background jobs, and so this test perhaps, ignore an interrupt; their children would do so, too.
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
-    finally:
-        signal.signal(signal.SIGINT, handler)
+def finish(program: Program) -> None:
+    status, text = program.finish()
+    assert status == 0, text
 
 
-def finish(process: subprocess.Popen[bytes]) -> None:
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors.decode()
-
-
-def kill(process: subprocess.Popen[bytes], folder: Path, chance: Random, during_a_save: bool) -> bool:
+def kill(program: Program, folder: Path, chance: Random, during_a_save: bool) -> bool:
     """Wait for a new checkpoint, then for one that is being written, or a moment, and kill; whether it still ran."""
     checkpoints = CheckpointFolder(folder / "checkpoints")
     initial = checkpoints.steps()
-    while process.poll() is None and checkpoints.steps() == initial:
+    while program.process.is_alive() and checkpoints.steps() == initial:
         time.sleep(0.002)
-    while during_a_save and process.poll() is None and not any(checkpoints.folder.glob(".writing-*")):
+    while during_a_save and program.process.is_alive() and not any(checkpoints.folder.glob(".writing-*")):
         time.sleep(0.0005)
     if not during_a_save:
         time.sleep(chance.uniform(0.0, 0.2))
-    process.kill()
-    process.communicate()
-    return process.returncode == -signal.SIGKILL
+    program.process.kill()
+    return program.finish()[0] == -signal.SIGKILL
+
+
+def kill_after(operations: int) -> None:
+    """Kill this process after so many operations on files of checkpoints."""
+    left = operations
+
+    def count(event: str, args: Any) -> None:
+        nonlocal left
+        if event in ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir") and "checkpoints" in str(args[0]):
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+
+
+if __name__ == "__main__":
+    kill_after(int(sys.argv.pop(1)))
+    sys.exit(main())

@@ -18,6 +18,7 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.programs import Program
 from tests.training import kills
 from tests.training.disk_job import LAST_STEP, Probe, bits, make_trainer, model_of
 from tests.training.jobs import planted
@@ -261,13 +262,14 @@ LONG = (
     ],
 )
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ranks")
 @pytest.mark.more
 def test_killed_training_ends_with_the_same_bits(tmp_path, kind, placement, number):
     folder, chance = tmp_path / "run", random.Random(number)
     job = "tests.training.disk_job", str(folder), kind, placement
-    killed = sum(kills.kill(kills.start(*job), folder, chance, turn % 2 == 1) for turn in range(number))
+    killed = sum(kills.kill(Program(*job), folder, chance, turn % 2 == 1) for turn in range(number))
     assert killed >= number - 1
-    kills.finish(kills.start(*job))
+    kills.finish(Program(*job))
     checkpoints = CheckpointFolder(folder / "checkpoints")
     in_place = {"disk": "device", "dynamic": "dynamic, on the device"}[placement]
     data = planted(600, validation=False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,10 +16,15 @@ pytest.importorskip("tomli_w")
 pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits
+from tests.programs import Program
+from tests.training import kills
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL"),
+    pytest.mark.usefixtures("ranks"),
+]
 LAST_STEP = 120
 NUM_ROWS = 9_000  # so that there are several epochs, and several windows of shuffled rows in each
 OPTIONS = (
@@ -46,43 +49,15 @@ def data(request, tmp_path_factory) -> str:
     return str(path)
 
 
-KILLING = """
-import os, signal, sys
-from tritonemb.cli import main
-
-left = int(sys.argv.pop(1))
-
-def count(event, args):
-    global left
-    if event in ("open", "os.mkdir", "os.remove", "os.rename", "os.rmdir") and "checkpoints" in str(args[0]):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-sys.addaudithook(count)
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def start(data: str, folder: Path, operations: int | None = None) -> subprocess.Popen[str]:
+def start(data: str, folder: Path, operations: int | None = None) -> Program:
     """Training that, after so many operations on files of checkpoints, kills itself."""
-    command = ["-m", "tritonemb"] if operations is None else ["-c", KILLING, str(operations)]
-    command = [sys.executable, *command, "train", "--data", data, *OPTIONS]
-    command += [] if data == "synthetic" else ["--evaluate-every", "20"]
-    command += ["--out", str(folder), "--resume", "auto"]
-    quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    # A shell's background jobs, and so this test perhaps, ignore an interrupt; their children would do so, too.
-    initial = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=quiet, text=True)
-    finally:
-        signal.signal(signal.SIGINT, initial)
+    words = ["tritonemb"] if operations is None else ["tests.training.kills", str(operations)]
+    words += ["train", "--data", data, *OPTIONS, *([] if data == "synthetic" else ["--evaluate-every", "20"])]
+    return Program(*words, "--out", str(folder), "--resume", "auto")
 
 
 def finish(data: str, folder: Path) -> None:
-    process = start(data, folder)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    kills.finish(start(data, folder))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -98,18 +73,17 @@ def losses(folder: Path) -> list[tuple[int, float]]:
     return [(event["step"], event["loss"]) for event in read_run_log(folder / "log.jsonl") if event["event"] == "log"]
 
 
-def wait_for_checkpoint(process: subprocess.Popen[str]) -> None:
+def wait_for_checkpoint(program: Program) -> None:
     """Read what training prints until it has saved, or has ended."""
-    assert process.stdout is not None
-    next((line for line in process.stdout if line.startswith("checkpoint")), None)
+    next((line for line in program.output if line.startswith("checkpoint")), None)
 
 
-def kill_at_random(process: subprocess.Popen[str], chance: random.Random) -> None:
+def kill_at_random(program: Program, chance: random.Random) -> None:
     """Let a checkpoint come, since before it there is nothing to lose, then some lines more, and kill."""
-    wait_for_checkpoint(process)
+    wait_for_checkpoint(program)
     for _ in range(chance.randrange(12)):
-        process.stdout.readline()
-    process.kill()
+        program.output.readline()
+    program.process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +93,23 @@ def undisturbed(data, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kills", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 20))])
+@pytest.mark.parametrize("times", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (4, 20))])
 @pytest.mark.timeout(900)
 @pytest.mark.more
-def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, kills):
-    chance, killed = random.Random(kills), 0
-    for number in range(kills):
-        process = start(data, tmp_path, chance.randrange(5, 60) if number % 2 else None)
+def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, times):
+    chance, killed = random.Random(times), 0
+    for number in range(times):
+        program = start(data, tmp_path, chance.randrange(5, 60) if number % 2 else None)
         if number % 2 == 0:
-            kill_at_random(process, chance)
-        process.communicate()
-        killed += process.returncode == -signal.SIGKILL
-        if process.returncode == 0:  # it was faster: begin again, so that every kill counts
+            kill_at_random(program, chance)
+        status, _ = program.finish()
+        killed += status == -signal.SIGKILL
+        if status == 0:  # it was faster: begin again, so that every kill counts
             assert_same_run(tmp_path, undisturbed)
             for path in sorted(tmp_path.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
     finish(data, tmp_path)
-    assert killed >= kills // 2
+    assert killed >= times // 2
     assert_same_run(tmp_path, undisturbed)
 
 
@@ -152,13 +126,13 @@ def assert_same_run(found: Path, expected: Path) -> None:
 )
 @pytest.mark.more
 def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_path, number, status):
-    process = start(data, tmp_path)
+    program = start(data, tmp_path)
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
-    wait_for_checkpoint(process)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == status, errors
-    assert f"training was interrupted by {number.name}; resume with --resume auto" in errors
+    wait_for_checkpoint(program)
+    os.kill(program.process.pid, number)
+    actual, text = program.finish()
+    assert actual == status, text
+    assert f"training was interrupted by {number.name}; resume with --resume auto" in text
     end = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "end"][-1]
     assert (end["reason"], end["step"]) == (number.name, checkpoints.steps()[-1])
     finish(data, tmp_path)

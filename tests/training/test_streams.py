@@ -17,7 +17,8 @@ pytest.importorskip("tomli_w")
 import tritonemb as te
 from tests.data.test_streams import FOLLOW, SCHEMA, end, move_in
 from tests.helpers import assert_same_bits
-from tests.training.kills import finish, kill, start
+from tests.programs import Program
+from tests.training.kills import finish, kill
 from tritonemb.data import ClickLog
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
 from tritonemb.training.config import CheckpointOptions
@@ -116,6 +117,7 @@ def test_ranks_that_wait_for_rows_end_together(ranks, logs, tmp_path, signalled,
 
 @pytest.mark.more
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ranks")
 def test_a_run_that_is_killed_trains_on_every_row_once(tmp_path):
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -126,7 +128,7 @@ def test_a_run_that_is_killed_trains_on_every_row_once(tmp_path):
     ]  # fmt: skip
 
     def run(name):
-        return start("tritonemb", "train", *options, "--out", str(tmp_path / name))
+        return Program("tritonemb", "train", *options, "--out", str(tmp_path / name))
 
     def tensors(name):
         path = CheckpointFolder(tmp_path / name / "checkpoints").latest()

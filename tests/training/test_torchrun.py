@@ -22,19 +22,27 @@ pytest.importorskip("tomli_w")
 import psutil
 
 from tests.helpers import assert_same_bits
+from tests.programs import start_ranks
 from tests.training.disk_job import in_memory
 from tests.training.test_kill import losses
 from tritonemb.cli import main
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+pytestmark = [
+    pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL"),
+    pytest.mark.usefixtures("ranks"),
+]
 LAST_STEP = 60
 OPTIONS = (
     "--batch-size 64 --epochs 9 --shuffle-rows 500 --num-embeddings 500 --validation-share 0.1 --embedding-dim 8 "
     "--bottom-mlp 8 --top-mlp 16 --log-every 5 --checkpoint-steps 3 --keep 2 --dense-warmup-steps 20 "
     f"--dense-decay cosine --max-steps {LAST_STEP} --evaluate-every 20"
 ).split()
+
+
+def words_of(data: Path, folder: Path) -> list[str]:
+    return ["tritonemb", "train", "--data", str(data), *OPTIONS, "--out", str(folder), "--resume", "auto"]
 
 
 class Job:
@@ -48,8 +56,7 @@ class Job:
         self.folder = folder
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", str(restarts)]
-        command += ["-m", "tritonemb", "train", "--data", str(data), *OPTIONS, "--out", str(folder)]
-        command += ["--resume", "auto", *options.split()]
+        command += ["-m", *words_of(data, folder), *options.split()]
         quiet = os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=quiet, text=True)
         self._lines: list[str] = []
@@ -137,9 +144,11 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(data, tmp_path_factory) -> Path:
+    """What ranks that torchrun has not started have saved."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    job = Job(data, folder)
-    assert job.finish() == 0, job.output
+    for rank in start_ranks(2, *words_of(data, folder)):
+        status, text = rank.finish()
+        assert status == 0, text
     return folder
 
 
