@@ -28,14 +28,18 @@ RUN_TESTS := JOBS=$(JOBS) $(BIN)/python tools/run_tests.py
 # The path is relative: Triton keeps it in the cache, and finds what was carried to the same place of another clone.
 ON_GPU := OMP_WAIT_POLICY=passive TRITON_CACHE_DIR=$(GPU_CACHE) $(PYTHON)
 
-.PHONY: train test test-more test-all lint bench docs planted clean gpu gpu-archives gpu-bench gpu-first \
+.PHONY: train test test-more test-all lint quick bench docs planted clean gpu gpu-archives gpu-bench gpu-first \
   gpu-sanitize gpu-smoke
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
 	$(BIN)/python -m tritonemb train --data "$(DATA)" $(ARGS)
 
-test: lint
+# mypy takes half a minute of one core, beside which tests can run.
+test: $(VENV)/.dev
+	@$(MAKE) --no-print-directory -j2 lint quick
+
+quick: $(VENV)/.dev
 	$(RUN_TESTS) test $(ARGS)
 
 test-more: $(VENV)/.dev
