@@ -62,6 +62,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...
   --evaluate-every N    steps; --patience N stops without improvement
   --checkpoint-steps N  or --checkpoint-minutes X; --keep N
+  --publish FOLDER      dense layers and changed rows, each --publish-steps N
   --on-bad-row skip     skip and count malformed rows; --transforms MODULE:FUNCTION ...
   --precision bf16      autocast; --compile runs torch.compile; --tensorboard
   --device cuda         --threads N on a CPU; --seed N; --profile-steps N
@@ -163,7 +164,13 @@ def _train(arguments: list[str]) -> int:
     defaults = preset(str(known.data or toml_values.get("data") or TrainConfig.data), known.preset)
     defaults = from_plain(toml_values | ({"data": known.data} if known.data else {}), defaults, str(known.config))
     try:
-        train(_parse(TrainConfig, remaining, "tritonemb train", default=defaults), known.resume)
+        config = _parse(TrainConfig, remaining, "tritonemb train", default=defaults)
+        options, publishers = config.publish, []
+        if options.publish is not None:
+            from tritonemb.serving.publisher import Publisher
+
+            publishers = [Publisher(options.publish, steps=options.publish_steps, rows=options.publish_rows)]
+        train(config, known.resume, publishers)
     except Interrupted as interruption:
         print(f"{interruption}; resume with --resume auto", file=sys.stderr)
         return interruption.exit_status

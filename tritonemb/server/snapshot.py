@@ -173,7 +173,7 @@ def read_snapshot(path: Path) -> Iterator[Message]:
     records = read_records(path)
     header, counters = next(records, ({}, []))
     if "snapshot" not in header:
-        raise StorageError(f"file {path} is not a snapshot of an embedding server")
+        raise StorageError(f"file {path} is not a snapshot")
     yield with_current_names(header), counters
     for record in records:
         if "end" in record[0]:

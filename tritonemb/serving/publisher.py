@@ -1,62 +1,285 @@
-"""Publishers: snapshots of a model's tables, written more often than a run saves checkpoints, for followers."""
+"""Publishers: dense layers and changed rows of all tables of one step, in files that followers apply.
+
+A folder has a manifest, which names a chain of snapshots per rank of the trainer and per embedding server: a full one,
+then changes, each with the name of its predecessor. The manifest is written last, atomically, so it names files of one
+step only. Servers write the files of their tables, and note which rows were used. For other tables a publisher has a
+fingerprint of each published row, and hashes all rows to find those that have changed. To mark the rows of each update
+would save this pass, but would cost every training step, and miss rows that a program loads or writes in place; changed
+pages of tables on disk are counted since the last checkpoint. Fingerprints see every change on every tier but one in
+2^64, with 8 bytes per row. Training waits for that pass, and for a copy of the changed rows; a thread writes them.
+"""
 
 import json
+import time
 import uuid
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, NamedTuple, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from tritonemb.comm.group import RankGroup
+from tritonemb.kernels.cpu import pages
+from tritonemb.kernels.quantized_bag import quantize_rows
+from tritonemb.layout import nonzero
+from tritonemb.nn.collections import FusedModule
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.client import CollectionClient
-from tritonemb.utils import atomic_write, read_sealed, seal
+from tritonemb.server.snapshot import RECORD_BYTES, write_snapshot
+from tritonemb.server.transport import Message
+from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
+from tritonemb.storage.store import StorageError
+from tritonemb.tables.cached_rows import DiskTensor, metadata_only
+from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
+from tritonemb.training.callbacks import Callback, FitEnd, StepEnd
+from tritonemb.training.checkpoint.manager import dynamic_tables
+from tritonemb.training.ranks import group_of, on_all_ranks, on_each_rank, on_rank_zero
+from tritonemb.utils import atomic_write, on_error, read_sealed, seal
 
 PUBLISHED = "servers.json"  # manifest
 CHAIN = "published"  # name of the publisher's chain of snapshots; checkpoints have another one
+Published = tuple[Tensor, Tensor]
+"""Fingerprints of rows that followers have, by slot, 0 without one; and their ids, if the table is dynamic."""
 
 
-class Publisher:
-    """Publisher of a model's tables: embedding servers write snapshots into a folder, which followers read.
+class TableRows(NamedTuple):
+    """Rows of a table, or of a shard of it, on this rank; those of a dynamic table are in some of the slots."""
+
+    name: str  # of the table in `state_dict`
+    num_slots: int
+    read: Callable[[Tensor], Tensor]  # rows `[N, dim]` on the CPU, in slots int64 `[N]`, ascending
+    first_row: int = 0
+    first_column: int = 0
+    dynamic: DynamicTable | None = None
+
+    def used_slots(self) -> tuple[Tensor, Tensor]:
+        """Return the slots with rows, ascending, and the ids of all slots."""
+        if self.dynamic is None:
+            slots = torch.arange(self.num_slots)
+            return slots, slots + self.first_row
+        index = self.dynamic.index.tensors
+        used_mask = torch.zeros(self.num_slots, dtype=torch.bool, device=index.ids.device)
+        used_mask[index.rows[nonzero(index.digests != 0)].long()] = True
+        return nonzero(used_mask).cpu(), index.ids[: self.num_slots].cpu()
+
+    def published(self) -> Published:
+        """Return the fingerprints and ids before anything is published."""
+        sizes = self.num_slots, 0 if self.dynamic is None else self.num_slots
+        return torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.int64)
+
+    def changes(self, published: Published) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield removed ids with None, then ids with changed rows, and note that they are published."""
+        (slots, ids), (fingerprints, published_ids) = self.used_slots(), published
+        if self.dynamic is not None:
+            free_mask = torch.ones(self.num_slots, dtype=torch.bool).index_fill_(0, slots, False)
+            removed = nonzero((fingerprints != 0) & (free_mask | (published_ids != ids)))
+            yield published_ids[removed], None
+            fingerprints[removed] = 0
+        if not len(slots):
+            return
+        for chunk in slots.split(max(1, RECORD_BYTES // self.read(slots[:1]).nbytes)):
+            first, last = int(chunk[0]), int(chunk[-1]) + 1
+            span = slice(first, last) if last - first == len(chunk) else chunk  # a slice is not copied
+            rows = self.read(chunk)
+            new_fingerprints = fingerprint_rows(rows, ids[span])
+            changed = nonzero(new_fingerprints != fingerprints[span])
+            fingerprints[chunk[changed]] = new_fingerprints[changed]
+            if self.dynamic is not None:
+                published_ids[chunk[changed]] = ids[chunk[changed]]
+            if len(changed):
+                yield ids[chunk[changed]], rows[changed]
+
+
+def fingerprint_rows(rows: Tensor, ids: Tensor) -> Tensor:
+    """Return 64-bit hashes of rows `[N, dim]` on the CPU with ids int64 `[N]`, never 0."""
+    data, results = rows.contiguous().view(torch.uint8), torch.empty_like(ids)
+    if padding := -data.shape[1] % 16:
+        data = torch.nn.functional.pad(data, (0, padding))
+    sizes = torch.get_num_threads(), -(-len(ids) // pages.ROWS_PER_TASK)
+    pages.fingerprint(*sizes, data.data_ptr(), data.shape[1] // 8, ids.contiguous().numpy(), results.numpy())
+    return results
+
+
+def contents_of(model: nn.Module, rank: int = 0) -> tuple[dict[str, Tensor], list[TableRows]]:
+    """Return dense tensors by name in `state_dict`, and rows that this rank publishes; a collective with FSDP.
+
+    Rows on embedding servers, and optimizer states, are not part of them.
+    """
+    with metadata_only(parameters=True):
+        state = model.state_dict()
+    modules = (model.module if isinstance(model, HybridParallel) else model).named_modules()
+    collections: dict[str, Any] = {path: m for path, m in modules if isinstance(m, FusedModule | ShardedCollection)}
+    prefixes = tuple(f"{path}." if path else "" for path in collections)
+    dense = {name: value.detach() for name, value in state.items() if not name.startswith(prefixes)}
+    dense = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in dense.items()}
+    tables = list[TableRows]()
+    for path, prefix in zip(collections, prefixes, strict=True):
+        configs = getattr(collections[path], "configs", None)  # a single table has none
+        for name in [path] if configs is None else [f"{prefix}{config.name}" for config in configs]:
+            value = state.get(f"{name}.weight".lstrip("."), torch.empty(0))
+            for shard in value.shards if isinstance(value, TableShards) else [LocalShard(value, is_primary=rank == 0)]:
+                if shard.is_primary and shard.tensor.dim() == 2:
+                    tables.append(TableRows(name, len(shard.tensor), _reader(shard.tensor), *shard[1:3]))
+    for name, table in dynamic_tables(model):
+        if table is not None and (rank == 0 or isinstance(model, HybridParallel)):
+            tables.append(TableRows(name, table.index.capacity, _dynamic_reader(table), dynamic=table))
+    return (dense if rank == 0 else {}), tables
+
+
+def _reader(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    if isinstance(weight, DiskTensor):
+        return lambda rows: weight.rows.read(cast(Any, None), rows)["weight"]
+    return lambda rows: weight.detach()[int(rows[0]) : int(rows[-1]) + 1].cpu()
+
+
+def _dynamic_reader(table: DynamicTable) -> Callable[[Tensor], Tensor]:
+    if table.rows.is_cached:
+        return lambda rows: table.rows.read(table, rows)["weight"]
+    return lambda rows: table.weight.detach().index_select(0, rows.to(table.weight.device)).cpu()
+
+
+def model_records(
+    dense: dict[str, Tensor], tables: Iterable[tuple[TableRows, Published]], bits: int = 32
+) -> Iterator[Message]:
+    """Yield the records of a model after the header: dense tensors, then the changes of each table."""
+    if dense:
+        yield {"kind": "dense", "names": list(dense)}, [tensor.cpu().clone() for tensor in dense.values()]
+    for table, published in tables:
+        common = {"table": table.name, "column": table.first_column, "bits": bits}
+        with nullcontext() if table.dynamic is None else table.dynamic.index.lock:
+            if table.dynamic is not None:
+                state = table.dynamic.get_table_state()
+                names = [name for name in ("seed", f"{FALLBACK}weight") if name in state]
+                part = {"kind": "others", "names": names, "part": table.dynamic.index.shard[1]}
+                yield common | part, [state[name].cpu() for name in names]
+            for ids, rows in table.changes(published):
+                kind: dict[str, Any] = {"kind": "removed", "names": ["ids"]}
+                if rows is not None:
+                    kind = {"kind": "rows", "names": ["ids", "weight"]}
+                    rows = rows if bits == 32 else quantize_rows(rows, bits, search=False)
+                yield common | kind, [ids] if rows is None else [ids, rows]
+
+
+class Publisher(Callback):
+    """Publisher of a model into a folder, for followers; a callback of `te.Trainer`, or called between steps.
+
+    Files of changes are written by a thread. After a failure the next snapshot is a full one.
 
     Args:
-        folder: on a file system that the servers, this process and followers share; created if missing.
-        most: maximum number of files per server, a full snapshot and incremental ones; a full one follows.
+        folder: on a file system that all ranks, servers and followers share; created if missing.
+        most: maximum number of files in a chain, a full snapshot and changes; a full one follows.
+        steps: of a callback, steps between two snapshots; the last step is published, too.
+        rows: format of rows, as trained ("fp32") or "int8"; rows on servers are published as trained.
     """
 
-    def __init__(self, folder: str | Path, most: int = 16) -> None:
-        self._folder, self._max_files = Path(folder).absolute(), most
-        self._chains: dict[str, list[dict[str, Any]]] = {}
+    essential = False
 
-    def publish(self, model: nn.Module) -> None:
-        """Publish the tables when all trainers have reached this trainer's step; one trainer calls this, between steps.
+    def __init__(
+        self, folder: str | Path, most: int = 16, *, steps: int = 1, rows: Literal["fp32", "int8"] = "fp32"
+    ) -> None:
+        if rows not in ("fp32", "int8") or min(most, steps) < 1:
+            raise ValueError(f"expected rows='fp32' or 'int8', and positive numbers; got {rows=}, {most=}, {steps=}")
+        self._folder, self._max_files, self._steps = Path(folder).absolute(), most, steps
+        self._bits, self._step, self._group = 8 if rows == "int8" else 32, 0, cast(RankGroup, None)
+        self._chains: dict[str, list[dict[str, Any]]] = {}  # of servers, by collection
+        self._model_chains: list[dict[str, Any]] = []  # by rank
+        self._published: list[Published] = []
+        self._thread, self._running = ThreadPoolExecutor(1, "tritonemb-publisher"), cast(Future[None], None)
 
-        StorageError if it fails; followers then serve the previous snapshot.
+    def publish(self, model: nn.Module, step: int | None = None, wait: bool = True) -> None:
+        """Publish a step, by default the next number, between steps; a collective of the ranks of a `HybridParallel`.
+
+        StorageError if it fails, without `wait` also at the next call; followers then serve the previous snapshot.
+        ValueError for int8 rows with values that are not finite.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        manifest, previous = self._folder / PUBLISHED, dict[str, Any]()
-        with suppress(FileNotFoundError, ValueError):  # missing, or damaged
-            previous = json.loads(read_sealed(manifest))["servers"]
-        for name, tables in collections_on_servers(model).items():
-            self._chains[name] = self._write(cast(CollectionClient, tables.service), self._chains.pop(name, []))
-        atomic_write(manifest, seal(json.dumps({"servers": self._chains})))
-        # Followers may still read the files of the previous manifest.
-        chains = [chain for servers in (*previous.values(), *self._chains.values()) for chain in servers]
-        used_files = {file for chain in chains for file in chain["files"]}
-        for path in self._folder.glob("*.server"):
-            if path.name not in used_files:
-                path.unlink(missing_ok=True)
+        self.finish()
+        self._step = self._step + 1 if step is None else step
+        self._group = group_of(model).duplicate("gloo") if self._group is None else self._group
+        group, servers = self._group, collections_on_servers(model)
+        with on_error(self._model_chains.clear):
+            for collection in servers.values():
+                cast(CollectionClient, collection.service).return_leases()
+            on_rank_zero(group, lambda: self._begin(servers), StorageError)
+            # Begin a chain, or continue it.
+            dense, tables = contents_of(model, group.rank)
+            is_full = not self._model_chains or len(self._model_chains[0]["files"]) >= self._max_files
+            if is_full:
+                self._published = [table.published() for table in tables]
+            after = None if is_full else self._model_chains[group.rank]["snapshot"]
+            header = {"snapshot": uuid.uuid4().hex, "after": after, "server": group.rank, "step": self._step}
+            contents = model_records(dense, zip(tables, self._published, strict=True), self._bits)
+            records: Iterable[Message] = chain([(header | {"time": time.time()}, [])], contents, [({"end": after}, [])])
+            # Training waits for a full snapshot, which would need memory for a copy of the model.
+            records = records if is_full else on_each_rank(group, lambda: list(records))
+            self._running = self._thread.submit(self._write, records, is_full)
+            if wait or is_full:
+                self.finish()
 
-    def _write(self, service: CollectionClient, previous: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def finish(self) -> None:
+        """Wait for the files of the last `publish`; raise its StorageError."""
+        running, self._running = self._running, cast(Future[None], None)
+        with on_error(self._model_chains.clear):  # followers need a full snapshot after a failure
+            if running is not None:
+                running.result()
+
+    def on_step(self, step: StepEnd) -> None:
+        """See `Callback`."""
+        if step.step % self._steps == 0:
+            self.publish(self.model, step.step, wait=False)
+
+    def on_end(self, end: FitEnd | None) -> None:
+        """Publish the last step, unless training failed."""
+        self.finish()
+        if end is not None and end.step != self._step:
+            self.publish(self.model, end.step)
+
+    def _begin(self, servers: dict[str, Any]) -> None:
+        """Create the folder, and let servers write their snapshots."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for name, tables in servers.items():
+            self._chains[name] = self._snapshot(tables.service, self._chains.pop(name, []))
+
+    def _snapshot(self, service: CollectionClient, previous: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Write incremental snapshots, or full ones if a chain is long or a server has lost it; return the chains."""
         previous = previous if previous and len(previous[0]["files"]) < self._max_files else []
         for changes_only in (True, False) if previous else (False,):
             stem = self._folder / f"{uuid.uuid4().hex}-"
             headers = service.snapshot(stem, changes_only, CHAIN)
-            files = [chain["files"] for chain in previous] if changes_only else [[] for _ in headers]
-            if not changes_only or [h["after"] for h in headers] == [chain["snapshot"] for chain in previous]:
+            if not changes_only or [h["after"] for h in headers] == [entry["snapshot"] for entry in previous]:
                 break  # otherwise a restarted server has written a full snapshot
-        return [
-            {"files": [*server_files, f"{stem.name}{server}.server"], "snapshot": header["snapshot"]}
-            for server, (server_files, header) in enumerate(zip(files, headers, strict=True))
-        ]
+        files = [f"{stem.name}{server}.server" for server in range(len(headers))]
+        return _extended(previous if changes_only else [], headers, files)
+
+    def _write(self, records: Iterable[Message], is_full: bool) -> None:
+        """Write this rank's file, then on rank 0 the manifest, and remove files that no follower needs."""
+        group, path = self._group, self._folder / f"{uuid.uuid4().hex}-{self._group.rank}.update"
+        written = on_all_ranks(group, lambda: (write_snapshot(path, records), path.name), StorageError)
+        self._model_chains[:] = _extended([] if is_full else self._model_chains, *zip(*written, strict=True))
+        on_rank_zero(group, self._write_manifest, StorageError)
+
+    def _write_manifest(self) -> None:
+        manifest, previous = self._folder / PUBLISHED, dict[str, Any]()
+        with suppress(FileNotFoundError, ValueError):  # missing, or damaged
+            previous = json.loads(read_sealed(manifest))
+        current: dict[str, Any] = {"servers": self._chains, "model": self._model_chains, "step": self._step}
+        atomic_write(manifest, seal(json.dumps(current)))
+        # Followers may still read the files of the previous manifest.
+        chains = ([m.get("model", []), *m["servers"].values()] for m in (previous, current) if m)
+        used_files = {file for entry in chain(*chain(*chains)) for file in entry["files"]}
+        for path in (*self._folder.glob("*.server"), *self._folder.glob("*.update")):
+            if path.name not in used_files:
+                path.unlink(missing_ok=True)
+
+
+def _extended(chains: list[dict[str, Any]], headers: Iterable[Any], files: Iterable[str]) -> list[dict[str, Any]]:
+    """Append a file to each chain, or begin chains; `headers` name the snapshots."""
+    old_files = [entry["files"] for entry in chains] or [[] for _ in headers]
+    entries = zip(old_files, files, headers, strict=True)
+    return [{"files": [*old, file], "snapshot": header["snapshot"]} for old, file, header in entries]

@@ -124,6 +124,21 @@ class CheckpointOptions(Options):
 
 
 @dataclass(frozen=True)
+class PublishOptions(Options):
+    """Publication of the model during training, for followers that serve it; see `te.serving.Publisher`.
+
+    Args:
+        publish: folder to publish to; not published if not given.
+        publish_steps: steps between two publications; the last step is published, too.
+        publish_rows: format of rows of tables that are not on servers.
+    """
+
+    publish: Path | None = None
+    publish_steps: int = number(1000, least=1)
+    publish_rows: Literal["fp32", "int8"] = "fp32"
+
+
+@dataclass(frozen=True)
 class ProfileOptions(Options):
     """Window of steps to profile.
 
@@ -174,6 +189,7 @@ class TrainConfig(RunOptions):
         evaluation: evaluation on the validation rows.
         checkpoint: checkpoints.
         output: files and metrics of the run.
+        publish: publication of the model.
         profile: profiling.
         parallel: hybrid parallelism.
         server: tables on embedding servers.
@@ -200,6 +216,7 @@ class TrainConfig(RunOptions):
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
+    publish: PublishOptions = field(default_factory=PublishOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     server: ServersOptions = field(default_factory=ServersOptions)

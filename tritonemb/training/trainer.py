@@ -166,6 +166,8 @@ class Trainer(TrainerOptions):
             callbacks: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
             if folder is not None and state.ranks.is_first:
                 callbacks += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
+            for callback in self.callbacks:
+                callback.model = state.model
             loop = Loop(state, self.checkpointer, folder, CallbackList([*callbacks, *self.callbacks]), request)
             result = loop.run(test)
         state.fitted = True

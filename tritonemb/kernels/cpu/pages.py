@@ -11,13 +11,15 @@ block is detected; from a block's second page on it is the checksum of the previ
 pages of two versions, is detected. The sums have no order, and vector units add 4 to 8 words at once.
 """
 
+import numba
 import numpy as np
 
-from tritonemb.kernels.cpu.jit import compiled, inlined
+from tritonemb.kernels.cpu.jit import compiled, inlined, parallel
 from tritonemb.kernels.cpu.simd import copy_bytes, int64_row, mix, uint8_row
 
 MAX_PAGE_BYTES = 4096
 TRAILER_BYTES = 16
+ROWS_PER_TASK = 4096  # of fingerprints
 NEVER_WRITTEN = -1
 _LOW = 0xFFFFFFFF
 _STEP, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
@@ -114,6 +116,27 @@ def identify(buffer, numbers, pages_per_block, page_bytes, num_blocks):
         else:
             return block
     return numbers.size
+
+
+@inlined
+def _absorb(state, word):
+    product = (state ^ numba.uint64(word)) * numba.uint64(_STEP)
+    return (product << numba.uint64(29)) | (product >> numba.uint64(35))
+
+
+@parallel
+def fingerprint(task, rows, num_words, ids, results):
+    """Write hashes of rows of an even number of words, with their ids as seeds: int64 `[N]`, never 0.
+
+    A change of one word always changes the hash. The state of even and that of odd words are two independent chains.
+    """
+    for row in range(task * ROWS_PER_TASK, min(ids.size, (task + 1) * ROWS_PER_TASK)):
+        words = int64_row(rows + row * num_words * 8, num_words)
+        even = odd = numba.uint64(mix(ids[row] + num_words))
+        for i in range(0, num_words, 2):
+            even, odd = _absorb(even, words[i]), _absorb(odd, words[i + 1])
+        result = mix(mix(numba.int64(even)) ^ numba.int64(odd))
+        results[row] = result if result != 0 else np.int64(1)
 
 
 @inlined

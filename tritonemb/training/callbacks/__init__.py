@@ -139,9 +139,11 @@ class Callback:
         essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr, and another
             one of `on_end`, too.
         can_retry: whether the callback is called again after an `OSError` of `on_start`.
+        model: the trainer's model, from `on_start` on.
     """
 
     essential, can_retry = True, False
+    model: Any = None
 
     def on_start(self, start: FitStart) -> None:
         """Called before the first step."""

@@ -136,7 +136,7 @@ def load_model(
     # Dynamic tables: read as many ids and rows as the checkpoint has; the tables adopt them below.
     dynamic = dict[DynamicTable, dict[str, Tensor]]()
     disk_tables = on_each_rank(group, lambda: reader.saved_tables(path))
-    for name, table in _dynamic_tables(model):
+    for name, table in dynamic_tables(model):
         prefix = f"model.{name}."
         current = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         tensors = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
@@ -220,7 +220,7 @@ def _rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tenso
     return result | {name: value[rows] for name, value in fields.items()}
 
 
-def _dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
+def dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
     """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, if any."""
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
         if isinstance(module, DynamicTable):

@@ -1,0 +1,102 @@
+"""Publishers: what their files say, read record by record, is what the trainer has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests.serving.models import KINDS, Model, publish, published_rows, train
+from tritonemb.server.snapshot import read_snapshot
+from tritonemb.serving import Publisher
+from tritonemb.serving.publisher import PUBLISHED, fingerprint_rows
+from tritonemb.storage import StorageError
+from tritonemb.utils import read_sealed
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "server"])
+def test_files_have_the_rows_of_the_trainer(kind, tmp_path):
+    model, publisher = Model(kind, tmp_path / "rows"), Publisher(tmp_path / "p", most=4)
+    for step in range(1, 12):
+        train(model, step)
+        publisher.publish(model, step)
+        dense, tables = published_rows(tmp_path / "p")
+        assert {name: torch.equal(value, model.state_dict()[name]) for name, value in dense.items()} == {
+            "dense.weight": True, "dense.bias": True,
+        }  # fmt: skip
+        for name in "ab":
+            rows = tables[f"tables.{name}"]
+            tensors = model.tables[name].tensors()["weight"]
+            ids = model.tables[name].ids() if model.tables[name].config.is_dynamic else torch.arange(len(tensors))
+            assert sorted(rows) == ids.tolist()
+            assert torch.equal(torch.stack([rows[id] for id in ids.tolist()]), tensors)
+    manifest = json.loads(read_sealed(tmp_path / "p" / PUBLISHED))
+    assert manifest["step"] == 11
+    assert len(manifest["model"][0]["files"]) == 3
+    if kind.startswith("dynamic"):
+        assert model.tables["b"].statistics().evictions > 0
+
+
+def test_a_change_of_any_bit_changes_the_fingerprint():
+    for dim, dtype in ((1, torch.float32), (3, torch.bfloat16), (64, torch.float32)):
+        rows, ids = torch.randn(5, dim).to(dtype), torch.tensor([0, 1, -7, 2**62, 5])
+        before = fingerprint_rows(rows, ids)
+        assert (before != 0).all()
+        bits = rows.view(torch.uint8)
+        for byte in range(bits.shape[1]):
+            bits[2, byte] ^= 1 << byte % 8
+            assert (fingerprint_rows(rows, ids) != before).tolist() == [False, False, True, False, False]
+            bits[2, byte] ^= 1 << byte % 8
+        assert (fingerprint_rows(rows, ids + 1) != before).all()
+
+
+def test_only_changed_rows_are_written(tmp_path):
+    model, publisher = Model(), Publisher(tmp_path)
+    for _ in range(3):
+        publisher.publish(model)
+    files = json.loads(read_sealed(tmp_path / PUBLISHED))["model"][0]["files"]
+    kinds = [values.get("kind") for values, _ in read_snapshot(tmp_path / files[2])]
+    assert kinds == [None, "dense"]
+    with torch.no_grad():
+        model.tables["a"].weight[7, 2] += 1.0
+    publisher.publish(model)
+    files = json.loads(read_sealed(tmp_path / PUBLISHED))["model"][0]["files"]
+    rows = [tensors for values, tensors in read_snapshot(tmp_path / files[3]) if values.get("kind") == "rows"]
+    assert [ids.tolist() for ids, _ in rows] == [[7]]
+    assert torch.equal(rows[0][1], model.tables["a"].weight[7:8])
+
+
+def test_a_full_disk(small_disk):
+    """The publisher says so, the earlier manifest stays, and the next snapshot is a full one."""
+    model, publisher = Model(), Publisher(small_disk)
+    publisher.publish(model, 1)
+    before = published_rows(small_disk)[1]["tables.a"][7]
+    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
+    with torch.no_grad():
+        model.tables["a"].weight += 1
+    with pytest.raises(StorageError, match="could not be written"):
+        publisher.publish(model, 2)
+    assert torch.equal(published_rows(small_disk)[1]["tables.a"][7], before)
+    (small_disk / "filler").unlink()
+    publisher.publish(model, 3)
+    assert len(json.loads(read_sealed(small_disk / PUBLISHED))["model"][0]["files"]) == 1
+    assert torch.equal(published_rows(small_disk)[1]["tables.a"][7], model.tables["a"].weight[7])
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_trainer_publishes(ranks, size, tmp_path):
+    """With a table of each kind of sharding; the last step, which is not a multiple of 2, too."""
+    states = [publish(0, tmp_path / "p")] if size == 1 else ranks(size).run(publish, tmp_path / "p")
+    dense, tables = published_rows(tmp_path / "p")
+    manifest = json.loads(read_sealed(tmp_path / "p" / PUBLISHED))
+    assert manifest["step"] == 5
+    assert [len(chain["files"]) for chain in manifest["model"]] == [3] * size
+    assert len(tables) > 1
+    for name, rows in tables.items():
+        assert torch.equal(torch.stack([rows[id] for id in range(len(rows))]), states[0].pop(f"{name}.weight"))
+    assert {name: torch.equal(value, states[0][name]) for name, value in dense.items()} == dict.fromkeys(
+        states[0], True
+    )
