@@ -234,10 +234,12 @@ def test_errors_of_the_mock_cluster_name_the_topic(mock_cluster, monkeypatch):
 
 def test_training_on_the_mock_cluster_stops_and_resumes(mock_cluster, tmp_path):
     pytest.importorskip("psutil")
+    from tritonemb.training import Callback, Interrupted
+
     hosts, send = mock_cluster
     send(range(4), range(300))
 
-    class SignalAfter(te.training.Callback):
+    class SignalAfter(Callback):
         def on_step(self, step):
             if step.step == 1024 // 64:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -249,7 +251,7 @@ def test_training_on_the_mock_cluster_stops_and_resumes(mock_cluster, tmp_path):
         options = {"batch_size": 64, "max_steps": 30, "verbose": False}
         return te.Trainer(model, log, folder=tmp_path / name, callbacks=callbacks, **options)
 
-    with pytest.raises(te.training.Interrupted):  # it waits for partition 0, in whose turn 44 rows have come
+    with pytest.raises(Interrupted):  # it waits for partition 0, in whose turn 44 rows have come
         trainer("first", SignalAfter()).fit()
     send(range(4), range(300, 512))
     resumed, whole = trainer("first"), trainer("whole")
