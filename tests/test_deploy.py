@@ -28,6 +28,7 @@ from torch.distributed.run import get_args_parser
 import tritonemb as te
 from tests.docs.launch import check_fields
 from tritonemb import cli
+from tritonemb.serving.http import App
 from tritonemb.sharding import Constraint
 
 pytestmark = pytest.mark.more
@@ -83,6 +84,7 @@ def get(folder: str, kind: str, name: str) -> Any:
 ROWS = get("kubernetes", "StatefulSet", "rows")["spec"]
 JOB = get("kubernetes", "Job", "trainers")["spec"]
 READERS = get("kubernetes", "StatefulSet", "readers")["spec"]
+SCORER = get("serving", "Deployment", "scorer")["spec"]
 RAY = get("kuberay", "RayJob", "train")["spec"]
 GROUPS = {group["groupName"]: group for group in RAY["rayClusterSpec"]["workerGroupSpecs"]}
 RAY_ROWS = {name: group["template"] for name, group in GROUPS.items() if name != "trainers"}
@@ -90,6 +92,7 @@ TEMPLATES = {
     "servers": ROWS["template"],
     "readers": READERS["template"],
     "trainers": JOB["template"],
+    "scorers": SCORER["template"],
     "Ray's head": RAY["rayClusterSpec"]["headGroupSpec"]["template"],
     **{f"Ray's {name}": group["template"] for name, group in GROUPS.items()},
 }
@@ -136,7 +139,7 @@ def test_the_manifests_are_those_of_the_example(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert cli.main([*shlex.split(command)[1:-1], str(tmp_path)]) == 0
     written = {str(path.relative_to(tmp_path)): path.read_text() for path in tmp_path.rglob("*.yaml")}
-    assert written == {str(path.relative_to(DEPLOY)): path.read_text() for path in DEPLOY.rglob("*.yaml")}
+    assert written == {str(path.relative_to(DEPLOY)): path.read_text() for path in DEPLOY.glob("kube*/*.yaml")}
 
 
 @pytest.mark.parametrize("servers", [0, 2, 9])
@@ -260,7 +263,7 @@ def num_bytes(quantity: str) -> int:
 
 def test_servers_and_trainers_are_in_one_zone_and_servers_apart():
     zones = []
-    for template in TEMPLATES.values():
+    for template in (template for name, template in TEMPLATES.items() if name != "scorers"):
         required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         ((term,),) = (item["matchExpressions"] for item in required["nodeSelectorTerms"])
         assert (term["key"], term["operator"]) == ("topology.kubernetes.io/zone", "In")
@@ -349,6 +352,24 @@ def test_servers_have_options_that_there_are(monkeypatch):
     options = parsed(READER[1:], monkeypatch)
     mounts = [mount["mountPath"] for mount in container(READERS["template"], "readers")["volumeMounts"]]
     assert f"/{Path(options.data).parts[1]}" in mounts
+
+
+def test_scorers_have_options_probes_and_a_certificate(monkeypatch):
+    server, (service,) = container(SCORER["template"], "scorer"), get("serving", "Service", "scorer")["spec"]["ports"]
+    options = parsed(words_of(server)[1:], monkeypatch)
+    (port,) = server["ports"]
+    assert options.address == f"https://0.0.0.0:{port['containerPort']}"
+    assert service["targetPort"] == port["name"]
+    assert f"/{options.checkpoint.parts[1]}" in [mount["mountPath"] for mount in server["volumeMounts"]]
+    probes = [server[f"{kind}Probe"]["httpGet"] for kind in ("startup", "liveness", "readiness")]
+    assert {(probe["port"], probe["scheme"]) for probe in probes} == {(port["name"], "HTTPS")}
+    paths = App(SimpleNamespace(), "", 1, 1.0)._routes  # type: ignore[arg-type]
+    assert {("GET", probe["path"]) for probe in probes} <= paths.keys()
+    certificate = get("serving", "Certificate", "scorer")
+    assert certificate["spec"]["dnsNames"] == [get("serving", "Service", "scorer")["metadata"]["name"]]
+    assert SCORER["template"]["spec"]["terminationGracePeriodSeconds"] > 30
+    for selects in (SCORER["selector"]["matchLabels"], get("serving", "Service", "scorer")["spec"]["selector"]):
+        assert selects == SCORER["template"]["metadata"]["labels"]
 
 
 @pytest.fixture
