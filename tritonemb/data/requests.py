@@ -63,9 +63,10 @@ class RequestEncoder:
 
     def raw_rows(self, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any] = {}, first: int = 0) -> RawRows:
         """Return the columns of rows that are not `shared`; ValueError names a row without one of them."""
+        names = dict.fromkeys(name for name in self._names if name not in shared)
         for index, row in enumerate(rows):
-            self._check_columns(row, shared, f"row {first + index + 1}")
-        names = [name for name in self._names if name not in shared]
+            if not (row.keys() >= names.keys() and row.keys().isdisjoint(shared)):
+                self._check_columns(row, shared, f"row {first + index + 1}")
         return RawRows({name: [row[name] for row in rows] for name in names}, len(rows), shared)
 
     def raw_columns(self, columns: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> RawRows:
