@@ -163,7 +163,34 @@ def _read_changes(path: Path, header: Values, changes: Mapping[int, Changes], me
             changes[values["table"]].append((fields["ids"].clone(), None if rows is None else rows.clone()))
 
 
-class Follower(Closeable):
+class PollingFollower(Closeable):
+    """Base of followers: a thread that calls `refresh` every `poll` seconds, unless that is None."""
+
+    problem: str | None = None
+
+    def __init__(self, poll: float | None) -> None:
+        self._closed = threading.Event()
+        if poll is not None:
+            threading.Thread(target=self._follow, args=(poll,), daemon=True, name="tritonemb-follower").start()
+
+    def refresh(self) -> bool:
+        """Check the folder, and return whether it has a new state; errors are stored as the `problem`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Stop following."""
+        self._closed.set()
+
+    def _follow(self, poll: float) -> None:
+        pause = poll
+        while not self._closed.wait(pause):
+            start = time.monotonic()
+            self.refresh()
+            # Back off after a failure: spend at most a tenth of the time on attempts.
+            pause = poll if self.problem is None else max(poll, 10 * (time.monotonic() - start))
+
+
+class Follower(PollingFollower):
     """Read-only replica of a collection's tables; thread-safe.
 
     It loads a full snapshot once, then incremental ones, and serves the previous state meanwhile. It is a `Service` for
@@ -184,13 +211,11 @@ class Follower(Closeable):
     def __init__(self, folder: str | Path, collection: str | None = None, poll: float | None = 0.2) -> None:
         self._folder, self.collection = Path(folder), collection
         self.replica: Replica | None = None
-        self.problem: str | None = None
         self.bases = self.increments = 0
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(THREADS, "tritonemb-follower")
         self.refresh()
-        if poll is not None:
-            threading.Thread(target=self._follow, args=(poll,), daemon=True, name="tritonemb-follower").start()
+        super().__init__(poll)
 
     @property
     def step(self) -> int | None:
@@ -248,16 +273,8 @@ class Follower(Closeable):
 
     def close(self) -> None:
         """Stop following, and answer the pending queries."""
-        self._closed.set()
+        super().close()
         self._pool.shutdown()
-
-    def _follow(self, poll: float) -> None:
-        pause = poll
-        while not self._closed.wait(pause):
-            start = time.monotonic()
-            self.refresh()
-            # Back off after a failure: spend at most a tenth of the time on attempts.
-            pause = poll if self.problem is None else max(poll, 10 * (time.monotonic() - start))
 
     def _require_replica(self) -> Replica:
         if self.replica is None:

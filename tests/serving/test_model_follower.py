@@ -1,0 +1,195 @@
+"""Publishers and followers of whole models: a follower has the bits of the trainer, whatever becomes of the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tritonemb as te
+from tests.server.jobs import local_servers
+from tests.serving.models import KINDS, Model, scores, train
+from tritonemb.serving import ModelFollower, Publisher
+from tritonemb.serving.publisher import PUBLISHED
+from tritonemb.storage import StorageError
+from tritonemb.utils import atomic_write, read_sealed, seal
+
+
+@pytest.fixture
+def trainer(request, tmp_path):
+    """A model of a kind, and its servers."""
+    model = Model(request.param, tmp_path / "rows")
+    if request.param != "server":
+        yield model
+        return
+    with local_servers(2) as servers:
+        te.server.attach(model, servers, 0)
+        yield model
+
+
+@pytest.mark.parametrize("trainer", KINDS, indirect=True)
+def test_followers_have_the_bits_of_the_trainer(trainer, tmp_path):
+    kind = "dynamic" if trainer.tables.configs[1].is_dynamic else "device"
+    publisher, served = Publisher(tmp_path / "p", most=4), Model(kind, seed=1)
+    follower = ModelFollower(served, tmp_path / "p", poll=None)
+    assert "No such file" in follower.problem
+    for step in range(1, 11):
+        train(trainer, step)
+        publisher.publish(trainer, step)
+        expected = scores(trainer)
+        assert follower.refresh(), follower.problem
+        assert follower.pending()
+        if step in (3, 7):  # several files at once
+            continue
+        follower.apply()
+        if follower.step != step:  # what came while an update was pending
+            assert follower.refresh()
+            follower.apply()
+        assert follower.step == step
+        assert not follower.pending()
+        assert torch.equal(scores(served), expected)
+        assert not follower.refresh()
+    state, expected = served.state_dict(), trainer.state_dict()
+    for name in ("tables.a.weight", "tables.b.weight", "dense.weight", "dense.bias"):
+        assert torch.equal(state[name], expected[name].cpu())
+    if kind == "dynamic":
+        assert torch.equal(state["tables.b.ids"], expected["tables.b.ids"])
+        assert trainer.tables["b"].statistics().evictions > 10
+    late = Model(kind, seed=2)
+    ModelFollower(late, tmp_path / "p", poll=None)
+    assert torch.equal(scores(late), scores(trainer))
+
+
+@pytest.fixture
+def chain(tmp_path):
+    """A folder with a full snapshot and two of changes; the manifests and the scores after each."""
+    model, publisher, manifests, expected = Model("dynamic"), Publisher(tmp_path / "p"), [], []
+    for step in range(1, 4):
+        train(model, step)
+        publisher.publish(model, step)
+        manifests.append(json.loads(read_sealed(tmp_path / "p" / PUBLISHED)))
+        expected.append(scores(model))
+    return tmp_path / "p", manifests, expected
+
+
+def use(folder: Path, manifest: dict) -> None:
+    atomic_write(folder / PUBLISHED, seal(json.dumps({key: manifest[key] for key in ("servers", "model", "step")})))
+
+
+def test_damage_of_any_byte_changes_nothing(chain):
+    folder, manifests, expected = chain
+    use(folder, manifests[0])
+    served = Model("dynamic", seed=1)
+    follower = ModelFollower(served, folder, poll=None)
+    use(folder, manifests[2])
+    for path in [folder / PUBLISHED, *(folder / name for name in manifests[2]["model"][0]["files"][1:])]:
+        content = path.read_bytes()
+        places = range(0, len(content), max(1, len(content) // 12))
+        damaged = [content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in places]
+        for bad in [*damaged, *(content[:at] for at in places)]:
+            path.write_bytes(bad)
+            assert not follower.refresh()
+            assert follower.problem is not None
+            path.write_bytes(content)
+    assert torch.equal(scores(served), expected[0])
+    assert (follower.step, follower.pending()) == (1, False)
+    assert follower.refresh()
+    follower.apply()
+    assert torch.equal(scores(served), expected[2])
+    assert (follower.step, follower.problem) == (3, None)
+
+
+def test_a_hole_is_refused_until_the_next_full_snapshot(chain):
+    folder, manifests, expected = chain
+    use(folder, manifests[0])
+    served = Model("dynamic", seed=1)
+    follower = ModelFollower(served, folder, poll=None)
+    hole = {**manifests[2], "model": [dict(manifests[2]["model"][0])]}
+    del (files := list(hole["model"][0]["files"]))[1]
+    hole["model"][0]["files"] = files
+    use(folder, hole)
+    assert not follower.refresh()
+    assert "is missing" in follower.problem
+    assert torch.equal(scores(served), expected[0])
+    model = Model("dynamic", seed=5)
+    Publisher(folder).publish(model, 9)
+    assert follower.refresh()
+    follower.apply()
+    assert follower.step == 9
+    assert torch.equal(scores(served), scores(model))
+
+
+@pytest.mark.parametrize("published", ["fp32", "int8"])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_quantized_rows(published, quantized, tmp_path):
+    """Rows are quantized by the publisher or by the follower: the bits are those of `te.quantize`."""
+    model, publisher = Model(), Publisher(tmp_path, rows=published)
+    publisher.publish(model)
+    served = te.quantize(Model(seed=1)) if quantized else Model(seed=1)
+    follower = ModelFollower(served, tmp_path, poll=None)
+    train(model, 3)
+    publisher.publish(model)
+    assert follower.refresh()
+    follower.apply()
+    expected = te.quantize(model)
+    for name in "ab":
+        table, weight = expected.tables[name], served.tables[name].weight
+        if not quantized:
+            table = model.tables[name].weight if published == "fp32" else table.dequantize()
+        assert torch.equal(weight, table.weight if quantized else table)
+
+
+@pytest.mark.parametrize("change", ["dense", "table", "rows", "capacity"])
+def test_another_model_is_refused(change, tmp_path):
+    model = Model("dynamic")
+    train(model, 1)
+    Publisher(tmp_path).publish(model)
+    served = Model("dynamic", seed=1)
+    if change == "dense":
+        served.dense = nn.Linear(11, 2)
+    elif change == "capacity":
+        table = te.TableConfig("b", None, 3, capacity=4, fallback_rows=4)
+        served.tables = te.nn.EmbeddingBagCollection([te.TableConfig("a", 300, 8), table])
+    else:
+        names = ("a", "c") if change == "table" else ("a", "b")
+        tables = [
+            te.TableConfig(names[0], 300 if change == "table" else 20, 8),
+            te.TableConfig(names[1], None, 3, capacity=64),
+        ]
+        served.tables = te.nn.EmbeddingBagCollection(tables)
+    before = {name: value.clone() for name, value in served.state_dict().items()}
+    follower = ModelFollower(served, tmp_path, poll=None)
+    parts = {
+        "dense": "dense.bias is float32",
+        "table": "'tables.b' was published",
+        "rows": "has 20 rows",
+        "capacity": "no room",
+    }
+    assert parts[change] in follower.problem
+    assert follower.step == 0
+    assert all(torch.equal(value, before[name]) for name, value in served.state_dict().items())
+
+
+def test_a_full_disk(small_disk):
+    """The publisher says so, the follower serves what it has, and the next snapshot is a full one."""
+    model, served, publisher = Model(), Model(seed=1), Publisher(small_disk / "p")
+    publisher.publish(model, 1)
+    follower, expected = ModelFollower(served, small_disk / "p", poll=None), scores(model)
+    free = shutil.disk_usage(small_disk).free
+    (small_disk / "filler").write_bytes(bytes(free - 8192))
+    train(model, 2)
+    model.tables.load_state_dict(Model(seed=7).tables.state_dict())  # all rows change
+    with pytest.raises(StorageError, match="could not be written"):
+        publisher.publish(model, 2)
+    assert not follower.refresh()
+    assert torch.equal(scores(served), expected)
+    (small_disk / "filler").unlink()
+    publisher.publish(model, 3)
+    assert len(json.loads(read_sealed(small_disk / "p" / PUBLISHED))["model"][0]["files"]) == 1
+    assert follower.refresh()
+    follower.apply()
+    assert torch.equal(scores(served), scores(model))
