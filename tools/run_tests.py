@@ -116,6 +116,9 @@ def main() -> None:
     name, *arguments = sys.argv[1:]
     jobs = int(os.environ.get("JOBS", "2"))
     queues = [Queue(passes, arguments, jobs, shown=not at) for at, passes in enumerate(selections()[name])]
+    if name == "test":  # with an empty cache each worker, and the server of rank processes, would compile these
+        compile_kernels = [sys.executable, "-c", "import tests.preloaded"]
+        subprocess.run(compile_kernels, cwd=ROOT, env=os.environ | ENVIRONMENT, check=False)
     threads = [threading.Thread(target=queue.run) for queue in queues]
     for thread in threads:
         thread.start()
