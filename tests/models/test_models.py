@@ -79,7 +79,7 @@ def test_a_model_is_one_graph(name):
         features = sparse if function is not twin else make_batch()[1]
         F.binary_cross_entropy_with_logits(function(dense, features), labels).backward()
     gradients = [{n: p.grad for n, p in m.named_parameters() if p.grad is not None} for m in (model, twin)]
-    # The compiler orders sums of float32 in its own way.
+    # The compiler orders sums of float32 in its factory way.
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
     tables = [{k: v for k, v in m.state_dict().items() if "weight" in k and "embeddings" in k} for m in (model, twin)]
     torch.testing.assert_close(*tables, rtol=1e-4, atol=1e-5)
@@ -190,8 +190,8 @@ def test_runs_name_a_model_and_its_options(tmp_path: Path, capsys):
     log.write_text("\n".join([header, *lines]))
     columns = ["--label", "click", "--dense", "price", "--sparse", "user", "item", "--num-embeddings", "50"]
     train = ["train", "--data", str(log), *columns, "--top-mlp", "8", "--batch-size", "50", "--embedding-dim", "4"]
-    own = f"{__name__}:build_own"
-    for model, options in (("finalmlp", ["--num-heads", "4", "--gate-features", "user"]), (own, [])):
+    factory = f"{__name__}:build_own"
+    for model, options in (("finalmlp", ["--num-heads", "4", "--gate-features", "user"]), (factory, [])):
         out = tmp_path / model.replace(":", "-")
         assert main([*train, "--model", model, *options, "--out", str(out)]) == 0, capsys.readouterr().err
     # A checkpoint builds its model, but does not select code.
@@ -201,7 +201,7 @@ def test_runs_name_a_model_and_its_options(tmp_path: Path, capsys):
     with pytest.raises(ValueError, match="code that it must not select: pass model=FUNCTION"):
         te.load_run(out)
     assert 0 < te.load_run(out, model=build_own).predict({"price": 1, "user": "3", "item": "5"}) < 1
-    assert main(["evaluate", "--checkpoint", str(out), "--model", own]) == 0
+    assert main(["evaluate", "--checkpoint", str(out), "--model", factory]) == 0
     # Errors of a user.
     for arguments, text in (
         (["--model", "deepmf"], "did you mean 'deepfm'?"),

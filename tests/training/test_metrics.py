@@ -4,8 +4,9 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from tests.training import jobs
 from tritonemb.training import binary_metrics
-from tritonemb.training.metrics import predict_logits
+from tritonemb.training.metrics import GroupRecorder, grouped_auc, predict_logits
 
 
 def test_metrics_by_hand():
@@ -75,3 +76,64 @@ def test_a_model_is_in_its_mode_again_after_predictions(training, fails):
         predict_logits(model, batches(), torch.device("cpu"))
     assert seen == [[False] * 4]
     assert [module.training for module in model.modules()] == [training, training, not training, training]
+
+
+def slow_gauc(logits, labels, groups):
+    """Mean AUC of groups by pairs, weighted by rows and not."""
+    aucs, sizes = [], []
+    for group in groups.unique().tolist():
+        rows = (groups == group).nonzero()[:, 0].tolist()
+        wins = [
+            (logits[i] > logits[j]).item() + 0.5 * (logits[i] == logits[j]).item()
+            for i in rows for j in rows if labels[i] == 1 and labels[j] == 0
+        ]  # fmt: skip
+        if wins and len({logits[i].item() for i in rows}) > 1:
+            aucs.append(sum(wins) / len(wins))
+            sizes.append(len(rows))
+    weighted = sum(auc * size for auc, size in zip(aucs, sizes, strict=True)) / sum(sizes)
+    return weighted, sum(aucs) / len(aucs), len(aucs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gauc_is_the_mean_auc_of_the_groups_that_have_one(seed):
+    generator = torch.Generator().manual_seed(seed)
+    groups = torch.randint(-40, 40, (300,), generator=generator) << 40  # ids of dynamic tables may be negative
+    logits = torch.randint(-3, 3, (300,), generator=generator).float()  # many are equal
+    labels = torch.randint(2, (300,), generator=generator).float()
+    assert grouped_auc(logits, labels, groups) == pytest.approx(slow_gauc(logits, labels, groups), rel=1e-12)
+    metrics = binary_metrics(logits, labels, groups=torch.zeros(300, dtype=torch.int64))
+    assert (metrics.gauc, metrics.gauc_unweighted) == pytest.approx((metrics.auc, metrics.auc), rel=1e-12)
+
+
+def test_groups_of_one_row_one_label_or_equal_logits_are_left_out():
+    logits = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 1.0, 0.0, 2.0])
+    labels = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 1.0])
+    groups = torch.tensor([0, 1, 1, 2, 3, 3, 4, 4, 4])
+    assert grouped_auc(logits, labels, groups) == (0.5, 0.5, 1)
+    with pytest.raises(ValueError, match="no group has rows of both labels and logits that differ"):
+        grouped_auc(logits[:6], labels[:6], groups[:6])
+
+
+def evaluate_by_user(rank=0):
+    trainer = jobs.make_trainer(jobs.planted(), group_by="site")
+    metrics = trainer.evaluate("test")
+    trainer.close()
+    return metrics.gauc, metrics.gauc_unweighted, metrics.num_groups
+
+
+def test_evaluations_have_gauc_on_any_number_of_ranks(ranks):
+    data = jobs.planted()
+    trainer = jobs.make_trainer(data, group_by="site")
+    recorder = GroupRecorder(data.open("test", 50), "site")
+    logits, labels = predict_logits(trainer.model, recorder, torch.device("cpu"))
+    column = [feature.name for feature in data.features].index("site")
+    assert torch.equal(recorder.groups, data.test.columns[column].values.long())
+    expected = slow_gauc(logits, labels, recorder.groups)
+    assert evaluate_by_user() == pytest.approx(expected, rel=1e-6)
+    for result in ranks(2).run(evaluate_by_user):
+        assert result == pytest.approx(expected, rel=1e-4)  # rows are summed in another order
+    for name in ("tags", "usr"):
+        with pytest.raises(ValueError, match=f"a sparse column of one value per row, got '{name}': user, item"):
+            jobs.make_trainer(data, group_by=name)
+    with pytest.raises(ValueError, match="monitor is 'gauc', which needs group_by"):
+        jobs.make_trainer(data, monitor="gauc")

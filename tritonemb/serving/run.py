@@ -37,7 +37,14 @@ from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, store
 from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
-from tritonemb.training.metrics import Metrics, binary_metrics, predict_logits, probabilities
+from tritonemb.training.metrics import (
+    GroupRecorder,
+    Metrics,
+    binary_metrics,
+    check_group_by,
+    predict_logits,
+    probabilities,
+)
 from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
@@ -194,11 +201,15 @@ class Run:
         min_size = self._request_size if len(batch) < LARGE_BATCH else LARGE_BATCH
         return probabilities(self._logits([pad_batch(batch, min_size)])).numpy()
 
-    def evaluate(self, data: Any = None, *, batch_size: int = 8192) -> Metrics:
-        """Compute the metrics on rows with labels: a log or a data frame, by default the run's test rows."""
+    def evaluate(self, data: Any = None, *, batch_size: int = 8192, group_by: str | None = None) -> Metrics:
+        """Compute the metrics on rows with labels: a log or a data frame, by default the run's test rows; GAUC by the
+        values of the sparse column `group_by`."""
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
-        with rows.open("test", batch_size) as batches:
-            return binary_metrics(*predict_logits(self.model, map(pad_batch, batches), self._device, self._precision))
+        check_group_by(group_by, rows.features)
+        with rows.open("test", batch_size) as stream:
+            batches = GroupRecorder(stream, group_by)
+            pair = predict_logits(self.model, map(pad_batch, batches), self._device, self._precision)
+            return binary_metrics(*pair, groups=batches.groups)
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
@@ -392,6 +403,7 @@ class EvaluateOptions(LoadOptions):
         data: log with labels: a file or a folder; the run's test rows if not given.
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer or of such a model.
         json: print the metrics as JSON.
+        group_by: sparse column, such as the user, by whose values rows are grouped for GAUC.
         batch_size: maximum number of rows per batch.
         device: device of the model.
         transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
@@ -399,17 +411,19 @@ class EvaluateOptions(LoadOptions):
 
     data: str | None = None
     json: bool = False
+    group_by: str | None = None
 
 
 def evaluate(options: EvaluateOptions) -> str:
     """Evaluate a run; return the text. Raise ValueError or FileNotFoundError for an unusable checkpoint or log."""
     run = options.load()
-    metrics = run.evaluate(options.data, batch_size=options.batch_size)
+    metrics = run.evaluate(options.data, batch_size=options.batch_size, group_by=options.group_by)
     return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"
 
 
 def describe(metrics: Metrics) -> str:
     """Format metrics as lines of text: one per number, then the calibration curve."""
-    numbers = [(name, f"{getattr(metrics, key):.{0 if key == 'num_samples' else 4}f}") for key, name in METRICS.items()]
+    values = ((key, name, getattr(metrics, key)) for key, name in METRICS.items())
+    numbers = [(name, f"{n:.{0 if key == 'num_samples' else 4}f}") for key, name, n in values if n is not None]
     curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
     return "\n".join([*align_columns(numbers), *align_columns([("rows", "mean score", "share of clicks"), *curve])])

@@ -61,11 +61,18 @@ class EvaluationOptions(Options):
         evaluate_every: steps between two evaluations; the end of each epoch if not given.
         monitor: metric by which the best checkpoint is chosen.
         patience: consecutive evaluations without improvement after which training stops; never if not given.
+        group_by: sparse column, such as the user, by whose values rows are grouped for GAUC.
     """
 
     evaluate_every: int | None = number(None, least=1)
-    monitor: Literal["auc", "log_loss", "normalized_entropy"] = "auc"
+    monitor: Literal["auc", "log_loss", "normalized_entropy", "gauc"] = "auc"
     patience: int | None = number(None, least=1)
+    group_by: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.monitor == "gauc" and self.group_by is None:
+            raise ValueError("monitor is 'gauc', which needs group_by, a sparse column such as the user")
 
 
 @dataclass(frozen=True)

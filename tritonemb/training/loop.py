@@ -298,7 +298,7 @@ class Evaluations:
         if (metrics := self.metrics("validation")) is None:
             return
         value, previous_best = getattr(metrics, monitor), progress.best
-        best = previous_best is None or bool(value > previous_best if monitor == "auc" else value < previous_best)
+        best = previous_best is None or (value > previous_best if monitor.endswith("auc") else value < previous_best)
         progress.evaluations_since_best = 0 if best else progress.evaluations_since_best + 1
         if best:
             progress.best, progress.best_step = value, progress.step

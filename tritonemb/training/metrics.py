@@ -1,9 +1,10 @@
 """Metrics of click probabilities, and evaluation of a split."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +14,13 @@ from torch.nn import functional as F
 from tritonemb.data import Batch, Split
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
+from tritonemb.data.protocol import Batches, Feature
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
 from tritonemb.training.step import Forward, logits_of, take
 from tritonemb.training.train_state import TrainState
+from tritonemb.utils import join_names
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,9 @@ class Metrics:
         best_threshold: probability threshold with the largest F1, the harmonic mean of precision and recall.
         best_f1: F1 at this threshold.
         calibration: curve in ten bins of equal size by probability: rows, mean probability, fraction of clicks.
+        gauc: mean AUC of the groups, such as users, weighted by their rows (Zhou et al., 2018); None without groups.
+        gauc_unweighted: mean AUC of the groups.
+        num_groups: groups with an AUC: rows of both labels, and logits that differ.
     """
 
     auc: float
@@ -45,11 +51,16 @@ class Metrics:
     best_threshold: float = 0.0
     best_f1: float = 0.0
     calibration: tuple[tuple[int, float, float], ...] = ()
+    gauc: float | None = None
+    gauc_unweighted: float | None = None
+    num_groups: int = 0
 
 
-def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
-    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}. Raise ValueError if the shapes differ, a
-    logit is NaN, or all labels are the same, for which AUC is undefined."""
+def binary_metrics(
+    logits: Tensor, labels: Tensor, seconds: float | None = None, groups: Tensor | None = None
+) -> Metrics:
+    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}; `groups` int64 `[N]` are those of GAUC.
+    Raise ValueError if the shapes differ, a logit is NaN, or all labels are the same, for which AUC is undefined."""
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
     logits, labels = logits.detach().double(), labels.double()
@@ -63,9 +74,72 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     auc = exact_auc(logits, labels)
     speed = labels.numel() / seconds if seconds else 0.0
+    grouped = (None, None, 0) if groups is None else grouped_auc(logits, labels, groups)
     logits, order = logits.sort(stable=True)
     curves = *best_threshold(logits, labels[order]), calibration_of(logits, labels[order])
-    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed, 0, *curves)
+    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed, 0, *curves, *grouped)
+
+
+def grouped_auc(logits: Tensor, labels: Tensor, groups: Tensor) -> tuple[float, float, int]:
+    """Return the mean AUC of the groups, weighted by their rows and not, and their number; all inputs are `[N]`.
+
+    A group of one row, of one label or of equal logits has no AUC and is left out, as in TorchRec's GAUC; equal logits
+    of others count half. Raise UndefinedMetricsError if no group has one."""
+    order = logits.argsort(stable=True)
+    order = order[groups[order].argsort(stable=True)]
+    logits, labels, groups = logits[order], labels[order].double(), groups[order]
+    # Runs of equal logits of a group, in the order of groups and logits.
+    starts_group = F.pad(groups[1:] != groups[:-1], (1, 0), value=True)
+    starts_run = starts_group | F.pad(logits[1:] != logits[:-1], (1, 0), value=True)
+    group, run = starts_group.cumsum(0) - 1, starts_run.cumsum(0) - 1
+    group_of_run = group[starts_run]
+    positives, negatives = run.bincount(labels), run.bincount(1 - labels)
+    # Of each run: pairs with a negative of a smaller logit in its group, and half of the pairs within the run.
+    group_positives, group_negatives = group.bincount(labels), group.bincount(1 - labels)
+    smaller = negatives.cumsum(0) - negatives - (group_negatives.cumsum(0) - group_negatives)[group_of_run]
+    wins = group_of_run.bincount(positives * (smaller + negatives / 2))
+    pairs = group_positives * group_negatives
+    valid = (pairs > 0) & (group_of_run.bincount() > 1)
+    if not valid.any():
+        raise UndefinedMetricsError("no group has rows of both labels and logits that differ, so GAUC is not defined")
+    aucs, sizes = wins[valid] / pairs[valid], group.bincount()[valid].double()
+    return float(aucs @ sizes / sizes.sum()), float(aucs.mean()), len(aucs)
+
+
+def check_group_by(name: str | None, features: Iterable[Feature]) -> None:
+    """Raise ValueError unless `name` is None, or that of a feature with one id per row."""
+    names = [feature.name for feature in features if not feature.multi_hot]
+    if name is not None and name not in names:
+        raise ValueError(f"group_by must be a sparse column of one value per row, got {name!r}: {join_names(names)}")
+
+
+class GroupRecorder(Batches):
+    """Batches of a stream, of which `groups` records the ids of a feature with one id per row; None: nothing."""
+
+    def __init__(self, stream: Batches, feature: str | None) -> None:
+        self._stream, self._feature, self._ids = stream, feature, list[Tensor]()
+
+    def __next__(self) -> Batch:
+        batch = next(self._stream)
+        if self._feature is not None:
+            self._ids.append(batch.sparse[self._feature].values().long())
+        return batch
+
+    def wait(self, seconds: float) -> bool:
+        return self._stream.wait(seconds)
+
+    @property
+    def position(self) -> Mapping[str, Any]:  # type: ignore[override]
+        return self._stream.position
+
+    @property
+    def report(self) -> Any:  # type: ignore[override]
+        return self._stream.report
+
+    @property
+    def groups(self) -> Tensor | None:
+        """Ids int64 `[N]` of the batches so far."""
+        return None if self._feature is None else torch.cat([torch.zeros(0, dtype=torch.int64), *self._ids])
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -92,22 +166,25 @@ def calibration_of(logits: Tensor, labels: Tensor, num_bins: int = 10) -> tuple[
 def evaluate(state: TrainState, split: Split) -> Metrics:
     start = time.perf_counter()
     with state.ranks.monitor_failures():
-        logits, labels, skipped = score(state, split)
-        metrics = on_rank_zero(state.ranks.control, lambda: binary_metrics(logits, labels, time.perf_counter() - start))
+        logits, labels, skipped, groups = score(state, split)
+        seconds = time.perf_counter() - start
+        metrics = on_rank_zero(state.ranks.control, lambda: binary_metrics(logits, labels, seconds, groups))
     return replace(metrics, num_skipped=skipped)
 
 
-def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int]:
-    """Return logits and labels `[N]` of a split, gathered on rank zero, and the number of skipped rows. Collective."""
+def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int, Tensor | None]:
+    """Return logits and labels `[N]` of a split, gathered on rank zero, the number of skipped rows, and the groups
+    int64 `[N]` of `group_by`. Collective."""
     ranks, step = state.ranks, state.step
     state.settle()  # collectives of the pipeline and of the evaluation must not interleave
-    with state.open(split) as stream, state.steps(stream) as steps:
+    with state.open(split) as stream, state.steps(rows := GroupRecorder(stream, state.options.group_by)) as steps:
         batches = (batch for step_batches in steps for batch in take(step_batches))
         logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
         skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
     if (num_nan := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
         raise ValueError(f"{num_nan:.0f} logits of the {split} rows are NaN: {cause}")
-    return ranks.gather_to_first(logits), ranks.gather_to_first(labels), skipped
+    logits, labels = map(ranks.gather_to_first, (logits, labels))
+    return logits, labels, skipped, None if (groups := rows.groups) is None else ranks.gather_to_first(groups)
 
 
 def warn_of_repeated_rows(state: TrainState, max_test_rows: int = 1_000, max_train_rows: int = 100_000) -> str:

@@ -25,7 +25,7 @@ from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
-from tritonemb.training.metrics import Metrics, evaluate, probabilities, score
+from tritonemb.training.metrics import Metrics, check_group_by, evaluate, probabilities, score
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
@@ -97,6 +97,7 @@ class Trainer(TrainerOptions):
         for name in ("evaluate_every", "patience"):
             if getattr(self, name) is not None and "validation" not in self.data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
+        check_group_by(self.group_by, self.data.features)
 
         # Ranks, model, device, servers.
         ranks = Ranks(group_of(self.model), self.timeout)

@@ -58,7 +58,7 @@ class Lines(Callback):
         self._print(
             f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {metrics.auc:.4f}  "
             f"log loss {metrics.log_loss:.4f}  normalized entropy {metrics.normalized_entropy:.4f}"
-            f"{'  (best)' * evaluation.best}"
+            f"{'' if metrics.gauc is None else f'  GAUC {metrics.gauc:.4f}'}{'  (best)' * evaluation.best}"
         )
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:

@@ -33,6 +33,7 @@ MAX_VALUE_WIDTH = 60  # characters of a value on the terminal
 METRICS = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
     "best_threshold": "best threshold", "best_f1": "F1 at the best threshold", "num_samples": "rows",
+    "gauc": "GAUC", "gauc_unweighted": "GAUC, unweighted",
 }  # fmt: skip
 
 Event = Mapping[str, Any]
@@ -265,7 +266,9 @@ def tables_of(logs: Sequence[Events]) -> dict[str, dict[str, list[str]]]:
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
     differing_options = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
     metrics = [dict(_metric_texts(log)) for log in logs]
-    return {"Options": differing_options, "Metrics": {name: [m[name] for m in metrics] for name in metrics[0]}}
+    rows = {name: [texts[name] for texts in metrics] for name in metrics[0]}
+    rows = {name: texts for name, texts in rows.items() if "GAUC" not in name or {*texts} != {"-"}}
+    return {"Options": differing_options, "Metrics": rows}
 
 
 def _metric_texts(log: Events) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,90 @@
+"""Top items in blocks and ranking metrics, against loops over a matrix of all scores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tritonemb.training import RankingMetrics, top_items
+
+NUM_QUERIES, NUM_ITEMS = 13, 37
+
+
+def ranked(queries, items, excluded=()):
+    """All items of each query by score, ties by item; excluded ones last."""
+    scores = (queries.double() @ items.double().T).tolist()
+    for query, item in excluded:
+        scores[query][item] = -math.inf
+    return [sorted(range(len(row)), key=lambda item, row=row: (-row[item], item)) for row in scores]
+
+
+def vectors(seed=0):
+    """Small integers, so that sums are exact and many scores are equal."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-2, 3, (n, 3), generator=generator).float() for n in (NUM_QUERIES, NUM_ITEMS)]
+
+
+@pytest.mark.parametrize("block_items", [1, 5, 37, 100])
+@pytest.mark.parametrize("k", [1, 4, 50])
+def test_top_items_are_those_of_a_full_sort(block_items, k):
+    queries, items = vectors()
+    scores, numbers = top_items(queries, items, k, block_items=block_items)
+    assert numbers.tolist() == [row[:k] for row in ranked(queries, items)]
+    assert torch.equal(scores, (queries @ items.T).gather(1, numbers))
+
+
+def test_excluded_items_come_last_and_shards_can_be_merged():
+    queries, items = vectors(1)
+    excluded = [(q, i) for q in range(NUM_QUERIES) for i in range(NUM_ITEMS) if (q * i) % 3 == 0]
+    pairs = tuple(torch.tensor(column) for column in zip(*excluded, strict=True))
+    expected = [row[:6] for row in ranked(queries, items, excluded)]
+    assert top_items(queries, items, 6, pairs, block_items=4)[1].tolist() == expected
+    parts = [top_items(queries, items[a:b], 6, pairs, first_item=a, block_items=7) for a, b in ((0, 20), (20, 37))]
+    scores, numbers = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+    order = scores.argsort(dim=1, descending=True, stable=True)[:, :6]
+    assert numbers.gather(1, order).tolist() == expected
+
+
+def test_metrics_are_those_of_loops_and_batches_add_up():
+    queries, items = vectors(2)
+    generator = torch.Generator().manual_seed(3)
+    relevant = [torch.randperm(NUM_ITEMS, generator=generator)[: q % 4].tolist() for q in range(NUM_QUERIES)]
+    ks, totals, count = (1, 5, 50), {}, 0
+    for row, positives in zip(ranked(queries, items), relevant, strict=True):
+        count += bool(positives)
+        for k in ks if positives else ():
+            hits = [position for position, item in enumerate(row[:k], 1) if item in positives]
+            values = {
+                "recall": len(hits) / len(positives),
+                "hit_rate": float(bool(hits)),
+                "ndcg": sum(1 / math.log2(p + 1) for p in hits)
+                / sum(1 / math.log2(p + 1) for p in range(1, min(k, len(positives)) + 1)),
+                "mrr": 1 / hits[0] if hits else 0.0,
+            }
+            for name, value in values.items():
+                totals[f"{name}@{k}"] = totals.get(f"{name}@{k}", 0.0) + value
+    metrics, parts = RankingMetrics(ks), [RankingMetrics(ks), RankingMetrics(ks)]
+    for start in range(0, NUM_QUERIES, 4):
+        batch = relevant[start : start + 4]
+        values = torch.tensor([item for items_of_query in batch for item in items_of_query], dtype=torch.int64)
+        offsets = torch.tensor([0, *map(len, batch)]).cumsum(0)
+        top = top_items(queries[start : start + 4], items, max(ks), block_items=10)[1]
+        for accumulator in (metrics, parts[start % 8 // 4]):  # as two ranks
+            accumulator.update(top, values, offsets)
+    assert metrics.compute() == pytest.approx({name: total / count for name, total in totals.items()}, rel=1e-12)
+    parts[0].sums += parts[1].sums
+    assert parts[0].compute() == pytest.approx(metrics.compute(), rel=1e-12)
+
+
+def test_bad_input():
+    queries, items = vectors()
+    with pytest.raises(ValueError, match="k must be at least 1, got 0"):
+        top_items(queries, items, 0)
+    with pytest.raises(ValueError, match="scores of items 5 and following are NaN"):
+        top_items(queries, items * torch.nan, 3, first_item=5)
+    with pytest.raises(ValueError, match="ks must be cutoffs of at least 1"):
+        RankingMetrics([])
+    with pytest.raises(ValueError, match="no query has relevant items"):
+        RankingMetrics().compute()
