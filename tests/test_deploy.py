@@ -27,6 +27,7 @@ from torch.distributed.run import get_args_parser
 
 import tritonemb as te
 from tests.docs.launch import check_fields
+from tools.containerfile import instructions
 from tritonemb import cli
 from tritonemb.serving.http import App
 from tritonemb.sharding import Constraint
@@ -441,6 +442,12 @@ def test_the_image_has_the_versions_of_ci_and_of_the_manifests():
         assert all((ROOT / source).exists() for source in sources.split()), sources
     assert CONTAINERFILE.rstrip().endswith("\nFROM plain")
     assert '\nENTRYPOINT ["tritonemb"]\n' in CONTAINERFILE
+
+
+def test_instructions_are_those_of_the_last_stage_and_of_its_base():
+    text = "FROM a AS b\n# no\nRUN c \\\n  # no\n  d\nFROM b AS e\nRUN f\n\nFROM b\nUSER 1\n"
+    assert instructions(text) == [["RUN", "c   d"], ["USER", "1"]]
+    assert instructions(CONTAINERFILE)[-1] == ["ENTRYPOINT", '["tritonemb"]']
 
 
 def test_the_page_names_what_there_is():
