@@ -188,6 +188,30 @@ def test_updates_are_applied_between_batches_and_a_failed_one_ends_scoring(serve
     updates.bias.data -= 1.0
 
 
+def test_published_steps_reach_the_served_model(served, tmp_path):
+    trained, loaded_run = (te.load_run(served.folder / "run") for _ in range(2))
+    publisher, weights = te.serving.Publisher(tmp_path), dict(trained.model.named_parameters())
+    raw = loaded_run.encoder.raw_rows(served.rows)
+
+    def publish(step: int) -> list[float]:
+        for weight in weights.values():
+            weight.data.mul_(1.5)
+        publisher.publish(trained.model, step)
+        return trained.predict(served.rows).tolist()
+
+    expected = publish(7)
+    updates = te.serving.ModelFollower(loaded_run, tmp_path, poll=None)
+    with Scorer(loaded_run, updates=updates) as scorer:
+        app = App(scorer, "", 1 << 16, 60.0)
+        assert scorer.submit(raw, 60.0).result(60).tolist() == expected
+        expected = publish(8)
+        assert updates.refresh(), updates.problem
+        assert scorer.submit(raw, 60.0).result(60).tolist() == expected
+        health = call(app, "GET", "/health")[1]
+    assert (health["status"], health["step"]) == ("ok", 8)
+    assert expected != served.scores.tolist()
+
+
 ERRORS = {
     "row 2: column 'age' is 'x', expected a number or nothing": [{}, {"age": "x"}],
     "row 1: column 'item' is '1.5', expected an integer": [{"item": 1.5}],

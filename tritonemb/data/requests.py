@@ -89,13 +89,15 @@ class RequestEncoder:
                 numbers[np.isnan(numbers)] = 0.0
         if numbers is None or (numbers >= encode.INFINITE).any() or (numbers < self._minimum[columns]).any():
             convert = partial(_convert, self.schema.dense, requests[0].shared, first)
-            numbers = np.array(convert(self._number, values, columns, _row_numbers(columns)), dtype=np.float64)
+            rows = np.arange(len(columns)) - np.searchsorted(columns, columns)
+            numbers = np.array(convert(self._number, values, columns, rows), dtype=np.float64)
         dense, logarithmic = encode.scale_numbers(numbers, False), self._logarithmic[columns]
         dense[logarithmic] = encode.scale_numbers(numbers[logarithmic], True)
         dense = dense[positions].reshape(len(self.schema.dense), num_rows).T
         # Ids: bags by feature, request and row, or one that rows share.
         items, features, positions = _collect(self._keys, requests)
-        rows, lengths = _row_numbers(features), np.ones(len(positions), dtype=np.int64)
+        # Positions in the columns, which ascend.
+        rows, lengths = np.arange(len(features)) - np.searchsorted(features, features), np.ones_like(positions)
         convert = partial(_convert, self.features, requests[0].shared, first)
         if self._multi_hot:
             bags = convert(self._bag, items, features, rows)
@@ -234,11 +236,6 @@ def _collect(names: Sequence[str], requests: Sequence[RawRows]) -> tuple[list[An
             repeats.extend((raw.num_rows,) if is_shared else [1] * raw.num_rows)
         counts.append(len(values) - start)
     return values, np.repeat(np.arange(len(names)), counts), np.repeat(np.arange(len(values)), repeats)
-
-
-def _row_numbers(columns: Array) -> Array:
-    """Positions of values in their columns, which ascend."""
-    return np.arange(len(columns)) - np.searchsorted(columns, columns)
 
 
 def _convert(

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from tritonemb.data.requests import RawRows, RequestEncoder
 from tritonemb.flight import TOKEN, check_exposure
 from tritonemb.server.metrics import format_metrics
+from tritonemb.serving.model_follower import ModelFollower
 from tritonemb.serving.run import LoadOptions
 from tritonemb.serving.scorer import OverloadedError, Scorer, warm_up
 from tritonemb.utils import number, require
@@ -176,6 +177,7 @@ class ServeOptions(LoadOptions):
         address: http://HOST:PORT on this machine only, or https://HOST:PORT; port 0 selects a free port.
         certificate: PEM file of the certificate, for TLS.
         key: PEM file of the private key, for TLS.
+        follow: folder of a publisher, whose updates are applied to the model between batches.
         warm_up: log whose rows are scored before the server is ready.
         batch_size: rows of a batch; a larger request is scored alone.
         max_queue: queued rows, beyond which requests are rejected with status 503.
@@ -188,6 +190,7 @@ class ServeOptions(LoadOptions):
     address: str = "http://127.0.0.1:8080"
     certificate: Path | None = None
     key: Path | None = None
+    follow: Path | None = None
     warm_up: str | None = None
     batch_size: int = number(512, least=1)
     max_queue: int = number(16_384, least=1)
@@ -211,10 +214,10 @@ def serve(options: ServeOptions) -> None:
         run = options.load()
         warm_up(run, options.warm_up)
         sys.setswitchinterval(SWITCH_INTERVAL)
-        with Scorer(run, batch_size=options.batch_size, max_queue=options.max_queue) as scorer:
+        updates = None if options.follow is None else ModelFollower(run, options.follow)
+        with Scorer(run, batch_size=options.batch_size, max_queue=options.max_queue, updates=updates) as scorer:
             app = App(scorer, token, options.max_body, options.timeout_ms / 1e3)
-            port = listener.getsockname()[1]
-            print(f"serving {run.path} at {options.address.rpartition(':')[0]}:{port}", flush=True)
+            print(f"serving {run.path} at {options.address.rpartition(':')[0]}:{listener.getsockname()[1]}", flush=True)
             run_server(app, listener, options.certificate, options.key)
 
 
@@ -224,8 +227,7 @@ def run_server(app: App, listener: socket.socket, certificate: Path | None = Non
 
     options = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
     options |= {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
-    config = uvicorn.Config(app, ws="none", lifespan="off", timeout_graceful_shutdown=30, **options)
-    app.server = uvicorn.Server(config)
+    app.server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", timeout_graceful_shutdown=30, **options))
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has stopped
         signal.signal(signal_number, lambda *_: None)
     app.server.run(sockets=[listener])
