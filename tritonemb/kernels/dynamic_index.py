@@ -317,16 +317,16 @@ def begin_insert_by_numpy(values: Tensor, keys: Tensor, distinct: bool = False) 
 
     The order of an id's positions does not matter.
     """
-    # Sort by key, then id.
     order = np.flatnonzero(keys.cpu().numpy() != NO_KEY)
     ids, tables = values.cpu().numpy()[order], keys.cpu().numpy()[order]
-    ascend = (tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (ids[1:] >= ids[:-1]))
-    if not (distinct or ascend.all()):  # ids of a checkpoint are sorted already
-        by_id = ids.argsort()
-        by_id = by_id[tables[by_id].argsort(kind="stable")]
-        order, ids, tables = order[by_id], ids[by_id], tables[by_id]
     heads = np.ones(ids.size, dtype=np.bool_)
-    heads[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
+    # Sort by key, then id, unless ids are distinct, or sorted already.
+    if not distinct:
+        if not ((tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (ids[1:] >= ids[:-1]))).all():
+            by_id = ids.argsort()
+            by_id = by_id[tables[by_id].argsort(kind="stable")]
+            order, ids, tables = order[by_id], ids[by_id], tables[by_id]
+        heads[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
     firsts, numbers = np.flatnonzero(heads), heads.cumsum(dtype=np.int32)
     fields = order, tables, numbers, ids[firsts], np.append(firsts, ids.size), tables[firsts], heads[firsts]
     return PendingInsert(*(torch.from_numpy(field).to(values.device) for field in fields))

@@ -241,7 +241,7 @@ class DynamicTable(Table):
         rule = MAX_USES, -1, 0  # the latest step, so that uses can be undone
         rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
         self.index.counters.update(inserts=-int((keys != NO_KEY).sum()))  # do not count loaded rows as inserts
-        self.index.tensors.uses[rows] = torch.stack([step.int(), count.clamp(max=MAX_USES).int()], 1)
+        self.index.tensors.entries[rows, 1] = step + (count.clamp(max=MAX_USES) << 32)  # both int32 of `uses`
         if "row" in state:
             allocated_rows, rows = rows, state["row"].to(ids)[order] - self.rows.config.row_origin
             self.index.set_row_numbers(allocated_rows, rows)

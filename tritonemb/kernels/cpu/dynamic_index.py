@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import called, compiled, inlined, parallel
+from tritonemb.kernels.cpu.jit import called, compiled, inlined, inlined_uncounted, parallel
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
 from tritonemb.kernels.cpu.simd import (
     atomic_increment,
@@ -48,18 +48,18 @@ def _view_index(fields):
     )  # fmt: skip
 
 
-@inlined
+@inlined_uncounted
 def _partition_of(index, bits):
     return np.int64(((np.uint64(bits) >> np.uint64(32)) * np.uint64(index.shard[0])) >> np.uint64(32)) - index.shard[1]
 
 
-@inlined
+@inlined_uncounted
 def _mask(sets):
     """Return `2^(L + 1) - 1` for `2^L ≤ sets < 2^(L + 1)`."""
     return (np.int64(2) << highest_bit(sets)) - 1
 
 
-@inlined
+@inlined_uncounted
 def _home_bucket(index, hash64):
     partition = _partition_of(index, hash64)
     sets = np.int64(index.num_sets[partition])
@@ -68,23 +68,23 @@ def _home_bucket(index, hash64):
     return (number if number < sets else number & (mask >> 1)) * index.num_sets.size + partition
 
 
-@inlined
+@inlined_uncounted
 def _digest_of(hash64):
     return max(np.int64(1), (hash64 >> DIGEST_SHIFT) & 255)
 
 
-@inlined
+@inlined_uncounted
 def _ways_with(index, bucket, digest):
     """Return the ways of a bucket with a digest, a bit each; digest 0 is an empty way."""
     return equal_ways(np.int64(index.digests.ctypes.data) + bucket * WAYS, digest)
 
 
-@inlined
+@inlined_uncounted
 def _id_of(index, slot):
     return index.ids[index.rows[slot], 0]
 
 
-@inlined
+@inlined_uncounted
 def _slot_in_bucket(index, bucket, digest, id):
     """Return the slot of an id in a bucket, -1 if it is not in it."""
     ways = _ways_with(index, bucket, digest)
@@ -119,7 +119,7 @@ def _slot_of(index, home, id):
     return slot
 
 
-@inlined
+@inlined_uncounted
 def _find_chunked(index, begin, end, ids, use, results, buffers):
     """Look up ids [begin, end) of one table in chunks: each loop over a chunk prefetches what the next one reads."""
     (table, step), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
@@ -174,16 +174,16 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
             _find_chunked(index, first, stop, ids, (table, steps[table]), results, buffers)
 
 
-@inlined
-def _prefetch_set(index, home):
+@inlined_uncounted
+def _prefetch_set(index, partition, home):
     """Prefetch what `_find_victim` reads of a home bucket's rows, if the partition is full."""
-    partitions, ways = index.num_sets.size, ~_ways_with(index, home, 0) & _ALL_WAYS
-    while ways != 0 and index.num_rows[home % partitions] == index.free.size // partitions:
+    ways = ~_ways_with(index, home, 0) & _ALL_WAYS
+    while ways != 0 and index.num_rows[partition] * index.num_sets.size == index.free.size:
         prefetch(np.int64(index.ids.ctypes.data) + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
         ways &= ways - 1
 
 
-@inlined
+@inlined_uncounted
 def _find_victim(index, home, step, max_step, half_life):
     """Return the slot of the row of a set to evict, -1 if none may be, its key (aged count, last step), and its id."""
     victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
@@ -209,7 +209,7 @@ def _find_victim(index, home, step, max_step, half_life):
         bucket = bucket + index.num_sets.size if bucket != home else index.overflowed.size + home % index.num_sets.size
 
 
-@inlined
+@inlined_uncounted
 def _return_from_overflow(index, partition, home, target):
     """Move one row of a set from an overflow bucket to slot `target` of its home bucket."""
     bucket = index.overflowed.size + partition
@@ -224,7 +224,7 @@ def _return_from_overflow(index, partition, home, target):
         bucket += index.num_sets.size
 
 
-@inlined
+@inlined_uncounted
 def _remove_slot(index, slot):
     """Remove the row of a slot from the index, and push it to the partition's free rows."""
     row = index.rows[slot]
@@ -273,31 +273,30 @@ def _split(index, partition):
             empty_ways &= empty_ways - 1
 
 
-@inlined
+@inlined_uncounted
 def _empty_slot(index, partition, home):
     """Return an empty slot of the home bucket, else of an overflow bucket, and count the overflow row."""
     empty_ways, bucket = _ways_with(index, home, 0), home
     if empty_ways == 0:
         index.overflowed[home] += 1
         index.num_overflow[partition] += 1
-        bucket = index.overflowed.size + partition
-        empty_ways = _ways_with(index, bucket, 0)
+        bucket = index.overflowed.size + partition - index.num_sets.size
         while empty_ways == 0:
             bucket += index.num_sets.size
             empty_ways = _ways_with(index, bucket, 0)
     return bucket * WAYS + lowest_bit(empty_ways)
 
 
-@inlined
+@inlined_uncounted
 def _insert(index, number, ids, begins, rules, table, evicted):
     """Insert new id `number` and return its row; write a victim and its row to `evicted`."""
     # Evict if the partition is full: from the id's set or the next one, else from the next set with an evictable row.
     id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
     home, partition = _home_bucket(index, mix(id)), _partition_of(index, mix(id))
-    if index.num_rows[partition] == index.free.size // partitions:
+    if index.num_rows[partition] * partitions == index.free.size:  # a division takes as long as a cache miss
         victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
         num_sets = np.int64(index.num_sets[partition])
-        _prefetch_set(index, (home // partitions + 1) % num_sets * partitions + partition)
+        _prefetch_set(index, partition, (home // partitions + 1) % num_sets * partitions + partition)
         for offset in range(num_sets):
             if victim >= 0 and offset > 1:
                 break
@@ -322,7 +321,7 @@ def _insert(index, number, ids, begins, rules, table, evicted):
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
     while (
         index.num_rows[partition] > MAX_ROWS_PER_SET * index.num_sets[partition]
-        and index.num_sets[partition] < index.overflowed.size // partitions
+        and index.num_sets[partition] * partitions < index.overflowed.size
     ):
         _split(index, partition)
     return row
@@ -334,6 +333,7 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
     tables, ids, begins, admitted = pending
     # By chunks of ids, whose digests and rows are prefetched.
     ids, begins, rows = _borrow_int64(ids), _borrow_int64(begins), _borrow_int64(rows)
+    rules, evicted = _borrow_int64(rules).reshape((-1, 3)), _borrow_int64(evicted).reshape((-1, 2))
     chunk, number = np.empty(CHUNK, dtype=np.int64), 0
     while number < ids.size:
         table, index = tables[number], _view_index(indexes[tables[number]])
@@ -352,7 +352,8 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
                     home = _home_bucket(index, mix(ids[chunk[i]]))
                     prefetch(row_of + (home * WAYS + lowest_bit(_ways_with(index, home, 0))) * 4, 1)
                 for i in range(size):
-                    _prefetch_set(index, _home_bucket(index, mix(ids[chunk[min(i + 1, size - 1)]])))
+                    hash64 = mix(ids[chunk[min(i + 1, size - 1)]])
+                    _prefetch_set(index, _partition_of(index, hash64), _home_bucket(index, hash64))
                     rows[chunk[i]] = _insert(index, chunk[i], ids, begins, rules, table, evicted)
                 size = 0
 
@@ -388,9 +389,8 @@ def _remove(fields, ids, rows):
     index = _view_index(fields)
     for i in range(ids.size):
         slot = _slot_of(index, _home_bucket(index, mix(ids[i])), ids[i])
-        rows[i] = -1
+        rows[i] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
         if slot >= 0:
-            rows[i] = index.rows[slot]
             _remove_slot(index, slot)
 
 

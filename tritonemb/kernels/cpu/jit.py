@@ -203,9 +203,13 @@ def uncounted(function: Callable[..., Any]) -> Any:
     return called(function, _nrt=False)
 
 
-def inlined(function: Callable[..., Any]) -> Any:
+def inlined(function: Callable[..., Any], **options: bool) -> Any:
     """Decorate as `called`, and always inline: a call passes arrays field by field and costs more than a short row."""
-    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True)(function)
+    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True, **options)(function)
+
+
+# As `uncounted`: atomic updates of reference counts take as long as the insertion of an id into an index.
+inlined_uncounted = functools.partial(inlined, _nrt=False)
 
 
 def parallel(function: Callable[..., Any], passes: int = 2) -> Any:
