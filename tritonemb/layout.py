@@ -23,6 +23,9 @@ TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
 FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS, ROW_IDS_STRIDE = range(8)
 SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
 HEADER_BYTES = 4  # of a quantized row: its scale and bias, both float16
+# In place of the bits per column of a quantized table: ids are replaced by addresses of rows, whose bits per column are
+# in the bits of the address above ADDRESS_BITS, which no system uses.
+INDEXED, ADDRESS_BITS = 1, 57
 ELEMENTS_PER_COUNTER = 8  # consecutive 16-bit elements of a row that one random counter rounds
 PIECE = 32  # gradients of a row that are summed sequentially
 SPAN = 32 * PIECE  # gradients of a row whose pieces are summed pairwise, before spans are added in order

@@ -215,6 +215,16 @@ def fully_shard_section(results: Row) -> str:
     return table_of(rows, columns)
 
 
+def quantized_section(results: Row) -> str:
+    """For every data set and dtype of rows: AUC, log loss, and bytes."""
+    columns = {
+        "data": "{data}", "rows": "{rows}", "AUC": "{auc:.4f}", "difference": "{auc_difference:+.5f}",
+        "± standard error": "{standard_error:.5f}", "log loss": "{log_loss:.4f}",
+        "its difference": "{log_loss_difference:+.5f}", "bytes of rows": "{bytes_share:.1%}",
+    }  # fmt: skip
+    return table_of(results["rows"], columns)
+
+
 def gpu_section(results: dict[str, Any]) -> str:
     """The conditions, medians beside peers and a copy, targets, and failures."""
     row = results["rows"][0]
@@ -290,6 +300,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "exchange-accuracy": ("docs/parallel.md", "exchange", exchange_section),
     "memory": ("docs/kernels.md", "memory", memory_section),
     "fully-shard": ("docs/offload.md", "fully-shard", fully_shard_section),
+    "quantized-accuracy": ("docs/quantize.md", "quantized-accuracy", quantized_section),
 }  # by kind of results: page, its section, and what writes that
 
 

@@ -20,9 +20,13 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.strategies import random_batch
+from tritonemb.kernels.quantized_bag import quantize_rows
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import (
+    ADDRESS_BITS,
     DISTINCT,
+    INDEXED,
+    NUM_ROWS,
     BatchGradient,
     DirectoryTensors,
     DynamicIndex,
@@ -105,6 +109,22 @@ def look_up(p: Problem, output_dtype: torch.dtype = torch.float32, check_bounds:
         output_dtype=output_dtype,
     )  # fmt: skip
     return [out]
+
+
+def look_up_quantized(p: Problem, bits: int) -> list[Tensor]:
+    """A lookup in rows of `bits` bits, or by their addresses, of 8 and of 4 bits in turn."""
+    counts = [(8, 4)[number % 2] if bits == INDEXED else bits for number in range(len(p.weights))]
+    tables = [quantize_rows(weight, count, False) for weight, count in zip(p.weights, counts, strict=True)]
+    values, all_bits = p.batch.values(), [bits] * len(tables)
+    if bits == INDEXED:
+        by_table = zip(p.batch.keys(), tables, counts, strict=True)
+        values = torch.cat([
+            p.batch[key].values() * rows.shape[1] + (rows.data_ptr() | count << ADDRESS_BITS)
+            for key, rows, count in by_table
+        ])  # fmt: skip
+    batch, layout = (values, p.batch.offsets(), p.sample_weights), p.layout._replace(tables=p.layout.tables.clone())
+    layout.tables[:, NUM_ROWS] = 2**63 - 1 if bits == INDEXED else layout.tables[:, NUM_ROWS]
+    return [load("quantized_bag", _kernels)(tables, all_bits, batch, layout, True, torch.float32)]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -287,6 +307,13 @@ def forward_cases() -> Iterator[Case]:
             return look_up(problem((dim, dim), dtype, longest=40))
 
         yield Case(f"forward-long-bags-{short(dtype)}-dim{dim}", call_bags, True)
+    for bits, pooling in itertools.product((8, 4, 2, INDEXED), ("mean", "none")):
+
+        def call_quantized(bits: int = bits, pooling: te.types.Pooling = pooling) -> list[Tensor]:
+            return look_up_quantized(problem((64, 64) if pooling == "none" else (64, 19), pooling=pooling), bits)
+
+        name = "by-address" if bits == INDEXED else f"int{bits}"
+        yield Case(f"forward-quantized-{name}-{pooling}", call_quantized, True)
     yield Case("forward-int32", lambda: look_up(problem(ids=torch.int32, weighted=True), torch.bfloat16), True)
     for dtype in (*FLOATS, *FLOAT8):
 

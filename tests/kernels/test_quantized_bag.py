@@ -14,6 +14,7 @@ import tritonemb as te
 from tests import plain
 from tests.strategies import TABLE_DTYPES, problems, random_batch, random_weights
 from tritonemb.kernels import quantized_bag as triton
+from tritonemb.kernels.by_torch import embedding_bag
 from tritonemb.kernels.cpu.quantized_bag import quantized_bag
 from tritonemb.kernels.quantized_bag import (
     dequantize_rows,
@@ -22,7 +23,7 @@ from tritonemb.kernels.quantized_bag import (
     quantized_bag_reference,
     to_aten,
 )
-from tritonemb.layout import make_layout
+from tritonemb.layout import ADDRESS_BITS, INDEXED, NUM_ROWS, make_layout
 
 BITS = (8, 4, 2)
 any_bits = pytest.mark.parametrize("bits", BITS)
@@ -185,6 +186,57 @@ def test_triton_looks_up_with_the_references_bits(device, pooled, data, dtype):
     result = triton.quantized_bag(*device_args, dtype)
     assert result.dtype == dtype
     assert torch.equal(result.cpu(), quantized_bag_reference(*cpu_args, dtype))
+
+
+def indexed(dims, pooled, device="cpu"):
+    """Arguments of a lookup in a table of 8 bits, and in tables whose rows of 8, 4 and 2 bits are addressed; and the
+    arguments of `embedding_bag` with the decoded rows."""
+    names = [f"t{number}" for number in range(len(dims))]
+    configs = [te.TableConfig(name, 12, dim) for name, dim in zip(names, dims, strict=True)]
+    batch = random_batch(dict.fromkeys(names, 12), names[::-1], 7, 5, True).to(device)
+    parts = [[quantize_rows(torch.randn(4, dim), b, False).to(device) for b in BITS] for dim in dims]
+    decoded = [
+        torch.cat([dequantize_rows(rows, b, dim) for rows, b in zip(table, BITS, strict=True)])
+        for table, dim in zip(parts, dims, strict=True)
+    ]
+    weights, bits = [parts[0][0].repeat(3, 1), *(parts[number][0] for number in range(1, len(dims)))], [8]
+    bits += [INDEXED] * (len(dims) - 1)
+    decoded[0] = dequantize_rows(weights[0], 8, dims[0])
+    values, ends = batch.values().clone(), batch.offsets()[::7].tolist()
+    for key, name in enumerate(batch.keys()):
+        table = parts[names.index(name)]
+        for position in range(ends[key], ends[key + 1]) if name != "t0" else ():
+            number, row = divmod(int(values[position]), 4)
+            values[position] = table[number][row].data_ptr() | BITS[number] << ADDRESS_BITS
+    layout = make_layout(configs, batch.keys(), pooled, device)
+    floats = decoded, batch.values(), batch.offsets(), batch.weights(), layout, True, FP32
+    addressed = values, batch.offsets(), batch.weights()
+    tables = layout.tables.clone()
+    tables[1:, NUM_ROWS] = 2**63 - 1
+    return (weights, bits, addressed, layout._replace(tables=tables), True, FP32), floats, parts
+
+
+@any_pooling
+@settings(max_examples=10)
+@given(dim=st.integers(1, 300))
+@pytest.mark.usefixtures("poisoned")
+def test_rows_by_address(pooled, dim):
+    args, floats, _rows = indexed([dim + n if pooled else dim for n in range(3)], pooled)
+    expected = embedding_bag(*floats)
+    assert torch.equal(quantized_bag(*args), expected)
+    assert torch.equal(quantized_bag_reference(*args), expected)
+
+
+@pytest.mark.triton
+@any_pooling
+@pytest.mark.usefixtures("poisoned")
+def test_triton_reads_rows_by_address(device, pooled):
+    args, floats, _rows = indexed([19] * 3, pooled, device)
+    layout = floats[4]
+    arrays = {name: getattr(layout, name).cpu() for name in ("tables", "lookups", "key_starts")}
+    decoded = [rows.cpu() for rows in floats[0]]
+    expected = embedding_bag(decoded, *(t.cpu() for t in floats[1:4]), layout._replace(**arrays), *floats[5:])
+    assert torch.equal(triton.quantized_bag(*args).cpu(), expected)
 
 
 def look_up_and_wait(kernel, *args):

@@ -33,7 +33,7 @@ def embedding_bag(
     errors.check_offsets(values, offsets, layout)
     num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.numel()
     out = torch.zeros(num_rows, layout.width, dtype=_sum_dtype(weights), device=values.device)
-    for table, positions, out_rows, scales, columns in _lookups_of(offsets, sample_weights, layout, out.dtype):
+    for table, positions, out_rows, scales, columns in lookups_of(offsets, sample_weights, layout, out.dtype):
         rows, valid_mask = _gather_rows(weights[table], values[positions], out.dtype)
         if check_bounds and not bool(valid_mask.all()):
             raise errors.invalid_id_error(int(positions[~valid_mask][0]), values, offsets, layout)
@@ -49,7 +49,7 @@ def sample_weight_gradient(
 ) -> Tensor:
     """Return `[N]`: the dot product of each position's row with its bag's gradient, scaled."""
     out = torch.zeros(values.numel(), dtype=_sum_dtype([*weights, grad]), device=values.device)
-    for table, positions, out_rows, scales, columns in _lookups_of(offsets, None, layout, out.dtype):
+    for table, positions, out_rows, scales, columns in lookups_of(offsets, None, layout, out.dtype):
         rows, _ = _gather_rows(weights[table], values[positions], out.dtype)
         out[positions] += (rows * grad[out_rows, columns].to(out.dtype)).sum(1) * scales[:, 0]
     return out
@@ -65,7 +65,7 @@ def _gather_rows(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tenso
     return weight[ids.to(torch.int64).where(valid_mask, 0)].to(dtype).where(valid_mask.unsqueeze(1), 0.0), valid_mask
 
 
-def _lookups_of(
+def lookups_of(
     offsets: Tensor, sample_weights: Tensor | None, layout: Layout, dtype: torch.dtype
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor, slice]]:
     """Yield each lookup's table, positions, their rows in the output, their scales, and its columns in the output."""
@@ -177,7 +177,7 @@ def sum_gradients(
         sums.append(clamped.new_zeros(end - begin, dim))
         pieces.append(piece_of_position)
     # Sum each piece in the order of positions, then each row's pieces.
-    for table, positions, out_rows, scales, columns in _lookups_of(offsets, sample_weights, layout, clamped.dtype):
+    for table, positions, out_rows, scales, columns in lookups_of(offsets, sample_weights, layout, clamped.dtype):
         grouped = pieces[table][positions] >= 0
         sums[table].index_add_(0, pieces[table][positions[grouped]], (clamped[out_rows, columns] * scales)[grouped])
     by_table = zip(rows, row_of, sums, strict=True)

@@ -43,13 +43,14 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import Batch, Layout, cached_fact
+from tritonemb.layout import ADDRESS_BITS, INDEXED, Batch, Layout, cached_fact
 
 MAX_BLOCK = 1024  # columns per tile; wider rows take several tiles
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane issues before it uses the first
 SHORT_BAG_VECTORS_IN_FLIGHT = 4  # loads for several short bags: each vector needs registers for its own sums
 MAX_ELEMENTS = 32  # elements per lane in flight, or in sums: 16-bit elements take 32-bit registers once widened
 NO_POSITION = tl.constexpr(2**62)
+BY_ADDRESS, TAG_SHIFT, ADDRESS_MASK = map(tl.constexpr, (-INDEXED, ADDRESS_BITS, 2**ADDRESS_BITS - 1))
 
 
 @jit(varying=["batch_size", "num_values"])
@@ -129,9 +130,16 @@ def _pool_kernel(
 @jit
 def _decode(rows, row, dim, columns, in_range, CODE, ALIGN):
     """Load columns of rows that are quantized to -CODE bits, as float32; zeros for rows and columns out of range."""
-    PER_BYTE: tl.constexpr = 8 // -CODE
-    start = rows + row * (4 + (dim + PER_BYTE - 1) // PER_BYTE)
-    if ALIGN % 4 == 0:
+    mask = in_range & (columns < dim)
+    if CODE == BY_ADDRESS:
+        bits = (row >> TAG_SHIFT).to(tl.int32)
+        start = (row & ADDRESS_MASK).to(tl.pointer_type(tl.uint8))
+        byte, shift, code_mask = columns * bits // 8, columns * bits % 8, (1 << bits) - 1
+    else:
+        PER_BYTE: tl.constexpr = 8 // -CODE
+        start = rows + row * (4 + (dim + PER_BYTE - 1) // PER_BYTE)
+        byte, shift, code_mask = columns // PER_BYTE, columns % PER_BYTE * -CODE, (1 << -CODE) - 1
+    if CODE != BY_ADDRESS and ALIGN % 4 == 0:
         header = tl.load(start.to(tl.pointer_type(tl.uint32)), mask=in_range, other=0)
     else:
         header = tl.load(start, mask=in_range, other=0).to(tl.uint32)
@@ -139,9 +147,8 @@ def _decode(rows, row, dim, columns, in_range, CODE, ALIGN):
             header |= tl.load(start + i, mask=in_range, other=0).to(tl.uint32) << (8 * i)
     scale, bias = (header & 0xFFFF).to(tl.uint16), (header >> 16).to(tl.uint16)
     scale, bias = scale.to(tl.float16, bitcast=True).to(tl.float32), bias.to(tl.float16, bitcast=True).to(tl.float32)
-    mask = in_range & (columns < dim)
-    packed = tl.load(start + 4 + columns // PER_BYTE, mask=mask, other=0).to(tl.int32)
-    codes = (packed >> (columns % PER_BYTE * -CODE)) & ((1 << -CODE) - 1)
+    packed = tl.load(start + 4 + byte, mask=mask, other=0).to(tl.int32)
+    codes = (packed >> shift) & code_mask
     return tl.where(mask, codes.to(tl.float32) * scale + bias, 0.0)
 
 

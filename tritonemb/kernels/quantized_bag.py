@@ -7,18 +7,22 @@ the lowest bits of a byte on, without padding between rows. A column is `scale Â
 Rows are quantized between their minimum and maximum or, by the greedy search of Guan et al. (Post-training 4-bit
 quantization on embedding tables, https://arxiv.org/abs/1911.02079), in the part of that range with the least squared
 error: steps of 1/200 of the range, each from the end that leaves the smaller error, down to 84 % of it.
+
+Ids of tables of `INDEXED` bits are addresses of rows, of 2^63 - 1 in the layout: these rows may differ in their bits.
 """
 
 import math
 from collections.abc import Sequence
+from ctypes import string_at
 
 import torch
 from torch import Tensor
 
 from tritonemb.kernels.by_torch import embedding_bag as look_up_floats
+from tritonemb.kernels.by_torch import lookups_of
 from tritonemb.kernels.embedding_bag import look_up
 from tritonemb.kernels.triton_utils import TablesOfDtype, alignment_of
-from tritonemb.layout import HEADER_BYTES, ROW_DIM, Batch, Layout, cached_fact
+from tritonemb.layout import ADDRESS_BITS, HEADER_BYTES, INDEXED, ROW_DIM, Batch, Layout, cached_fact
 
 SEARCH_STEPS = 200  # of a row's range: those of ATen and FBGEMM, after the paper's
 SEARCHED_STEPS = 32  # 16 % of the range
@@ -37,7 +41,8 @@ def _by_bits(tables: Sequence[Tensor], bits: tuple[int, ...], layout: Layout) ->
     dims, groups = layout.tables[:, ROW_DIM].tolist(), []
     for count in sorted(set(bits)):
         members = [index for index, table_bits in enumerate(bits) if table_bits == count]
-        addresses = tuple(table.data_ptr() if index in members else 0 for index, table in enumerate(tables))
+        starts = [1 if count == INDEXED else table.data_ptr() for table in tables]  # 1: unused, but not 0
+        addresses = tuple(starts[index] if index in members else 0 for index in range(len(tables)))
         alignment, max_dim = alignment_of([tables[index] for index in members]), max(dims[index] for index in members)
         groups.append(TablesOfDtype(torch.float32, addresses, alignment, math.gcd(4, *dims), max_dim, count))
     return groups
@@ -47,9 +52,19 @@ def quantized_bag_reference(
     tables: Sequence[Tensor], bits: Sequence[int], batch: Batch, layout: Layout, check_bounds: bool, dtype: torch.dtype
 ) -> Tensor:
     """Look up `tables` `[T]` of uint8 rows with `bits` `[T]`; `batch` and result as those of `embedding_bag`."""
-    dims = layout.tables[:, ROW_DIM].tolist()
-    weights = [dequantize_rows(table, *sizes) for table, *sizes in zip(tables, bits, dims, strict=True)]
-    return look_up_floats(weights, *batch, layout, check_bounds, dtype)
+    (addresses, offsets, sample_weights), dims = batch, layout.tables[:, ROW_DIM].tolist()
+    values, size, by_table = addresses.clone(), addresses.numel(), zip(tables, bits, dims, strict=True)
+    weights = [torch.zeros(size, n) if b == INDEXED else dequantize_rows(rows, b, n) for rows, b, n in by_table]
+    for table, positions, *_ in lookups_of(offsets, None, layout, torch.float32) if INDEXED in bits else ():
+        for position in positions.tolist() if bits[table] == INDEXED else ():  # one row per position
+            count, address = divmod(int(addresses[position]), 1 << ADDRESS_BITS)
+            row = torch.tensor([[*string_at(address, row_bytes_of(dims[table], count))]], dtype=torch.uint8)
+            weights[table][position], values[position] = dequantize_rows(row, count, dims[table])[0], position
+    return look_up_floats(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
+
+
+def row_bytes_of(dim: int, bits: int) -> int:
+    return HEADER_BYTES + -(-dim * bits // 8)
 
 
 def quantize_rows(weight: Tensor, bits: int, search: bool) -> Tensor:
@@ -58,7 +73,7 @@ def quantize_rows(weight: Tensor, bits: int, search: bool) -> Tensor:
     ValueError for values that are not finite, or beyond float16.
     """
     num_rows, dim = weight.shape
-    rows = torch.empty(num_rows, HEADER_BYTES + -(-dim * bits // 8), dtype=torch.uint8, device=weight.device)
+    rows = torch.empty(num_rows, row_bytes_of(dim, bits), dtype=torch.uint8, device=weight.device)
     size = max(1, CHUNK_ELEMENTS // max(1, dim))
     for source, target in zip(weight.detach().split(size), rows.split(size), strict=True):
         values = source.float()
@@ -120,8 +135,8 @@ def dequantize_rows(rows: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def _view(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """View rows as another dtype; `Tensor.view` rejects the stride of a single row."""
-    return rows.flatten().view(dtype).view(rows.shape[0], rows.shape[1] * rows.element_size() // dtype.itemsize)
+    """Reinterpret a copy of rows as another dtype; `Tensor.view` rejects strides and offsets of parts of a tensor."""
+    return rows.flatten().clone().view(dtype).view(rows.shape[0], rows.shape[1] * rows.element_size() // dtype.itemsize)
 
 
 def to_aten(rows: Tensor, bits: int) -> Tensor:

@@ -9,7 +9,7 @@ from torch.nn.modules.sparse import Embedding as TorchEmbedding  # not from `tor
 from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection, TableCollection
+from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.single_table import SingleTable
 from tritonemb.ops.bag import Bags, are_ascending, check_ascending, count_unpadded, drop_padding, single_bag_offsets
 from tritonemb.ops.registry import graph_break, plain_eager
@@ -107,7 +107,7 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             raise TypeError(f"expected dense tensors, got {[*map(type, tensors)]}; see torch.tensor, to_dense")
         # Check the inputs, and choose between tritonemb's kernels and PyTorch's.
         is_nested, has_padding = input.is_nested and input.layout == torch.jagged, self.padding_idx is not None
-        is_valid, trained_ids = self._are_valid(input, offsets, per_sample_weights), None
+        is_valid, trained_ids = self._are_valid(input, offsets, per_sample_weights, self.weight.dtype), None
         has_last_offset = is_valid and self.include_last_offset and offsets is not None
         if is_valid and offsets is not None:
             check_ascending(offsets[:-1] if has_padding and has_last_offset else offsets, input.shape[0])
@@ -200,15 +200,15 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
             per_sample_weights = None if per_sample_weights is None else per_sample_weights[:end]
         return input, offsets, per_sample_weights
 
-    def _are_valid(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> bool:
+    def _are_valid(self, input: Tensor, offsets: Tensor | None, weights: Tensor | None, dtype: torch.dtype) -> bool:
         """Return whether the kernels support these arguments; PyTorch's module raises for invalid ones."""
         if input.dim() == 2:
             is_valid = offsets is None and (input.is_nested or input.shape[1] > 0)
         else:
             is_valid = input.dim() == 1 and offsets is not None and offsets.dim() == 1
             is_valid = is_valid and not (self.include_last_offset and offsets.shape[0] == 0)  # type: ignore[union-attr]
-        if per_sample_weights is not None and is_valid:
-            matches = per_sample_weights.dtype == self.weight.dtype and input.size() == per_sample_weights.size()
+        if weights is not None and is_valid:
+            matches = weights.dtype == dtype and input.size() == weights.size()
             is_valid = matches and self.mode == "sum"
         dtype = input.dtype if offsets is None else torch.promote_types(input.dtype, offsets.dtype)
         return is_valid and dtype in ID_DTYPES
@@ -301,7 +301,7 @@ class DynamicModule(SingleTable):
     With an optimizer, the `state_dict` also has `updates`, the number of steps, which Adam needs.
     """
 
-    _collection: TableCollection  # not a submodule, so that keys of `state_dict` have no prefix
+    _collection: Any  # of one table; not a submodule, so that keys of `state_dict` have no prefix
 
     @graph_break(
         "a module with num_embeddings=None assigns rows to new ids on the host; for one graph put its table into an "
@@ -319,7 +319,7 @@ class DynamicModule(SingleTable):
 
     @property
     def learning_rate(self) -> Tensor:
-        return self._collection._buffers["learning_rate"] if self.optimizer else super().learning_rate  # type: ignore
+        return self._collection._buffers["learning_rate"] if self.optimizer else super().learning_rate
 
     def skipped_rows(self) -> int:
         return sum(self._collection.skipped_rows().values())
@@ -353,16 +353,18 @@ class DynamicEmbeddingBag(DynamicModule, EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return pooled rows `[B, embedding_dim]`."""
-        tensors, table = [input, offsets, per_sample_weights], self.table
-        are_dense = all(t is None or (isinstance(t, Tensor) and not t.is_sparse and t.is_cpu) for t in tensors)
-        if input is None or not are_dense or not self._are_valid(input, offsets, per_sample_weights):
+        tensors, device = [input, offsets, per_sample_weights], self.table.weight.device
+        arguments = [t for t in tensors if t is not None]
+        are_dense = all(isinstance(t, Tensor) and not t.is_sparse and t.device == device for t in arguments)
+        dtype = getattr(self._collection, "output_dtype", self.weight.dtype)  # of quantized rows
+        if input is None or not are_dense or not self._are_valid(input, offsets, per_sample_weights, dtype):
             descriptions = [f"{t.dtype} {[*t.shape]} on {t.device}" if isinstance(t, Tensor) else t for t in tensors]
             raise ValueError(
-                "expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on the CPU, and with "
-                f"mode='sum' optionally per_sample_weights of this shape and {table.weight.dtype}; got {descriptions}"
+                f"expected int32 or int64 ids [B, L] with L > 0, or [N] with offsets, dense and on {device}, and "
+                f"with mode='sum' optionally per_sample_weights of this shape and {dtype}; got {descriptions}"
             )
         values, offsets, weights = self._flatten_batch(input, offsets, per_sample_weights)
-        batch = KeyedJaggedTensor([table.config.name], values, weights, offsets=offsets)
+        batch = KeyedJaggedTensor([self.table.config.name], values, weights, offsets=offsets)
         if self.padding_idx is not None:
             is_id = values != self.padding_idx
             ends = torch.cat([offsets.new_zeros(1), is_id.cumsum(0, dtype=offsets.dtype)])[offsets.long()]
@@ -376,12 +378,14 @@ class DynamicEmbedding(DynamicModule, Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return rows `[*, embedding_dim]`."""
-        if not isinstance(input, Tensor) or not input.is_cpu or input.layout != torch.strided:
-            raise TypeError(f"expected a dense tensor of ids on the CPU, got {getattr(input, 'layout', type(input))}")
+        device = self.table.weight.device
+        if not isinstance(input, Tensor) or input.device != device or input.layout != torch.strided:
+            raise TypeError(f"expected a dense tensor of ids on {device}, got {getattr(input, 'layout', type(input))}")
         if input.dtype not in ID_DTYPES:
             raise TypeError(f"ids must be int32 or int64, got {input.dtype}")
         ids, key = input.reshape(-1), self.table.config.name
-        positions = torch.arange(len(ids)) if self.padding_idx is None else (ids != self.padding_idx).nonzero()[:, 0]
+        is_id = torch.ones_like(ids) if self.padding_idx is None else ids != self.padding_idx
+        positions = is_id.nonzero()[:, 0]
         offsets = single_bag_offsets(positions.shape[0], ids.device)
         batch = KeyedJaggedTensor.unchecked([key], ids[positions], None, offsets)
         rows = self._look_up_batch(batch).values()

@@ -6,10 +6,11 @@ from tritonemb.serving.follower import Follower, look_up
 from tritonemb.serving.model_follower import ModelFollower
 from tritonemb.serving.package import check_contents, replace_table
 from tritonemb.serving.publisher import Publisher
-from tritonemb.serving.quantized_tables import QuantizedCollection, QuantizedTable, quantize
+from tritonemb.serving.quantized_tables import ByFrequency, QuantizedCollection, QuantizedTable, quantize
 from tritonemb.serving.run import Run, load_run
 
 __all__ = [
+    "ByFrequency",
     "Follower",
     "ModelFollower",
     "Publisher",

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.kernels.quantized_bag import dequantize_rows, quantize_rows
-from tritonemb.layout import partitions_of
+from tritonemb.layout import INDEXED, partitions_of
 from tritonemb.nn.collections import FusedModule
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_snapshot, successors
 from tritonemb.server.spec import CollectionSpec
 from tritonemb.serving.follower import PollingFollower
 from tritonemb.serving.publisher import PUBLISHED, contents_of
-from tritonemb.serving.quantized_tables import BITS, QuantizedTable
+from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.sharding.sharded_tensor import dtype_and_shape
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
@@ -40,7 +40,9 @@ class FollowedTable:
 
     def __init__(self, name: str, table: Any) -> None:
         self.name, self.table, self.dynamic = name, table, table if isinstance(table, DynamicTable) else None
-        self.bits = BITS[table.dtype] if isinstance(table, QuantizedTable) else 32
+        self.bits = table.bits if isinstance(table, QuantizedTable) else 32
+        if self.bits == INDEXED:
+            raise ValueError(f"table {name!r} is dynamic or quantized by frequency; quantize a new model instead")
         config = getattr(table, "config", table)  # a single table has none
         self.num_rows, self.dim = config.num_embeddings, config.embedding_dim
         self.is_cached = isinstance(table, Table) and table.rows.is_cached

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import HEADER_BYTES, dynamic_rows
+from tritonemb.layout import HEADER_BYTES, INDEXED, dynamic_rows
 from tritonemb.memory import bytes_of
 from tritonemb.models.pooled import SplitEmbeddingBagCollection
 from tritonemb.nn.collections import TableCollection
@@ -139,6 +139,8 @@ def check_exportable(model: nn.Module) -> None:
             problem = f"is sharded over ranks{checkpointed}"
         elif isinstance(module, SplitEmbeddingBagCollection):
             problem = f"has tables on embedding servers and others{checkpointed}, without servers="
+        elif isinstance(module, QuantizedTable) and module.bits == INDEXED:
+            problem = "is dynamic, or quantized by frequency; save its state_dict"
         elif isinstance(module, DynamicModule):
             problem = "is a dynamic table outside of a collection; put it into an EmbeddingBagCollection"
         elif any(map(is_offloaded, parameters)):

@@ -194,6 +194,11 @@ class CachedRows(DeviceRows):
             for _, fields in self._chunks(write=True):
                 function(fields)
 
+    def blocks(self, table: Table, rows: Index = None) -> Iterator[tuple[slice, Tensor]]:
+        self.write_back()
+        for at, fields in self._chunks(None if rows is None else rows.cpu()):
+            yield at, fields["weight"]
+
     def read(self, table: Table, rows: Index = None) -> dict[str, Tensor]:  # all rows by default
         self.write_back()
         rows, order = (None, None) if rows is None else rows.cpu().sort()

@@ -1,7 +1,7 @@
 """A table of a collection: its weight and its optimizer states, under their names in `state_dict`; its lock."""
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,6 +18,7 @@ from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 Tensors = Mapping[str, Tensor]
 Index = Tensor | None
+BLOCK_ELEMENTS = 1 << 22  # of a weight that is read block by block: 16 MiB of float32
 
 
 def draw_seed() -> int:
@@ -272,6 +273,13 @@ class DeviceRows:
     def update(self, table: Table, function: Callable[[dict[str, Tensor]], None]) -> None:
         """Call a function that changes weight and states in place, for chunks of rows that depend on shapes only."""
         function(table.device_tensors())
+
+    def blocks(self, table: Table, rows: Index = None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield weights of rows, ascending, all by default, in blocks, with their positions in `rows`."""
+        weight, step = table.weight.detach(), max(1, BLOCK_ELEMENTS // self.config.embedding_dim)
+        for first in range(0, len(weight) if rows is None else len(rows), step):
+            at = slice(first, first + step)
+            yield at, weight[at if rows is None else rows[at]]
 
     def read(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
         """Read weight and states of distinct rows; return copies by name."""

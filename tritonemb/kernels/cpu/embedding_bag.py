@@ -32,7 +32,7 @@ def make_sum(form: simd.RowFormat) -> Any:
         no_row: Any, scales: Any, size: Any, streamed: Any,
     ) -> None:  # fmt: skip
         # Positions are relative to the first bag's first id.
-        row_bytes = form.offset(builder, size)
+        row_bytes = LONG(1) if form.indexed else form.offset(builder, size)
         begin = item_at(builder, LONG, offsets, LONG(0))
         last = builder.sub(builder.sub(item_at(builder, LONG, offsets, num_bags), begin), LONG(1))
 
@@ -54,6 +54,7 @@ def make_sum(form: simd.RowFormat) -> Any:
             index = builder.add(index, LONG(PREFETCH_DISTANCE))
             index = builder.select(builder.icmp_signed("<", index, last), index, last)
             address = builder.add(row_address(index)[1], byte_offset)
+            address = builder.and_(address, LONG(simd.ADDRESS_MASK)) if form.indexed else address
             for line in form.lines(num_columns):
                 simd.emit_prefetch(builder, builder.add(address, LONG(line)))
 
@@ -144,7 +145,7 @@ def pool_samples(part, sum_rows, sizes, weights, layout, batch, output):
                 if has_scales:
                     _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales)
                 for position in range(begin, min(begin + PREFETCH_DISTANCE, end)):
-                    prefetch(addresses[table] + values[position] * row_bytes, row_bytes)
+                    prefetch((addresses[table] + values[position] * row_bytes) & simd.ADDRESS_MASK, row_bytes)
                 target = out + (block * width + lookups[lookup, COLUMN]) * 4, width * 4, streamed
                 bags = offsets.ctypes.data + first_bag * 8, last_bag - first_bag, values.ctypes.data + begin * 8
                 factors, rows = scales.ctypes.data if has_scales else 0, (addresses[table], num_table_rows, zero_row)
@@ -169,7 +170,8 @@ def gather_values(part, sum_rows, sizes, weights, layout, batch, output):
             row_bytes, rows = row_size(dim, dtypes[table]), (addresses[table], tables[table, NUM_ROWS], zero_row)
             for position in range(begin, end):
                 if position + PREFETCH_DISTANCE < end:
-                    prefetch(addresses[table] + values[position + PREFETCH_DISTANCE] * row_bytes, row_bytes)
+                    address = addresses[table] + values[position + PREFETCH_DISTANCE] * row_bytes
+                    prefetch(address & simd.ADDRESS_MASK, row_bytes)
                 target, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
                 bags = single_id_offsets.ctypes.data, 1, values.ctypes.data + position * 8
                 factors = factor if sample_weights.size else 0

@@ -16,7 +16,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
-from tritonemb.layout import HEADER_BYTES, PIECE, WAYS
+from tritonemb.layout import ADDRESS_BITS, HEADER_BYTES, INDEXED, PIECE, WAYS
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes: alignment and size of a streamed (non-temporal) store
@@ -24,6 +24,7 @@ _SUMS = (4, 16), (2, 16), (1, 16), (1, 8), (1, 4), (1, 1)  # tiles of columns (v
 PREFETCH_DISTANCE = 12  # ids between the prefetch of a row and its use
 _FLOAT, _HALF, (_BIT, _BYTE, _SHORT, _INT, LONG) = ir.FloatType(), ir.HalfType(), map(ir.IntType, (1, 8, 16, 32, 64))
 CACHE_LINE = 64  # bytes
+ADDRESS_MASK = (1 << ADDRESS_BITS) - 1
 
 
 def emitted(result: types.Type, *arguments: types.Type) -> Any:
@@ -120,8 +121,10 @@ def mix(x):
 
 @inlined
 def row_size(dim, dtype):
-    """Bytes per row of a dtype or, if `dtype` is negative, quantized to `-dtype` bits."""
-    return dim * (4 if dtype == FLOAT32 else 2) if dtype >= 0 else HEADER_BYTES + (7 - dim * dtype) // 8
+    """Bytes per row of a dtype or, if `dtype` is negative, quantized to `-dtype` bits; 1 if rows are addresses."""
+    if dtype < 0:
+        return 1 if dtype == -INDEXED else HEADER_BYTES + (7 - dim * dtype) // 8
+    return dim * (4 if dtype == FLOAT32 else 2)
 
 
 def load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
@@ -179,6 +182,7 @@ class RowFormat(NamedTuple):
     lines: Callable[[int], Iterable[int]]  # addresses in the cache lines of a number of columns, relative to the first
     load: Callable[..., list[Any]]  # (builder, row, byte offset, vectors, lanes): columns as float32
     arrange: Callable[[Any, list[Any]], list[Any]] = lambda _, vectors: vectors  # in the order of columns
+    indexed: bool = False  # whether rows are addresses, see `INDEXED`; then tiles are at their number of columns
 
 
 def format_of(dtype: int) -> RowFormat:
