@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import signal
@@ -64,7 +65,9 @@ def server(command: Sequence[str]) -> Iterator[tuple[int, int]]:
     try:
         while True:
             try:
-                socket.create_connection(("127.0.0.1", port)).close()
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+                connection.request("GET", "/")  # answered when the model is loaded
+                connection.getresponse().read()
                 break
             except ConnectionError:
                 if process.poll() is not None:
@@ -210,7 +213,7 @@ def main() -> None:
                         result = measure(port, process, requests, CONNECTIONS[shape], options.seconds)
                         key = implementation, shape
                         best[key] = max(best.get(key, result), result, key=lambda values: values["requests_per_s"])
-                        print(implementation, shape, {k: round(v, 2) for k, v in result.items()}, flush=True)
+                        print(implementation, shape, {k: round(float(v), 2) for k, v in result.items()}, flush=True)
         for shape in shapes:
             ratio = best["tritonemb", shape]["requests_per_s"] / best["FastAPI", shape]["requests_per_s"]
             print(f"{shape}: {ratio:.2f} times as many requests per second, goal {GOAL}")
