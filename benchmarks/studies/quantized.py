@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tritonemb.training.run import build_model
 
 import tritonemb as te
 from benchmarks.measuring.report import publish
@@ -29,6 +28,7 @@ from benchmarks.studies.accuracy import data_sets, standard_error
 from tritonemb.data import Dataset
 from tritonemb.training.config import TrainConfig, preset
 from tritonemb.training.metrics import binary_metrics
+from tritonemb.training.model import build_model
 
 DIM = 64
 MIXED = te.serving.ByFrequency(int8=0.05, int4=0.1, int2=0.75, drop=0.1)
