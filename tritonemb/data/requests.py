@@ -6,7 +6,7 @@ Logs are encoded column by column, with a fixed cost per column; here all column
 import math
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -238,15 +238,12 @@ def _collect(names: Sequence[str], requests: Sequence[RawRows]) -> tuple[list[An
     return values, np.repeat(np.arange(len(names)), counts), np.repeat(np.arange(len(values)), repeats)
 
 
-def _convert(
-    owners: Sequence[Any], shared: Mapping[str, Any], first: int, function: Callable[[Any, Any], Any],
-    values: Sequence[Any], columns: Array, rows: Array,
-) -> list[Any]:  # fmt: skip
+def _convert(owners: Any, shared: Any, first: int, convert: Any, values: Any, columns: Array, rows: Array) -> list[Any]:
     """Convert values one by one; ValueError names the row, counted from `first`, or the user."""
     results = []
     for value, column, row in zip(values, columns.tolist(), rows.tolist(), strict=True):
         try:
-            results.append(function(value, owners[column]))
+            results.append(convert(value, owners[column]))
         except ValueError as error:
             is_shared = getattr(owners[column], "name", owners[column]) in shared
             raise ValueError(f"{'user' if is_shared else f'row {first + row + 1}'}: {error}") from None
