@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
 from tritonemb.data.files import pa
-from tritonemb.serving import package
+from tritonemb.serving import aten, package
 from tritonemb.serving.package import MANIFEST
 from tritonemb.storage.checkpoint import read_manifest_text, write_manifest
 
@@ -248,3 +250,71 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     te.export(Model(KINDS["device"]), tmp_path / "x")
     with pytest.raises(FileExistsError, match="exists; remove it, or choose another folder"):
         te.export(Model(KINDS["device"]), tmp_path / "x")
+
+
+def tensors_of(size: int, num_ids: int) -> tuple[te.KeyedJaggedTensor, list[torch.Tensor]]:
+    """A batch, and the inputs of a program."""
+    lengths = torch.randint(4, (4, size))
+    batch = te.KeyedJaggedTensor.from_lengths(
+        [*"abcd"], torch.randint(num_ids, (int(lengths.sum()),)), lengths.flatten()
+    )
+    bags = [(batch[key].values(), batch[key].offsets()[:-1] - batch[key].offsets()[0]) for key in "abcd"]
+    return batch, [torch.randn(size, 3), *(tensor.contiguous() for bag in bags for tensor in bag)]
+
+
+ATEN_TABLES = [
+    config("a", "a"), dynamic("b", "b"), dynamic("c", "c", fallback_rows=4, pooling="mean"),
+    config("d", "d", pooling="mean", placement="host"),
+]  # fmt: skip
+DESCRIPTION = {
+    "config": {}, "run": {}, "reading": {"features": [{"name": name} for name in "abcd"], "num_dense": 3},
+}  # fmt: skip
+
+
+def aten_model(kind: str) -> nn.Module:
+    tables = [config(key, key, pooling=pooling) for key, pooling in zip("abcd", ["sum", "mean"] * 2, strict=True)]
+    tables = ATEN_TABLES if kind == "trained" else tables
+    model = te.models.DLRM(tables, 3, (8,), (8,), optimizer=te.optim.SGD(lr=0.5))
+    batch, (dense, *_) = tensors_of(20, 30)
+    model(dense, batch).sum().backward()
+    return model.eval() if kind == "trained" else te.quantize(model, "int8", tables={"b": "int4", "c": "int2"})
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["trained", "quantized"])
+def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
+    programs, model = [], aten_model(kind)
+
+    def compile_nothing(program: torch.export.ExportedProgram, package_path: str) -> None:
+        programs.append(program)
+        Path(package_path).touch()
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
+    aten.write_aten(tmp_path, model, DESCRIPTION)
+    assert {file.name for file in tmp_path.iterdir()} == {"model.pt2", "inputs.json"}
+    for size in (1, 2, 60):  # with ids that were never trained
+        batch, inputs = tensors_of(size, 40)
+        with torch.no_grad():
+            expected, actual = torch.sigmoid(model(inputs[0], batch)), programs[0].module()(*inputs)
+        # Sums are in another order; a scale of 8 bits was rounded to float16 before.
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.more
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_a_program_is_scored_in_cpp(tmp_path):
+    model = aten_model("trained")
+    aten.write_aten(tmp_path, model, DESCRIPTION)
+    root, program = Path(torch.__file__).parent, tmp_path / "score"
+    source = Path(__file__).parents[2] / "deploy/score.cpp"
+    flags = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib"]
+    libraries = ["-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run(["g++", "-std=c++20", "-O0", source, "-o", program, *flags, *libraries], check=True, timeout=200)
+    output = subprocess.run(
+        [program, tmp_path, "3", "4"], check=True, capture_output=True, text=True, timeout=60
+    ).stdout
+    batch = te.KeyedJaggedTensor.from_lists({key: [[1], [2, 3]] for key in "abcd"})
+    with torch.no_grad():
+        expected = torch.sigmoid(model(torch.ones(2, 3), batch))
+    assert [float(word) for word in output.split()] == pytest.approx(expected.tolist(), abs=1e-5)  # six digits
+    assert b"libpython" not in subprocess.run(["ldd", program], check=True, capture_output=True).stdout

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Batch, Layout
+from tritonemb.layout import HEADER_BYTES, Batch, Layout
 from tritonemb.ops.embedding_bag import check_devices, empty_output
 from tritonemb.ops.registry import define, kernel
 from tritonemb.ops.row_groups import check_ids
@@ -31,3 +31,22 @@ _quantized_bag = define(
         "quantized_bag", values.device
     )(tables, bits, (values, offsets, sample_weights), layout, check_bounds, dtype),
 )
+
+
+def aten_bag(rows: Tensor, ids: Tensor, offsets: Tensor, bits: int) -> Tensor:
+    """Sum the rows of bags by ATen's operator of rows of `to_aten`, float32 `[B, dim]`."""
+    name = "byte" if bits == 8 else f"{bits}bit"
+    result: Tensor = getattr(torch.ops.quantized, f"embedding_bag_{name}_rowwise_offsets")(rows, ids, offsets)
+    return result
+
+
+_SHAPES = torch.library.Library("quantized", "IMPL", "Meta")  # for `torch.export`; ATen has that of 8 bits only
+for _bits in (4, 2):
+    _name = f"embedding_bag_{_bits}bit_rowwise_offsets"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"quantized::{_name}", "Meta"):
+        _SHAPES.impl(
+            _name,
+            lambda rows, _, offsets, *_o, bits=_bits, **_k: rows.new_empty(
+                offsets.shape[0], (rows.shape[1] - HEADER_BYTES) * 8 // bits, dtype=torch.float32
+            ),
+        )

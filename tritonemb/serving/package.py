@@ -51,15 +51,15 @@ PAGE_BYTES = 4096  # alignment of tensors in a file, so that a row of up to a pa
 NO_DIGEST, NO_IDS = "0" * 64, torch.empty(0, dtype=torch.int64)
 
 
-def write_package(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Write a model into a folder, table by table; `values` are those of the manifest that describe it."""
+def write_package(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> dict[str, str]:
+    """Write a model into a folder; `values` are those of the manifest that describe it. Return the files of tables."""
     check_exportable(model)
     tables: dict[str, Any] = {}
     for path, collection in collections_of(model).items():
         modules = [collection[config.name] for config in collection.configs]
         tables |= zip(keys_of(path, collection), modules, strict=True)
     names = {key: f"{TABLES}/{n:03}-{quote(key, safe='')[:100]}.safetensors" for n, key in enumerate(tables)}
-    (folder / TABLES).mkdir()
+    (folder / TABLES).mkdir(parents=True)
     for key, table in tables.items():
         write_table(folder / names[key], table)
     dense: dict[str, Tensor] = {}
@@ -77,6 +77,7 @@ def write_package(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> 
     checksums = {name: checkpoint.size_and_checksum(folder / name) for name in files}
     entries = {"reading": reading, "versions": versions(), "tables": names, "files": checksums}
     checkpoint.write_manifest(folder, {**values, **entries}, MANIFEST)
+    return names
 
 
 def read_package(folder: Path) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def load_package(folder: Path, model: nn.Module, manifest: Mapping[str, Any]) ->
     if {*keys} != {*names}:
         raise ValueError(f"{folder} has the tables {sorted(names)}, the model {sorted(keys)}; use that of the export")
     for path, collection in parts.items():
-        loaded = _with_tables(collection, [folder / names[key] for key in keys_of(path, collection)])
+        loaded = _with_tables(collection, map_tables(path, collection, folder, names))
         parent, _, name = path.rpartition(".")
         if path:
             model.get_submodule(parent)._modules[name] = loaded
@@ -215,13 +216,18 @@ def load_table(path: Path, config: TableConfig) -> Any:
     return table
 
 
-def _with_tables(collection: Any, files: list[Path]) -> nn.Module:
-    """Return a collection like `collection` of the tables in these files, on the CPU."""
+def map_tables(path: str, collection: Any, folder: Path, names: Mapping[str, str]) -> list[Any]:
+    """Map the tables of a collection from their files, by their names in the model."""
     configs = [replace(config, placement="device", cache=CacheConfig()) for config in collection.configs]
-    loaded = [load_table(*pair) for pair in zip(files, configs, strict=True)]
+    return [load_table(folder / names[key], c) for key, c in zip(keys_of(path, collection), configs, strict=True)]
+
+
+def _with_tables(collection: Any, loaded: list[Any]) -> nn.Module:
+    """Return a collection like `collection` of mapped tables."""
+    configs = [table.config for table in loaded]
     kinds = {isinstance(table, QuantizedTable) for table in loaded}
     if len(kinds) > 1 or (isinstance(collection, QuantizedCollection) and False in kinds):
-        raise ValueError(f"{files[0].parent}: some tables of a collection are quantized, others are not; replace them")
+        raise ValueError("some tables of a collection are quantized, others are not; replace those that differ")
     if not isinstance(collection, QuantizedCollection):
         kind, tables = type(collection), collection.table_set
         collection = kind(configs, None, "meta", tables.bounds_check, tables.output_dtype)
