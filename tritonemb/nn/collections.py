@@ -84,7 +84,7 @@ class TableCollection(FusedModule):
     skipped: Tensor
     pending: Tensor
 
-    _pooled: ClassVar[bool]
+    pooled: ClassVar[bool]
 
     def __init__(
         self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None, device: Device = None,
@@ -93,7 +93,7 @@ class TableCollection(FusedModule):
         super().__init__()
         check_tables(tables, optimizer)
         self._check(tables)
-        table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self._pooled)
+        table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self.pooled)
         self.configs = table_set.configs
         self.feature_names = table_set.feature_names
         self._optimized = table_set if table_set.optimizer is not None else None
@@ -225,7 +225,7 @@ class EmbeddingBagCollection(TableCollection):
         TypeError: for ids other than int32 or int64.
     """
 
-    _pooled = True
+    pooled = True
 
     def _check(self, tables: Sequence[TableConfig]) -> None:
         for table in tables:
@@ -252,7 +252,7 @@ class EmbeddingCollection(TableCollection):
         ValueError: for tables with pooling "mean" or of different dims; for a feature of two tables.
     """
 
-    _pooled = False
+    pooled = False
 
     def _check(self, tables: Sequence[TableConfig]) -> None:
         dims = {table.name: table.embedding_dim for table in tables}

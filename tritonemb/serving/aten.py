@@ -18,7 +18,7 @@ from tritonemb.kernels.quantized_bag import to_aten
 from tritonemb.kernels.random import UNIT
 from tritonemb.ops.quantized_bag import aten_bag
 from tritonemb.serving.package import collections_of, map_tables, write_package
-from tritonemb.serving.quantized_tables import BITS, QuantizedTable
+from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.storage.checkpoint import size_and_checksum, write_manifest
 
 PACKAGE, DESCRIPTION = "model.pt2", "inputs.json"
@@ -30,7 +30,7 @@ class AtenTable(nn.Module):
     def __init__(self, table: Any) -> None:
         super().__init__()
         self.config, self.seed = table.config, getattr(table, "seed", 0)
-        self.bits = BITS[table.dtype] if isinstance(table, QuantizedTable) else 0
+        self.bits = table.bits if isinstance(table, QuantizedTable) else 0
         rows = table.weight.detach()
         if self.config.is_dynamic and not len(table.index.sorted_ids):
             raise ValueError(f"table {self.config.name!r} has no ids yet, so target 'aten' lacks it; train it first")
@@ -109,7 +109,7 @@ def write_aten(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> Non
     # Replace the collections of a copy.
     files = write_package(package := folder / "package", model, values)
     for path, collection in collections_of(model).items():
-        if not collection._pooled:
+        if not collection.pooled:
             raise ValueError(f"{path} is not pooled, so target 'aten' lacks it; export for target 'tritonemb'")
         memo[id(collection)] = AtenTables(map(AtenTable, map_tables(path, collection, package, files)))
     program = Program(copy.deepcopy(model, memo), names).eval()
