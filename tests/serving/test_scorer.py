@@ -349,3 +349,43 @@ def test_a_server_scores_over_http_and_finishes_requests_when_it_is_stopped(serv
     finally:
         process.kill()
         process.wait()
+
+
+def tensors_of(rows: list[dict[str, Any]], shared: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    """Inputs of the Open Inference Protocol; lists of tags are as long as one another."""
+    kinds = {"price": "FP64", "age": "INT64", "user": "BYTES", "item": "INT64", "tags": "BYTES"}
+    columns = {name: [row[name] for row in rows[: 1 if name in shared else None]] for name in NAMES}
+    shapes = {name: [len(column), *([2] if name == "tags" else [])] for name, column in columns.items()}
+    return [{"name": n, "shape": shapes[n], "datatype": kinds[n], "data": columns[n]} for n in NAMES]
+
+
+def test_tensors_of_the_open_inference_protocol_have_the_scores_of_predict(served, app):
+    rows = [{**row, "tags": ["a", "c"]} for row in served.rows[:9]]
+    status, content = call(app, "POST", "/v2/models/model/infer", {"inputs": tensors_of(rows), "id": "7"})
+    (output,) = content["outputs"]
+    assert (status, content["id"], output["shape"], output["datatype"]) == (200, "7", [9], "FP32"), content
+    assert np.float32(output["data"]).tolist() == served.run.predict(rows).tolist()
+    shared = [{**row, "user": rows[0]["user"], "tags": rows[0]["tags"]} for row in rows]
+    content = call(app, "POST", "/v2/models/model/infer", {"inputs": tensors_of(shared, ("user", "tags"))})[1]
+    assert np.float32(content["outputs"][0]["data"]).tolist() == served.run.predict(shared).tolist()
+    assert {entry["name"] for entry in call(app, "GET", "/v2/models/model")[1]["inputs"]} == {*NAMES}
+    assert call(app, "GET", "/v2/models/model/ready") == (200, {"ready": True})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": [8]}, "input 'age': shape [8] has 8 values, data has 9"), ({"data": "x"}, "data must be a list"),
+        ({"shape": [3, 3]}, "shape must be [N] or [N, 1]"), ({"shape": [-9]}, "shape must be"),
+        ({"shape": 9}, "shape must be"), ({"datatype": "INT7"}, "datatype 'INT7'"),
+        ({"name": "price"}, "the name must be new"), ({"name": 3}, "input 3"),
+        ({"name": "years"}, "missing columns: age"), ({"data": [*range(8), "x"]}, "row 9: column 'age' is 'x'"),
+        ({"data": list(range(8)), "shape": [8]}, "as many values as one another"),
+    ],
+)  # fmt: skip
+def test_malformed_tensors_are_rejected(served, app, change, message):
+    inputs = tensors_of([{**row, "tags": ["a", "c"]} for row in served.rows[:9]])
+    inputs[1] |= change
+    status, content = call(app, "POST", "/v2/models/model/infer", {"inputs": inputs})
+    assert (status, message in content["error"]) == (400, True), content
+    assert call(app, "POST", "/v2/models/model/infer", {"inputs": 3})[0] == 400

@@ -1,4 +1,4 @@
-"""`tritonemb serve`: the scores of a run over HTTP.
+"""`tritonemb serve`: the scores of a run over HTTP, for raw rows and for tensors of the Open Inference Protocol.
 
 uvicorn serves HTTP in one thread, which parses requests; a framework would cost as much as the score of a row.
 """
@@ -8,15 +8,18 @@ import hmac
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from tritonemb import __version__
 from tritonemb.data.requests import RawRows, RequestEncoder
 from tritonemb.flight import TOKEN, check_exposure
 from tritonemb.server.metrics import format_metrics
@@ -39,6 +42,7 @@ METRICS = {  # by key of the scorer's statistics: name, type and help text
     "age": "model_age_seconds gauge Seconds since this step was published.",
     "failing": "model_failing gauge 1 if newer updates cannot be applied.",
 }
+DATA_TYPES = re.compile("BOOL|BYTES|U?INT(8|16|32|64)|FP(16|32|64)")
 logger = logging.getLogger(__name__)
 
 
@@ -88,20 +92,51 @@ def parse_rows(body: Any, encoder: RequestEncoder) -> RawRows:
     return encoder.raw_rows(rows, shared)
 
 
+def parse_tensors(body: Any, encoder: RequestEncoder) -> RawRows:
+    """Rows of a request of the Open Inference Protocol: a tensor `[N]` or `[N, 1]` per column, `[N, L]` for lists; one
+    of `[1]` beside others of `[N]` is shared by all rows. ValueError for another form."""
+    tensors = body.get("inputs") if isinstance(body, dict) else None
+    if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
+        raise ValueError('expected {"inputs": [{"name": ..., "shape": ..., "datatype": ..., "data": ...}, ...]}')
+    lists, columns = {feature.name for feature in encoder.features if feature.multi_hot}, dict[str, list[Any]]()
+    for tensor in tensors:
+        name, shape, kind, data = (tensor.get(key) for key in ("name", "shape", "datatype", "data"))
+        sizes = shape if isinstance(shape, list) and all(type(size) is int for size in shape) else [-1]
+        if not isinstance(name, str) or name in columns or not DATA_TYPES.fullmatch(str(kind)):
+            raise ValueError(f"input {name!r}: the name must be new, and datatype {kind!r} one of {DATA_TYPES.pattern}")
+        if min(sizes) < 0 or len(sizes) not in (1, 2) or (sizes[1:] not in ([], [1]) and name not in lists):
+            raise ValueError(f"input {name!r}: shape must be [N] or [N, 1], or [N, L] for lists, got {shape!r}")
+        if not isinstance(data, list):
+            raise ValueError(f"input {name!r}: data must be a list; binary data is not supported")
+        values = [value for item in data for value in (item if isinstance(item, list) else (item,))]
+        if len(values) != prod(sizes):
+            raise ValueError(f"input {name!r}: shape {shape} has {prod(sizes)} values, data has {len(values)}")
+        width = prod(sizes[1:])
+        rows = ([values[i * width : (i + 1) * width] for i in range(sizes[0])]) if name in lists else values
+        columns[name] = rows
+    num_rows = max(map(len, columns.values()), default=0)
+    shared = {name: values[0] for name, values in columns.items() if len(values) == 1 < num_rows}
+    return encoder.raw_columns({name: columns[name] for name in columns if name not in shared}, shared)
+
+
 class App:
     """ASGI app of a scorer. If the token is not empty, all requests but those of /v2/health must present it. When the
     `server` is about to stop, it is not ready."""
 
     server: Any = None  # the uvicorn.Server
 
-    def __init__(self, scorer: Scorer, token: str, max_body: int, timeout: float) -> None:
-        self._scorer, self._token, self._max_body, self._timeout = scorer, token, max_body, timeout
+    def __init__(self, scorer: Scorer, token: str, max_body: int, timeout: float, name: str = "model") -> None:
+        self._scorer, self._token, self._max_body, self._timeout, self._name = scorer, token, max_body, timeout, name
         self._routes: dict[tuple[str, str], Callable[[bytes], Any]] = {
             ("GET", "/health"): lambda _: self._health(),
             ("GET", "/metrics"): lambda _: format_metrics(METRICS, [(scorer.statistics(), {})]),
             ("GET", "/v2/health/live"): lambda _: self._check({"live": True}, scorer.failure),
             ("GET", "/v2/health/ready"): lambda _: self._check({"ready": True}, self._problem()),
+            ("GET", "/v2"): lambda _: {"name": "tritonemb", "version": __version__, "extensions": []},
+            ("GET", f"/v2/models/{name}"): lambda _: self._metadata(),
+            ("GET", f"/v2/models/{name}/ready"): lambda _: self._check({"ready": True}, self._problem()),
             ("POST", "/score"): self._score,
+            ("POST", f"/v2/models/{name}/infer"): self._infer,
         }
 
     async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
@@ -143,8 +178,15 @@ class App:
         return bytes(body)
 
     async def _score(self, body: bytes) -> dict[str, Any]:
-        future = self._scorer.submit(parse_rows(parse_json(body), self._scorer.encoder), self._timeout)
-        return {"scores": (await asyncio.wrap_future(future)).tolist()}
+        return {"scores": await self._scores(parse_rows(parse_json(body), self._scorer.encoder))}
+
+    async def _infer(self, body: bytes) -> dict[str, Any]:
+        scores = await self._scores(parse_tensors(request := parse_json(body), self._scorer.encoder))
+        output = {"name": "score", "datatype": "FP32", "shape": [len(scores)], "data": scores}
+        return {"model_name": self._name, "id": request.get("id", ""), "outputs": [output]}
+
+    async def _scores(self, raw: RawRows) -> list[float]:
+        return (await asyncio.wrap_future(self._scorer.submit(raw, self._timeout))).tolist()
 
     def _problem(self) -> str:
         return self._scorer.failure or "the server is stopping" * bool(self.server and self.server.should_exit)
@@ -163,6 +205,15 @@ class App:
             status = "degraded"
         return {"status": status, "problem": problem, "checkpoint": str(self._scorer.run.path), **values}
 
+    def _metadata(self) -> dict[str, Any]:
+        encoder = self._scorer.encoder
+        inputs = [{"name": name, "datatype": "FP64", "shape": [-1]} for name in encoder.schema.dense]
+        for feature in encoder.features:
+            kind = "INT64" if feature.kind == "integers" else "BYTES"
+            inputs.append({"name": feature.name, "datatype": kind, "shape": [-1] * (1 + feature.multi_hot)})
+        output = {"name": "score", "datatype": "FP32", "shape": [-1]}
+        return {"name": self._name, "platform": "tritonemb", "inputs": inputs, "outputs": [output]}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
@@ -178,6 +229,7 @@ class ServeOptions(LoadOptions):
         certificate: PEM file of the certificate, for TLS.
         key: PEM file of the private key, for TLS.
         follow: folder of a publisher, whose updates are applied to the model between batches.
+        name: name of the model in the paths of the Open Inference Protocol, /v2/models/NAME.
         warm_up: log whose rows are scored before the server is ready.
         batch_size: rows of a batch; a larger request is scored alone.
         max_queue: queued rows, beyond which requests are rejected with status 503.
@@ -191,6 +243,7 @@ class ServeOptions(LoadOptions):
     certificate: Path | None = None
     key: Path | None = None
     follow: Path | None = None
+    name: str = "model"
     warm_up: str | None = None
     batch_size: int = number(512, least=1)
     max_queue: int = number(16_384, least=1)
@@ -216,7 +269,7 @@ def serve(options: ServeOptions) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
         updates = None if options.follow is None else ModelFollower(run, options.follow)
         with Scorer(run, batch_size=options.batch_size, max_queue=options.max_queue, updates=updates) as scorer:
-            app = App(scorer, token, options.max_body, options.timeout_ms / 1e3)
+            app = App(scorer, token, options.max_body, options.timeout_ms / 1e3, options.name)
             print(f"serving {run.path} at {options.address.rpartition(':')[0]}:{listener.getsockname()[1]}", flush=True)
             run_server(app, listener, options.certificate, options.key)
 
