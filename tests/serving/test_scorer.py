@@ -389,3 +389,13 @@ def test_malformed_tensors_are_rejected(served, app, change, message):
     status, content = call(app, "POST", "/v2/models/model/infer", {"inputs": inputs})
     assert (status, message in content["error"]) == (400, True), content
     assert call(app, "POST", "/v2/models/model/infer", {"inputs": 3})[0] == 400
+
+
+def test_an_idle_model_waits_for_others_and_slow_requests_are_logged(served, caplog):
+    slow, encoder = SlowRun(served.run), served.run.encoder
+    slow.gate.set()
+    with Scorer(slow, max_wait=60.0, batch_size=3, slow=0.0) as scorer:
+        futures = [scorer.submit(encoder.raw_rows([row])) for row in served.rows[:3]]
+        assert [future.result(60)[0] for future in futures] == served.scores[:3].tolist()
+    assert slow.sizes == [3]
+    assert "slow request: 1 rows took" in caplog.text

@@ -28,7 +28,7 @@ from tritonemb.serving.run import LoadOptions
 from tritonemb.serving.scorer import OverloadedError, Scorer, warm_up
 from tritonemb.utils import number, require
 
-READ_TIMEOUT = 10.0  # seconds for the body of a request
+READ_TIMEOUT = 10.0  # seconds for the head of a request, and for its body
 SWITCH_INTERVAL = 5e-4  # seconds until a computing thread yields the GIL; 5 ms, Python's default, would delay replies
 METRICS = {  # by key of the scorer's statistics: name, type and help text
     "requests": "requests_total counter Requests that were scored or failed.",
@@ -232,6 +232,8 @@ class ServeOptions(LoadOptions):
         name: name of the model in the paths of the Open Inference Protocol, /v2/models/NAME.
         warm_up: log whose rows are scored before the server is ready.
         batch_size: rows of a batch; a larger request is scored alone.
+        max_wait_ms: milliseconds that a request waits for others while the model is idle.
+        slow_ms: milliseconds beyond which a request is logged.
         max_queue: queued rows, beyond which requests are rejected with status 503.
         max_body: bytes of a request, beyond which it is rejected with status 413.
         timeout_ms: milliseconds in the queue, beyond which a request fails with status 504.
@@ -246,6 +248,8 @@ class ServeOptions(LoadOptions):
     name: str = "model"
     warm_up: str | None = None
     batch_size: int = number(512, least=1)
+    max_wait_ms: float = number(0.0, least=0)
+    slow_ms: float = number(1_000.0, positive=True)
     max_queue: int = number(16_384, least=1)
     max_body: int = number(8 << 20, least=1)
     timeout_ms: float = number(2_000.0, positive=True)
@@ -268,7 +272,9 @@ def serve(options: ServeOptions) -> None:
         warm_up(run, options.warm_up)
         sys.setswitchinterval(SWITCH_INTERVAL)
         updates = None if options.follow is None else ModelFollower(run, options.follow)
-        with Scorer(run, batch_size=options.batch_size, max_queue=options.max_queue, updates=updates) as scorer:
+        bounds: dict[str, Any] = {"max_wait": options.max_wait_ms / 1e3, "slow": options.slow_ms / 1e3}
+        bounds |= {"batch_size": options.batch_size, "max_queue": options.max_queue, "updates": updates}
+        with Scorer(run, **bounds) as scorer:
             app = App(scorer, token, options.max_body, options.timeout_ms / 1e3, options.name)
             print(f"serving {run.path} at {options.address.rpartition(':')[0]}:{listener.getsockname()[1]}", flush=True)
             run_server(app, listener, options.certificate, options.key)
@@ -277,10 +283,29 @@ def serve(options: ServeOptions) -> None:
 def run_server(app: App, listener: socket.socket, certificate: Path | None = None, key: Path | None = None) -> None:
     """Serve HTTP at a listening socket until SIGINT or SIGTERM."""
     import uvicorn
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+    class Protocol(HttpToolsProtocol):
+        """Protocol that closes a connection if the head of a request does not arrive in time."""
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.timer = self.loop.call_later(READ_TIMEOUT, transport.close)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self.timer.cancel()
+            self.timer = self.loop.call_later(READ_TIMEOUT, self.transport.close)
+
+        def on_headers_complete(self) -> None:
+            self.timer.cancel()
+            super().on_headers_complete()
 
     options = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}
     options |= {"ssl_certfile": certificate, "ssl_keyfile": key} if certificate else {}
-    app.server = uvicorn.Server(uvicorn.Config(app, ws="none", lifespan="off", timeout_graceful_shutdown=30, **options))
+    app.server = uvicorn.Server(
+        uvicorn.Config(app, http=Protocol, ws="none", lifespan="off", timeout_graceful_shutdown=30, **options)
+    )
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises them again when it has stopped
         signal.signal(signal_number, lambda *_: None)
     app.server.run(sockets=[listener])

@@ -45,16 +45,20 @@ class Scorer(Closeable):
     Args:
         run: see `load_run`; ValueError if it has transforms, or cannot score raw rows.
         batch_size: rows of a batch; a larger request is scored alone.
+        max_wait, slow: seconds that a request waits for others while the model is idle; after which it is logged.
         max_queue: queued rows, beyond which requests are rejected.
         updates: updates of the model, which the scorer applies between two batches: `step` is served, published `age`
             seconds ago; `problem` is why newer steps are not; `pending()` says whether to call `apply()`.
     """
 
-    def __init__(self, run: Run, *, batch_size: int = 512, max_queue: int = 16_384, updates: Any = None) -> None:
+    def __init__(
+        self, run: Run, *, batch_size: int = 512, max_queue: int = 16_384, max_wait: float = 0.0, slow: float = 1.0,
+        updates: Any = None,
+    ) -> None:  # fmt: skip
         if run.transforms:
             raise ValueError(f"{run.path}: a run with transforms cannot be served; transform rows before training")
         self.run, self.updates, self.encoder, self.failure = run, updates, run.encoder, ""
-        self._batch_size, self._max_queue = batch_size, max_queue
+        self._batch_size, self._max_queue, self._max_wait, self._slow = batch_size, max_queue, max_wait, slow
         self._queue, self._queued_rows, self._condition = deque[Request](), 0, threading.Condition()
         self._counts, self._milliseconds, self._closing = Counter[str](), Counter[str](), False
         self._thread = threading.Thread(target=self._work, name="tritonemb-scorer", daemon=True)
@@ -106,6 +110,9 @@ class Scorer(Closeable):
                 self._condition.wait(None if self.updates is None else POLL)
             if not self._queue:
                 return None if self._closing else batch
+            end = self._queue[0].arrival + self._max_wait
+            while self._queued_rows < self._batch_size and (seconds := end - time.monotonic()) > 0:
+                self._condition.wait(seconds)
             while self._queue and (not batch or size + self._queue[0].raw.num_rows <= self._batch_size):
                 batch.append(self._queue.popleft())
                 size += batch[-1].raw.num_rows
@@ -140,7 +147,10 @@ class Scorer(Closeable):
 
     def _finish(self, request: Request, result: Array | Exception) -> None:
         self._counts["requests"] += 1
-        self._milliseconds[str(ceil(1000 * (time.monotonic() - request.arrival)))] += 1
+        seconds = time.monotonic() - request.arrival
+        self._milliseconds[str(ceil(1000 * seconds))] += 1
+        if seconds >= self._slow:
+            logger.warning("slow request: %d rows took %.3f seconds", request.raw.num_rows, seconds)
         if isinstance(result, Exception):
             self._counts["errors"] += 1
             return request.future.set_exception(result)
