@@ -52,9 +52,15 @@ class Scorer(Closeable):
     """
 
     def __init__(
-        self, run: Run, *, batch_size: int = 512, max_queue: int = 16_384, max_wait: float = 0.0, slow: float = 1.0,
+        self,
+        run: Run,
+        *,
+        batch_size: int = 512,
+        max_queue: int = 16_384,
+        max_wait: float = 0.0,
+        slow: float = 1.0,
         updates: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if run.transforms:
             raise ValueError(f"{run.path}: a run with transforms cannot be served; transform rows before training")
         self.run, self.updates, self.encoder, self.failure = run, updates, run.encoder, ""
