@@ -48,7 +48,7 @@ def trained(data: Dataset, kernels: str, device: torch.device) -> dict[str, torc
 )
 def test_the_embedding_kernels_train_to_the_references_bits(make_data, device, monkeypatch):
     """With one formulation of the dense part for both: lookup, grouping and update have the references' bits."""
-    monkeypatch.setattr("tritonemb.nn.layers.is_fused", lambda *_: False)
+    monkeypatch.setattr("tritonemb.models.dlrm.is_fused", lambda *_: False)
     data = make_data()
     expected = trained(data, "reference", torch.device("cpu"))
     if device.type == "cpu":

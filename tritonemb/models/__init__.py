@@ -11,10 +11,10 @@ from torch import nn
 
 from tritonemb.models.dcnv2 import DCNv2, DCNv2Options
 from tritonemb.models.deepfm import DeepFM
-from tritonemb.models.dlrm import DLRM
+from tritonemb.models.dlrm import DLRM, DotInteraction
 from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
 
-__all__ = ["DLRM", "DCNv2", "DeepFM", "FinalMLP"]
+__all__ = ["DLRM", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP"]
 MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM, "finalmlp": FinalMLP}
 
 

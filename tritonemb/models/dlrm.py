@@ -7,9 +7,47 @@ from torch import Tensor, nn
 
 from tritonemb.jagged import Features
 from tritonemb.models.pooled import pooled_embeddings
-from tritonemb.nn.layers import MLP, DotInteraction
+from tritonemb.nn.layers import MLP
+from tritonemb.ops.interaction import interaction, is_fused
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
+
+
+class DotInteraction(nn.Module):
+    """Dot products of all pairs of feature vectors, after the dense vector, in one kernel; differentiable once.
+
+    Source: Naumov et al., arXiv:1906.00091, section 2.
+
+    Shapes: `dense [B, D]`, `sparse [B, F * D]` or `[B, F, D]`; result `[B, D + F * (F + 1) / 2]`: the dense vector,
+    then the lower triangle of the products of the `F + 1` vectors, row-major.
+
+    Args:
+        num_features: number of sparse vectors per sample, `F`.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        if num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {num_features}")
+        self.num_features = num_features
+        self.num_pairs = num_features * (num_features + 1) // 2  # products in the result
+
+    def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
+        """Return dense vector and products; raise ValueError unless `sparse` has `num_features` vectors of its
+        width."""
+        batch_size, dim = dense.shape
+        if sparse.numel() != batch_size * self.num_features * dim:
+            raise ValueError(
+                f"sparse must be [{batch_size}, {self.num_features} * {dim}] for dense {tuple(dense.shape)}, "
+                f"got {tuple(sparse.shape)}"
+            )
+        if is_fused(dense, sparse):
+            return interaction(dense, sparse.reshape(batch_size, self.num_features * dim))
+        vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(batch_size, self.num_features, dim)], dim=1)
+        products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+        num_vectors = self.num_features + 1
+        row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1, device=dense.device)
+        return torch.cat([dense, products.index_select(1, row * num_vectors + column)], dim=1)
 
 
 class DLRM(nn.Module):

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
-from tritonemb.nn.layers import MLP, CrossNetwork, DotInteraction
+from tritonemb.nn.layers import MLP, CrossNetwork
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.tables.cache import sequence_number
 from tritonemb.tables.cache_storage import CacheStatistics
@@ -16,9 +16,10 @@ from tritonemb.tables.table_set import PrefetchedFeatures, prefetch
 if TYPE_CHECKING:
     from tritonemb.models import DLRM as DLRM
     from tritonemb.models import DCNv2 as DCNv2
+    from tritonemb.models import DotInteraction as DotInteraction
 
 __all__ = [
-    "MLP", "CacheStatistics", "CrossNetwork", "DotInteraction", "DynamicStatistics",
+    "MLP", "CacheStatistics", "CrossNetwork", "DynamicStatistics",
     "DynamicTable", "Embedding", "EmbeddingBag", "EmbeddingBagCollection", "EmbeddingCollection",
     "PrefetchedFeatures", "TiledLinear", "prefetch", "sequence_number",
 ]  # fmt: skip
@@ -26,6 +27,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import a model of `tritonemb.models`, the layer above, at its first use."""
-    if name not in ("DLRM", "DCNv2"):
+    if name not in ("DLRM", "DCNv2", "DotInteraction"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("tritonemb.models"), name)
