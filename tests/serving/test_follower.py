@@ -80,8 +80,8 @@ def chosen(manifest: dict, *numbers: int) -> dict:
     return {"servers": {"tables": [{**chain, "files": [chain["files"][n] for n in numbers]} for chain in chains]}}
 
 
-def same(found: Rows, expected: Rows) -> bool:
-    return all(torch.equal(found[name].view(torch.int32), expected[name].view(torch.int32)) for name in IDS)
+def same(rows: Rows, expected: Rows) -> bool:
+    return all(torch.equal(rows[name].view(torch.int32), expected[name].view(torch.int32)) for name in IDS)
 
 
 def test_whole_snapshots_and_changes_have_the_bits_of_one_process(chain, folder):

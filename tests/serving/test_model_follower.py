@@ -161,7 +161,7 @@ def test_another_model_is_refused(change, tmp_path):
             te.TableConfig(names[1], None, 3, capacity=64),
         ]
         served.tables = te.nn.EmbeddingBagCollection(tables)
-    before = {name: value.clone() for name, value in served.state_dict().items()}
+    state = {name: value.clone() for name, value in served.state_dict().items()}
     follower = ModelFollower(served, tmp_path, poll=None)
     parts = {
         "dense": "dense.bias is float32",
@@ -171,7 +171,7 @@ def test_another_model_is_refused(change, tmp_path):
     }
     assert parts[change] in follower.problem
     assert follower.step == 0
-    assert all(torch.equal(value, before[name]) for name, value in served.state_dict().items())
+    assert all(torch.equal(value, state[name]) for name, value in served.state_dict().items())
 
 
 def test_a_full_disk(small_disk):

@@ -42,14 +42,14 @@ def test_files_have_the_rows_of_the_trainer(kind, tmp_path):
 def test_a_change_of_any_bit_changes_the_fingerprint():
     for dim, dtype in ((1, torch.float32), (3, torch.bfloat16), (64, torch.float32)):
         rows, ids = torch.randn(5, dim).to(dtype), torch.tensor([0, 1, -7, 2**62, 5])
-        before = fingerprint_rows(rows, ids)
-        assert (before != 0).all()
+        fingerprints = fingerprint_rows(rows, ids)
+        assert (fingerprints != 0).all()
         bits = rows.view(torch.uint8)
         for byte in range(bits.shape[1]):
             bits[2, byte] ^= 1 << byte % 8
-            assert (fingerprint_rows(rows, ids) != before).tolist() == [False, False, True, False, False]
+            assert (fingerprint_rows(rows, ids) != fingerprints).tolist() == [False, False, True, False, False]
             bits[2, byte] ^= 1 << byte % 8
-        assert (fingerprint_rows(rows, ids + 1) != before).all()
+        assert (fingerprint_rows(rows, ids + 1) != fingerprints).all()
 
 
 def test_only_changed_rows_are_written(tmp_path):
@@ -72,13 +72,13 @@ def test_a_full_disk(small_disk):
     """The publisher says so, the earlier manifest stays, and the next snapshot is a full one."""
     model, publisher = Model(), Publisher(small_disk)
     publisher.publish(model, 1)
-    before = published_rows(small_disk)[1]["tables.a"][7]
+    first_rows = published_rows(small_disk)[1]["tables.a"][7]
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
     with torch.no_grad():
         model.tables["a"].weight += 1
     with pytest.raises(StorageError, match="could not be written"):
         publisher.publish(model, 2)
-    assert torch.equal(published_rows(small_disk)[1]["tables.a"][7], before)
+    assert torch.equal(published_rows(small_disk)[1]["tables.a"][7], first_rows)
     (small_disk / "filler").unlink()
     publisher.publish(model, 3)
     assert len(json.loads(read_sealed(small_disk / PUBLISHED))["model"][0]["files"]) == 1

@@ -64,8 +64,8 @@ def test_results_are_those_of_the_decoded_tables(dtype):
     expected = decoded(model, quantized)
     for batch in (batch_of(), batch_of(False, torch.int32)):
         with torch.no_grad():
-            for result, wanted in zip(quantized(batch), expected(batch), strict=True):
-                assert torch.equal(result, wanted)
+            for result, rows in zip(quantized(batch), expected(batch), strict=True):
+                assert torch.equal(result, rows)
     assert quantized.bags(batch).dtype == dtype
 
 
@@ -215,8 +215,8 @@ def test_mixed_by_frequency():
     error = (static.dequantize() - collection["b"].weight).abs().mean(1)[order]
     assert error[:6].mean() < error[6:15].mean() / 8 < error[15:27].mean() / 16
     state = collection["a"].get_state()
-    kept = state["ids"][state["count"].argsort(descending=True, stable=True)[: dynamic.ids.numel()]]
-    assert torch.equal(kept.sort()[0], dynamic.ids)
+    stored_ids = state["ids"][state["count"].argsort(descending=True, stable=True)[: dynamic.ids.numel()]]
+    assert torch.equal(stored_ids.sort()[0], dynamic.ids)
     assert dynamic.ids.numel() == round(0.9 * len(state["ids"]))
     collection["a"].remove(state["ids"][~torch.isin(state["ids"], dynamic.ids)])
     collection["c"].remove(collection["c"].ids()[~torch.isin(collection["c"].ids(), quantized["c"].ids)])
