@@ -32,6 +32,7 @@ NEEDS = {
     "docs/from-torchrec.md": "torchrec",
     "docs/lightning.md": "lightning",
     "docs/offload.md": "safetensors",
+    "docs/serving.md": "uvicorn",
     "docs/tracking.md": "wandb mlflow optuna",
     "docs/transformers.md": "transformers",
 }

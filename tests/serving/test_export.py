@@ -193,6 +193,10 @@ def test_tables_are_replaced(tmp_path):
     # Nothing is replaced by a table of another kind, or by a damaged one.
     with pytest.raises(ValueError, match=r"cannot replace .*: name is 'b', expected 'a'"):
         te.serving.replace_table(old[0], new[1])
+    with pytest.raises(
+        ValueError, match=r"dense.safetensors is not the file of a table; expected one of the folder tables"
+    ):
+        te.serving.replace_table(old[0], folders[1] / "dense.safetensors")
     content = bytearray(new[0].read_bytes())
     content[-3] ^= 1
     new[0].write_bytes(content)

@@ -117,6 +117,20 @@ class SlowRun:
         return self._run.score(batch)
 
 
+@pytest.mark.parametrize("kind", [ValueError, FileNotFoundError, PermissionError, OverflowError])
+def test_an_error_of_the_model_is_not_one_of_the_request(served, kind):
+    class BrokenRun:
+        transforms, encoder, path = (), served.run.encoder, served.run.path
+
+        def score(self, batch: Any) -> Any:
+            raise kind("broken")
+
+    with Scorer(BrokenRun()) as scorer:
+        status, content = call(App(scorer, "", 1 << 20, 60.0), "POST", "/score", served.rows[0])
+    assert status == 500
+    assert "the model failed" in content["error"]
+
+
 def test_requests_share_batches_and_bad_ones_fail_alone(served):
     slow, encoder = SlowRun(served.run), served.run.encoder
     raws = [encoder.raw_rows([row]) for row in served.rows[:20]]

@@ -46,9 +46,15 @@ DATA_TYPES = re.compile("BOOL|BYTES|U?INT(8|16|32|64)|FP(16|32|64)")
 logger = logging.getLogger(__name__)
 
 
-# By kind of an error; the builtin ones are raised here.
-STATUS = {ValueError: 400, PermissionError: 401, FileNotFoundError: 404, OverflowError: 413, OverloadedError: 503}
-STATUS[TimeoutError] = 504
+STATUS = {ValueError: 400, OverloadedError: 503, TimeoutError: 504}  # by kind of an error
+
+
+class RejectedError(Exception):
+    """A request that is refused with a status before it is scored."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 def parse_json(body: bytes) -> Any:
@@ -147,6 +153,7 @@ class App:
             content = await result if asyncio.iscoroutine(result) else result
         except Exception as error:
             status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
+            status = error.status if isinstance(error, RejectedError) else status
             content = {"error": str(error) or f"the body did not arrive within {READ_TIMEOUT:g} seconds"}
             extra += [(b"retry-after", b"1")] * (status == 503) + [(b"www-authenticate", b"Bearer")] * (status == 401)
             extra += [(b"connection", b"close")] * (status in (401, 413))  # the body is unread
@@ -163,9 +170,9 @@ class App:
         expected = f"Bearer {self._token}".encode()
         is_authentic = hmac.compare_digest(headers.get(b"authorization", b""), expected)
         if self._token and not is_authentic and not path.startswith("/v2/health/"):
-            raise PermissionError(f"the token is missing or wrong: send Authorization: Bearer and {TOKEN}")
+            raise RejectedError(401, f"the token is missing or wrong: send Authorization: Bearer and {TOKEN}")
         if (method, path) not in self._routes:
-            raise FileNotFoundError(f"unknown path: {method} {path[:80]}")
+            raise RejectedError(404, f"unknown path: {method} {path[:80]}")
         return self._routes[method, path]
 
     async def _read(self, headers: Mapping[bytes, bytes], receive: Callable[[], Any]) -> bytes:
@@ -174,7 +181,7 @@ class App:
             while message.get("more_body") and max(size, len(body)) <= self._max_body:
                 body += (message := await receive()).get("body", b"")
         if max(size, len(body)) > self._max_body:
-            raise OverflowError(f"the body has more than {self._max_body:,} bytes; send fewer rows per request")
+            raise RejectedError(413, f"the body has more than {self._max_body:,} bytes; send fewer rows per request")
         return bytes(body)
 
     async def _score(self, body: bytes) -> dict[str, Any]:

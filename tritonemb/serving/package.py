@@ -191,6 +191,12 @@ def _schema_of(config: TableConfig) -> dict[str, Any]:
     return values | ({"kind": "dynamic", "bound": config.bound} if config.is_dynamic else {"kind": "static"})
 
 
+def _stored_schema(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    if "table" not in metadata:
+        raise ValueError(f"{path} is not the file of a table; expected one of the folder {TABLES} of an export")
+    return json.loads(metadata["table"])
+
+
 def _check_equal(title: str, actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     changed = [name for name, value in expected.items() if actual.get(name) != value]
     differences = [f"{name} is {actual.get(name)!r}, expected {expected[name]!r}" for name in changed]
@@ -201,7 +207,7 @@ def _check_equal(title: str, actual: Mapping[str, Any], expected: Mapping[str, A
 def load_table(path: Path, config: TableConfig) -> Any:
     """Map a table's file; raise ValueError unless it fits the table's config."""
     (tensors, metadata), expected = map_tensors(path), _schema_of(config)
-    schema = json.loads(metadata["table"])
+    schema = _stored_schema(path, metadata)
     bits = BITS.get(schema["kind"])
     _check_equal(str(path), schema, expected if bits is None else {**expected, "kind": schema["kind"]})
     rows, ids = tensors["rows"], tensors.get("ids", NO_IDS)
@@ -303,7 +309,7 @@ def replace_table(path: str | Path, source: str | Path) -> None:
         ValueError: the source is damaged, or of another table; nothing is changed.
     """
     path, source = Path(path), Path(source)
-    old, new = ({**json.loads(map_tensors(file)[1]["table"]), "seed": 0} for file in (path, source))
+    old, new = ({**_stored_schema(file, map_tensors(file)[1]), "seed": 0} for file in (path, source))
     _check_equal(f"{source} cannot replace {path}: it", new, old)
     with atomic_path(path, durable=True) as temporary:
         shutil.copyfile(source, temporary)

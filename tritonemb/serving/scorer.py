@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.batch import Array
+from tritonemb.data.batch import Array, Batch
 from tritonemb.data.requests import RawRows
 from tritonemb.serving.run import Run
 from tritonemb.utils import Closeable
@@ -117,7 +117,9 @@ class Scorer(Closeable):
             if not self._queue:
                 return None if self._closing else batch
             end = self._queue[0].arrival + self._max_wait
-            while self._queued_rows < self._batch_size and (seconds := end - time.monotonic()) > 0:
+            while (
+                not self._closing and self._queued_rows < self._batch_size and (seconds := end - time.monotonic()) > 0
+            ):
                 self._condition.wait(seconds)
             while self._queue and (not batch or size + self._queue[0].raw.num_rows <= self._batch_size):
                 batch.append(self._queue.popleft())
@@ -137,7 +139,7 @@ class Scorer(Closeable):
 
     def _score(self, requests: Sequence[Request]) -> None:
         try:
-            scores = self.run.score(self.encoder.encode([request.raw for request in requests]))
+            scores = self._run_model(self.encoder.encode([request.raw for request in requests]))
         except Exception as error:
             if len(requests) == 1:
                 return self._finish(requests[0], error)
@@ -150,6 +152,12 @@ class Scorer(Closeable):
             text = "a score is NaN: a number is too large for the model, or training has diverged"
             self._finish(request, ArithmeticError(text) if np.isnan(result).any() else result)
         return None
+
+    def _run_model(self, rows: Batch) -> Array:
+        try:
+            return self.run.score(rows)
+        except Exception as error:  # of any kind: it is not an error of the request
+            raise RuntimeError(f"the model failed: {error!r}") from error
 
     def _finish(self, request: Request, result: Array | Exception) -> None:
         self._counts["requests"] += 1
