@@ -96,15 +96,17 @@ class QuantizedTable(nn.Module):
         rows.masked_fill_(unknown_mask, -1)
         if num_fallback_rows:
             rows = rows.where(rows >= 0, partitions_of(ids, num_fallback_rows))
-        # Other ids read initial values, or zeros in a static table.
-        absent = nonzero(rows < 0)
-        values = torch.zeros(len(absent), self.config.embedding_dim, device=ids.device)
-        if self.config.is_dynamic:
-            fill_initial_(values, self._seed, self.config.bound, rows=ids[absent])
-        addresses, initial_rows = rows, quantize_rows(values, 8, search=False)
+        addresses = rows
         for bits, first, part in self._parts():
             base = part.data_ptr() | bits << ADDRESS_BITS
             addresses = addresses.where(rows < first, (rows - first) * part.shape[1] + base)
+        # Other ids read initial values, or zeros in a static table.
+        if not len(absent := nonzero(rows < 0)):
+            return addresses, self.weight
+        values = torch.zeros(len(absent), self.config.embedding_dim, device=ids.device)
+        if self.config.is_dynamic:
+            fill_initial_(values, self._seed, self.config.bound, rows=ids[absent])
+        initial_rows = quantize_rows(values, 8, search=False)
         initial = torch.arange(len(absent), device=ids.device) * initial_rows.shape[1] + initial_rows.data_ptr()
         return addresses.index_copy_(0, absent, initial | 8 << ADDRESS_BITS), initial_rows
 
