@@ -479,7 +479,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["tain"], "unknown command 'tain'; did you mean 'train'?"),
         (
             ["xyz"],
-            "unknown command 'xyz'; there are train, predict, evaluate, compare, vocab, convert, reader, embedding-se",
+            "unknown command 'xyz'; there are train, predict, evaluate, export, serve, compare, vocab, convert, reader",
         ),
         (["serve", "--data", "x.csv"], "to read a log for trainers: tritonemb reader"),
         (["server", "--folder", "x"], "unknown command 'server'; it is now 'embedding-server'"),

@@ -61,8 +61,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --embedding-lr X      and --embedding-optimizer; --dense-lr X for the rest
   --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...
   --evaluate-every N    steps; --patience N stops without improvement
-  --checkpoint-steps N  or --checkpoint-minutes X; --keep N
-  --publish FOLDER      dense layers and changed rows, each --publish-steps N
+  --checkpoint-steps N  or --checkpoint-minutes X; --keep N; --publish FOLDER
   --on-bad-row skip     skip and count malformed rows; --transforms MODULE:FUNCTION ...
   --precision bf16      autocast; --compile runs torch.compile; --tensorboard
   --device cuda         --threads N on a CPU; --seed N; --profile-steps N

@@ -288,7 +288,8 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
 def check_exposure(address: str, has_token: bool = True) -> None:
     """Raise ValueError if other machines could reach a server without TLS, or without a token set by the user."""
     plain, secure = ("http://", "https://") if address.startswith("http") else SCHEMES
-    if not _is_loopback(address) and not (has_token and address.startswith(secure)):
+    refused = plain if has_token else (plain, secure)
+    if address.startswith(refused) and not _is_loopback(address):
         raise ValueError(
             f"other machines can reach {address}: set {TOKEN}, and serve at {secure}HOST:PORT with a certificate "
             f"and its key; or serve at {plain}127.0.0.1:PORT"

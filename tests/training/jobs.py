@@ -123,7 +123,7 @@ def fit(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     with suppress(Crash):
         result = trainer.fit(test=True)
     return {
-        **{name: value for name, value in vars(record).items() if name not in ("caches", "dynamic")},
+        **{name: value for name, value in vars(record).items() if name not in ("caches", "dynamic", "model")},
         "reason": None if result is None else result.reason,
         "steps": trainer.progress.step,
         "epoch_losses": None if result is None else result.losses,
