@@ -16,7 +16,6 @@ from tritonemb.models import MODELS, ModelOptions
 from tritonemb.models.deepfm import factorization_machine
 from tritonemb.models.finalmlp import BilinearFusion
 
-pytestmark = pytest.mark.public
 NUM_DENSE, ROWS = 2, 30
 OPTIONS = {"finalmlp": {"num_heads": 2, "gate_features": ("user",)}}
 

@@ -21,7 +21,6 @@ from tritonemb.serving import aten, package
 from tritonemb.serving.package import MANIFEST
 from tritonemb.storage.checkpoint import read_manifest_text, write_manifest
 
-pytestmark = pytest.mark.public
 KEYS = ["x", "y", "z"]
 
 
