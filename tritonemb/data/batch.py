@@ -190,7 +190,7 @@ def concat_rows(blocks: Sequence[Rows], order: Array | None = None) -> Rows:
         if feature_columns[0].offsets is not None:
             lengths = np.concatenate([np.diff(c.offsets.numpy()) for c in feature_columns if c.offsets is not None])
             if order is not None:
-                positions, lengths = _segment_positions(lengths_to_offsets(lengths), order)
+                positions, lengths = segment_positions(lengths_to_offsets(lengths), order)
             offsets = torch.from_numpy(lengths_to_offsets(lengths))
         columns.append(Column(_concat([column.values for column in feature_columns], positions), offsets))
     dense, labels = (_concat([getattr(block, name) for block in blocks], order) for name in ("dense", "labels"))
@@ -202,7 +202,7 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
     # Size the buffer: multi-hot columns have (positions or slice of the values, lengths) per bag.
     size = indices.stop - indices.start if isinstance(indices, slice) else len(indices)
     offsets_of = (None if column.offsets is None else column.offsets.numpy() for column in rows.columns)
-    bags = [None if offsets is None else _segment_positions(offsets, indices) for offsets in offsets_of]
+    bags = [None if offsets is None else segment_positions(offsets, indices) for offsets in offsets_of]
     counts = [size if bag is None else int(bag[1].sum()) for bag in bags]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), wide)
@@ -231,7 +231,7 @@ def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
     order = np.zeros(size + num_padding, dtype=np.int64)
     order[:size] = np.arange(size)
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
-    positions, lengths = _segment_positions(batch.sparse.offsets().numpy(), bags)
+    positions, lengths = segment_positions(batch.sparse.offsets().numpy(), bags)
     values = torch.from_numpy(batch.sparse.values().numpy()[positions])
     sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(lengths_to_offsets(lengths)))
     labels = np.append(batch.labels.numpy(), np.full(num_padding, np.nan, dtype=np.float32))
@@ -246,7 +246,7 @@ def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:
         np.take(source, indices, axis=0, out=target, mode="clip")
 
 
-def _segment_positions(offsets: Array, indices: Array | slice) -> tuple[Any, Array]:
+def segment_positions(offsets: Array, indices: Array | slice) -> tuple[Any, Array]:
     """Return the positions of the values of some segments, concatenated, and the segments' lengths."""
     if isinstance(indices, slice):
         bounds = offsets[indices.start : indices.stop + 1]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tritonemb.data import encode
-from tritonemb.data.batch import Array, Batch, _segment_positions, lengths_to_offsets
+from tritonemb.data.batch import Array, Batch, lengths_to_offsets, segment_positions
 from tritonemb.data.encode import Numberings
 from tritonemb.data.files import pa
 from tritonemb.data.protocol import Feature
@@ -106,7 +106,7 @@ class RequestEncoder:
         if not self._is_canonical(items, features):
             items = convert(self._item, items, features, rows)
         if self._multi_hot:
-            positions, lengths = _segment_positions(lengths_to_offsets(lengths), positions)
+            positions, lengths = segment_positions(lengths_to_offsets(lengths), positions)
         ids, offsets = self._ids(items, features)[positions], lengths_to_offsets(lengths)
         sparse = KeyedJaggedTensor.unchecked(self._keys, torch.from_numpy(ids), None, torch.from_numpy(offsets))
         return Batch(torch.from_numpy(np.ascontiguousarray(dense)), sparse, torch.zeros(num_rows))

@@ -191,7 +191,9 @@ class ModelFollower(PollingFollower):
         """Prepare the newest state, unless another one is pending, and return whether one is; errors are stored."""
         with self._lock:
             try:
-                self._pending, self.problem = self._pending or self._prepare(), None
+                if self._pending is None:  # else the thread that scores may be applying it
+                    self._pending = self._prepare()
+                self.problem = None
             except Exception as error:
                 self.problem = str(error) if isinstance(error, OSError | ValueError) else repr(error)
             return self.pending()
@@ -276,16 +278,12 @@ class UpdateReader:
             raise ValueError(f"table {missing[0]!r} of the model was not published")
         for name, spec in self.specs.items():
             if self._is_full and spec.num_embeddings is not None:  # servers have only rows that were used
-                ids = torch.arange(spec.num_embeddings)
-                self._add(
-                    name, ids, spec.initial_values(ids, max(int(p["seed"]) for p in self.metadata[name].values())), 0
-                )
+                ids, seed = torch.arange(spec.num_embeddings), max(int(p["seed"]) for p in self.metadata[name].values())
+                self._add(name, ids, spec.initial_values(ids, seed), 0)
         for name, table in self._tables.items():
             if self._is_full and table.dynamic is not None:
-                ids, published = (
-                    table.dynamic.ids().cpu(),
-                    self._newer.get((name, 0), torch.empty(0, dtype=torch.int64)),
-                )
+                ids = table.dynamic.ids().cpu()
+                published = self._newer.get((name, 0), ids[:0])
                 self.changes[name].append((ids[~torch.isin(ids, published)], None, 0))
             self.changes[name].sort(key=lambda change: change[1] is not None)  # removals make room
             table.check(self.changes[name], self.metadata[name].values())

@@ -157,6 +157,7 @@ def write_table(path: Path, table: Any) -> None:
     """Write the rows of a table in any memory, without optimizer states, in blocks; all rows at once if on servers."""
     config, rows, ids, numbers = table.config, table.weight.detach(), None, None
     schema, seed = _schema_of(config), getattr(table, "seed", 0)
+    blocks: Iterable[Tensor] | None = None
     if isinstance(table, QuantizedTable):
         schema["kind"] = table.dtype
     elif isinstance(table.rows, ServerState):
@@ -169,11 +170,12 @@ def write_table(path: Path, table: Any) -> None:
             ids, numbers = dynamic_rows(table.index.tensors)
         numbers = torch.cat([numbers, table.index.fallback_rows])
     elif table.rows.is_cached:
-        numbers = torch.arange(config.num_embeddings)
+        num_rows, blocks = config.num_embeddings, (part for _, part in table.rows.blocks(table))
     else:
         ids = getattr(table.index, "sorted_ids", None)
-    # Read numbered rows in blocks; a file has one row at least.
-    num_rows, blocks = len(rows), iter([rows])
+    # Read rows in blocks; a file has one row at least.
+    if blocks is None:
+        num_rows, blocks = len(rows), iter([rows])
     if numbers is not None:
         num_rows, size = len(numbers), max(1, BLOCK_BYTES // (config.embedding_dim * 16))
         blocks = (table.rows.read(table, part)["weight"] for part in numbers.split(size))

@@ -30,7 +30,7 @@ class OverloadedError(RuntimeError):
 
 
 @dataclass(eq=False)
-class Request:
+class QueuedRequest:
     """Queued request; the result of `future` are its scores, float32 `[N]`."""
 
     raw: RawRows
@@ -65,7 +65,7 @@ class Scorer(Closeable):
             raise ValueError(f"{run.path}: a run with transforms cannot be served; transform rows before training")
         self.run, self.updates, self.encoder, self.failure = run, updates, run.encoder, ""
         self._batch_size, self._max_queue, self._max_wait, self._slow = batch_size, max_queue, max_wait, slow
-        self._queue, self._queued_rows, self._condition = deque[Request](), 0, threading.Condition()
+        self._queue, self._queued_rows, self._condition = deque[QueuedRequest](), 0, threading.Condition()
         self._counts, self._milliseconds, self._closing = Counter[str](), Counter[str](), False
         self._thread = threading.Thread(target=self._work, name="tritonemb-scorer", daemon=True)
         self._thread.start()
@@ -73,7 +73,7 @@ class Scorer(Closeable):
     def submit(self, raw: RawRows, timeout: float = 10.0) -> "Future[Array]":
         """Queue rows of the `encoder`; return a future of their scores, float32 `[N]`. It raises ValueError for a bad
         row, TimeoutError after `timeout` seconds in the queue, ArithmeticError for NaN; `submit`, OverloadedError."""
-        request = Request(raw, timeout)
+        request = QueuedRequest(raw, timeout)
         with self._condition:
             if self._closing or (self._queued_rows and self._queued_rows + raw.num_rows > self._max_queue):
                 self._counts["rejected"] += 1
@@ -108,9 +108,9 @@ class Scorer(Closeable):
             if requests := [request for request in batch if self._is_due(request)]:
                 self._score(requests)
 
-    def _next_batch(self) -> list[Request] | None:
+    def _next_batch(self) -> list[QueuedRequest] | None:
         """Wait for requests or an update, and take the requests of the next batch; None at the end."""
-        batch, size = list[Request](), 0
+        batch, size = list[QueuedRequest](), 0
         with self._condition:
             if not self._queue and not self._closing:
                 self._condition.wait(None if self.updates is None else POLL)
@@ -127,7 +127,7 @@ class Scorer(Closeable):
             self._queued_rows -= size
         return batch
 
-    def _is_due(self, request: Request) -> bool:
+    def _is_due(self, request: QueuedRequest) -> bool:
         """Finish a request that cannot be scored any more, or whose client has gone."""
         if not request.future.set_running_or_notify_cancel():
             return False
@@ -137,7 +137,7 @@ class Scorer(Closeable):
             self._finish(request, RuntimeError(self.failure) if self.failure else TimeoutError(text))
         return not request.future.done()
 
-    def _score(self, requests: Sequence[Request]) -> None:
+    def _score(self, requests: Sequence[QueuedRequest]) -> None:
         try:
             scores = self._run_model(self.encoder.encode([request.raw for request in requests]))
         except Exception as error:
@@ -159,7 +159,7 @@ class Scorer(Closeable):
         except Exception as error:  # of any kind: it is not an error of the request
             raise RuntimeError(f"the model failed: {error!r}") from error
 
-    def _finish(self, request: Request, result: Array | Exception) -> None:
+    def _finish(self, request: QueuedRequest, result: Array | Exception) -> None:
         self._counts["requests"] += 1
         seconds = time.monotonic() - request.arrival
         self._milliseconds[str(ceil(1000 * seconds))] += 1
