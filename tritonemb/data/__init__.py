@@ -6,6 +6,7 @@ from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as
 from tritonemb.data.datasets import Dataset, load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.encode import load_vocabulary
 from tritonemb.data.loader import DataLoaderWorkers, merge_positions, open_shards, rank_position
+from tritonemb.data.negatives import NegativeSampler
 from tritonemb.data.open import (
     ALIASES,
     NAMES,
@@ -35,9 +36,9 @@ from tritonemb.data.transforms import transform
 
 __all__ = [
     "ALIASES", "CRITEO", "NAMES", "Batch", "Batches", "ClickLog", "Column", "Data", "DataLoaderWorkers", "Dataset",
-    "Feature", "FolderStream", "LogOptions", "OpenOptions", "Position", "PositionedBatch", "ReadReport", "ReaderHost",
-    "RemoteData", "RowStream", "Rows", "Schema", "Shard", "SharedLog", "Split", "SplitRule", "Stream",
-    "VocabularyReport", "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "kind_of", "load_adult",
-    "load_movielens_100k", "load_vocabulary", "make_synthetic", "merge_positions", "open_dataset", "open_for_scoring",
-    "open_shards", "rank_position", "transform",
+    "Feature", "FolderStream", "LogOptions", "NegativeSampler", "OpenOptions", "Position", "PositionedBatch",
+    "ReadReport", "ReaderHost", "RemoteData", "RowStream", "Rows", "Schema", "Shard", "SharedLog", "Split", "SplitRule",
+    "Stream", "VocabularyReport", "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "kind_of",
+    "load_adult", "load_movielens_100k", "load_vocabulary", "make_synthetic", "merge_positions", "open_dataset",
+    "open_for_scoring", "open_shards", "rank_position", "transform",
 ]  # fmt: skip

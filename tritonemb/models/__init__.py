@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from tritonemb.models import losses
 from tritonemb.models.dcnv2 import DCNv2, DCNv2Options
 from tritonemb.models.deepfm import DeepFM
 from tritonemb.models.dlrm import DLRM, DotInteraction
 from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
 
-__all__ = ["DLRM", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP"]
+__all__ = ["DLRM", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "losses"]
 MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM, "finalmlp": FinalMLP}
 
 
