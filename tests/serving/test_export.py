@@ -17,7 +17,7 @@ import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
 from tritonemb.data.files import pa
-from tritonemb.serving import aten, package
+from tritonemb.serving import package, programs
 from tritonemb.serving.package import MANIFEST
 from tritonemb.storage.checkpoint import read_manifest_text, write_manifest
 
@@ -274,9 +274,9 @@ DESCRIPTION = {
 }  # fmt: skip
 
 
-def aten_model(kind: str) -> nn.Module:
+def aten_model(kind: str, trained: list[te.TableConfig] = ATEN_TABLES) -> nn.Module:
     tables = [config(key, key, pooling=pooling) for key, pooling in zip("abcd", ["sum", "mean"] * 2, strict=True)]
-    tables = ATEN_TABLES if kind == "trained" else tables
+    tables = trained if kind == "trained" else tables
     model = te.models.DLRM(tables, 3, (8,), (8,), optimizer=te.optim.SGD(lr=0.5))
     batch, (dense, *_) = tensors_of(20, 30)
     model(dense, batch).sum().backward()
@@ -286,28 +286,68 @@ def aten_model(kind: str) -> nn.Module:
 @pytest.mark.more
 @pytest.mark.parametrize("kind", ["trained", "quantized"])
 def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
-    programs, model = [], aten_model(kind)
+    compiled, model = [], aten_model(kind)
 
     def compile_nothing(program: torch.export.ExportedProgram, package_path: str) -> None:
-        programs.append(program)
+        compiled.append(program)
         Path(package_path).touch()
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
-    aten.write_aten(tmp_path, model, DESCRIPTION)
+    programs.write_aten(tmp_path, model, DESCRIPTION)
     assert {file.name for file in tmp_path.iterdir()} == {"model.pt2", "inputs.json"}
     for size in (1, 2, 60):  # with ids that were never trained
         batch, inputs = tensors_of(size, 40)
         with torch.no_grad():
-            expected, actual = torch.sigmoid(model(inputs[0], batch)), programs[0].module()(*inputs)
+            expected, actual = torch.sigmoid(model(inputs[0], batch)), compiled[0].module()(*inputs)
         # Sums are in another order; a scale of 8 bits was rounded to float16 before.
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["trained", "quantized"])
+def test_a_program_of_onnx(kind, tmp_path, monkeypatch):
+    runtime = pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(programs, "MAX_TABLE_BYTES", 2000)  # ids of dynamic tables are not counted
+    tables = [*ATEN_TABLES[:3], te.TableConfig("d", 70, 8, features=["d"], pooling="mean")]
+    model = aten_model(kind, tables)
+    programs.write_onnx(tmp_path, model, DESCRIPTION)
+    outside = ["003-embeddings.d.safetensors"] * (kind == "trained")
+    assert {file.name for file in tmp_path.rglob("*.*")} == {"model.onnx", "inputs.json", *outside}
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    names = [entry.name for entry in session.get_inputs()]
+    assert names == json.loads((tmp_path / "inputs.json").read_text())["inputs"]
+    for size in (1, 2, 60):  # with ids that were never trained
+        batch, inputs = tensors_of(size, 40)
+        if outside:
+            table = package.map_tensors(tmp_path / "tables" / outside[0])[0]["rows"]
+            inputs[-2:] = [nn.functional.embedding_bag(*inputs[-2:-1], table, inputs[-1], mode="mean")]
+        values = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
+        with torch.no_grad():
+            expected, (scores,) = torch.sigmoid(model(inputs[0], batch)), session.run(["score"], values)
+        torch.testing.assert_close(torch.from_numpy(scores), expected, rtol=0, atol=1e-6)  # sums in another order
+    for bad_id in (-1, 100):
+        values["a.ids"][0] = bad_id
+        with pytest.raises(Exception, match="invalid index found"):
+            session.run(["score"], values)
+
+
+def test_programs_lack_some_tables(tmp_path):
+    for target in ("aten", "onnx"):
+        for tables, dtype, error in (
+            (ATEN_TABLES[:1], te.serving.ByFrequency(int8=1), "it is dynamic, or quantized by frequency"),
+            (ATEN_TABLES[1:2], None, "has no ids yet"),
+        ):
+            model = te.models.DLRM(tables, 3, (8,), (8,))
+            model = model if dtype is None else te.quantize(model, dtype, counts={"a": torch.ones(40)})
+            with pytest.raises(ValueError, match=error):
+                getattr(programs, f"write_{target}")(tmp_path / f"{target} {dtype}", model, DESCRIPTION)
 
 
 @pytest.mark.more
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_program_is_scored_in_cpp(tmp_path):
     model = aten_model("trained")
-    aten.write_aten(tmp_path, model, DESCRIPTION)
+    programs.write_aten(tmp_path, model, DESCRIPTION)
     root, program = Path(torch.__file__).parent, tmp_path / "score"
     source = Path(__file__).parents[2] / "deploy/score.cpp"
     flags = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib"]

@@ -128,10 +128,16 @@ def _search(values: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def dequantize_rows(rows: Tensor, bits: int, dim: int) -> Tensor:
     """Decode rows, float32 `[rows, dim]`."""
+    codes, scale, bias = unpack_rows(rows, bits, dim)
+    return codes * scale + bias
+
+
+def unpack_rows(rows: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes, uint8 `[rows, dim]`, scale and bias, float32 `[rows, 1]`."""
     scale, bias = _view(rows[:, :HEADER_BYTES], torch.float16).float().split(1, 1)
     shifts = torch.arange(0, 8, bits, device=rows.device, dtype=torch.uint8)
     codes = (rows[:, HEADER_BYTES:, None] >> shifts) & (2**bits - 1)
-    return codes.flatten(1)[:, :dim] * scale + bias
+    return codes.flatten(1)[:, :dim], scale, bias
 
 
 def _view(rows: Tensor, dtype: torch.dtype) -> Tensor:

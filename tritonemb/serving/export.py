@@ -9,12 +9,12 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from tritonemb.serving.aten import write_aten
 from tritonemb.serving.package import write_package
+from tritonemb.serving.programs import write_aten, write_onnx
 from tritonemb.serving.run import LoadOptions, Run
 from tritonemb.utils import WRITING, on_error, publish
 
-Target = Literal["tritonemb", "aten"]
+Target = Literal["tritonemb", "aten", "onnx"]
 
 
 def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritonemb") -> Path:
@@ -24,7 +24,8 @@ def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritone
         model: a run of `te.load_run`, which is exported with the encoding of raw rows, or a model.
         folder: its parent folder must exist; it must not, or be empty.
         target: "tritonemb", for `te.load_run(folder)`: tables are files that are mapped into memory. "aten", for C++
-            without Python: a run of pooled tables as a program that AOTInductor compiles; see docs/export.md.
+            without Python: a run of pooled tables as a program that AOTInductor compiles. "onnx", for ONNX Runtime and
+            others: such a run with its small tables; rows of large ones are inputs. See docs/export.md.
 
     Raises:
         ValueError: the model cannot be exported; the message says why, and what to do.
@@ -47,7 +48,9 @@ def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritone
     return folder
 
 
-_WRITERS: dict[str, Callable[..., object]] = {"tritonemb": write_package, "aten": write_aten}
+_WRITERS: dict[str, Callable[..., object]] = {
+    "tritonemb": write_package, "aten": write_aten, "onnx": write_onnx,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +62,7 @@ class ExportOptions(LoadOptions):
     Args:
         checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
         out: folder to write; it must not exist.
-        target: tritonemb, for tritonemb predict, evaluate and te.load_run; or aten, for C++ without Python.
+        target: tritonemb, for tritonemb predict, evaluate and te.load_run; aten, for C++ without Python; or onnx.
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
         transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
     """
