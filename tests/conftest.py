@@ -32,6 +32,10 @@ settings.register_profile("few", max_examples=5, **_COMMON)  # for kernels that 
 settings.register_profile("fast", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+if INTERPRETED:
+    from tests.interpreter import hasten
+
+    hasten()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
