@@ -209,7 +209,7 @@ def test_a_follower_is_scraped(tmp_path):
         with local_servers(1) as servers:
             model = make(servers)
             train(model, 2)
-            Publisher(tmp_path).publish(model)
+            Publisher(tmp_path).publish(model, 2)
         follower.refresh()
         result = parse(scrape(follower, {"follower": "f"}))
         assert value(result, "tritonemb_follower_failing", follower="f") == 0

@@ -238,8 +238,8 @@ def test_a_chain_that_nobody_goes_on_with_is_bounded(tmp_path):
         with Follower(tmp_path / "published", poll=None) as follower:
             for name in "de":
                 saved = model.table_set.service.tensors(name)
-                assert torch.equal(follower.replica.tables[name].ids, saved["ids"])
-                assert torch.equal(follower.replica.tables[name].rows, saved["weight"])
+                assert torch.equal(follower.tables[name].ids(), saved["ids"])
+                assert torch.equal(follower.look_up({name: saved["ids"]})[name], saved["weight"])
 
 
 @pytest.mark.few(1)

@@ -2,8 +2,7 @@
 
 from tritonemb.kernels.quantized_bag import dequantize_rows, from_aten, quantize_rows, to_aten
 from tritonemb.serving.export import export
-from tritonemb.serving.follower import Follower, look_up
-from tritonemb.serving.model_follower import ModelFollower
+from tritonemb.serving.follower import Follower, ModelFollower, look_up
 from tritonemb.serving.package import check_contents, replace_table
 from tritonemb.serving.publisher import Publisher
 from tritonemb.serving.quantized_tables import ByFrequency, QuantizedCollection, QuantizedTable, quantize

@@ -23,7 +23,7 @@ from tritonemb import __version__
 from tritonemb.data.requests import RawRows, RequestEncoder
 from tritonemb.flight import TOKEN, check_exposure
 from tritonemb.server.metrics import format_metrics
-from tritonemb.serving.model_follower import ModelFollower
+from tritonemb.serving.follower import ModelFollower
 from tritonemb.serving.run import LoadOptions
 from tritonemb.serving.scorer import OverloadedError, Scorer, warm_up
 from tritonemb.utils import number, require

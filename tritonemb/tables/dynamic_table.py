@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.layout import MAX_USES, NO_KEY, dynamic_rows, partitions_of
+from tritonemb.layout import MAX_USES, NO_KEY, dynamic_rows, nonzero, partitions_of
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.index import HashIndex, concat_ids, find_batch, insert_batch
 from tritonemb.tables.table import Table, draw_seed, load_named_tensors
@@ -75,10 +75,13 @@ class DynamicTable(Table):
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
         """Look up rows of ids, `[N, embedding_dim]`; others read as their fallback rows, or as initial values."""
         ids = self._to_ids(ids)
-        rows, values = find_batch([self], *concat_ids([ids])), self.initial_values(ids)
-        known_mask = rows >= 0
-        distinct, inverse = rows[known_mask].unique(return_inverse=True)
-        values[known_mask] = self.rows.read(self, distinct)["weight"].to(values)[inverse]
+        rows = find_batch([self], *concat_ids([ids]))
+        known, unknown = nonzero(rows >= 0), nonzero(rows < 0)
+        distinct, inverse = rows[known].unique(return_inverse=True)
+        values = self.rows.read(self, distinct)["weight"].to(ids.device)[inverse]
+        if len(unknown):
+            values = values.new_empty(len(ids), values.shape[1]).index_copy_(0, known, values)
+            values.index_copy_(0, unknown, self.initial_values(ids[unknown]))
         return values
 
     @_locked

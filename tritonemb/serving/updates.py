@@ -1,0 +1,196 @@
+"""Updates of models by followers: new rows of tables, compared with those that are served, and new dense tensors."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.quantized_bag import dequantize_rows, quantize_rows
+from tritonemb.layout import INDEXED, nonzero, partitions_of
+from tritonemb.server.snapshot import read_snapshot
+from tritonemb.server.spec import TableSpec
+from tritonemb.server.transport import Values
+from tritonemb.serving.quantized_tables import QuantizedTable
+from tritonemb.storage.store import StorageError
+from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
+from tritonemb.tables.table import Table
+
+Change = tuple[Tensor, Tensor | None, int]
+"""Distinct ids, their rows or None for removed ones, and the first column."""
+Parts = Sequence[Mapping[str, Tensor]]
+"""Seed and fallback rows of a dynamic table, by rank or server."""
+
+
+class FollowedTable:
+    """Table whose rows are compared with published ones, and replaced. ValueError for rows that do not fit."""
+
+    def __init__(self, name: str, table: Any, num_rows: int | None = None) -> None:
+        self.name, self.table, self.dynamic = name, table, table if isinstance(table, DynamicTable) else None
+        self.bits = table.bits if isinstance(table, QuantizedTable) else 32
+        if self.bits == INDEXED:
+            raise ValueError(f"table {name!r} is dynamic or quantized by frequency; quantize a new model instead")
+        config = getattr(table, "config", table)  # a single table has none
+        self.num_rows, self.dim = num_rows or config.num_embeddings, config.embedding_dim
+        self.is_cached = isinstance(table, Table) and table.rows.is_cached
+
+    def encode(self, ids: Tensor, rows: Tensor, bits: int, column: int) -> Tensor:
+        """Convert rows, quantized to `bits` unless 32, to the format of the table."""
+        width, dtype = (rows.shape[1], rows.dtype) if bits == 32 else (rows.shape[1] - 4, self.table.weight.dtype)
+        is_whole = width == self.dim or (bits == self.bits == 32 and column + width <= self.dim)
+        if not is_whole or (self.bits == 32 and dtype != self.table.weight.dtype):
+            text = f"columns {column}:{column + width} of {dtype} were published"
+            raise ValueError(f"table {self.name!r} has {self.dim} columns of {self.table.weight.dtype}; {text}")
+        if self.num_rows is not None and len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_rows:
+            raise ValueError(f"table {self.name!r} has {self.num_rows:,} rows; row {int(ids.max())} was published")
+        if bits == self.bits:
+            return rows
+        rows = rows if bits == 32 else dequantize_rows(rows, bits, self.dim).to(dtype)
+        return rows if self.bits == 32 else quantize_rows(rows, self.bits, search=self.bits < 8)
+
+    def differ(self, ids: Tensor, rows: Tensor, column: int) -> Tensor:
+        """Return which ids have no row, or another one, bool `[N]`."""
+        result, numbers = torch.ones(len(ids), dtype=torch.bool), ids
+        if self.dynamic is not None:
+            numbers = self.dynamic.index.find(ids.to(self.dynamic.index.ids))
+        known = nonzero(numbers >= 0)
+        current, rows = self._read(numbers[known])[:, column : column + rows.shape[1]], rows[known.cpu()]
+        current, rows = (values.cpu().contiguous().view(torch.uint8) for values in (current, rows))
+        result[known.cpu()] = (current != rows).any(1)
+        return result
+
+    def check(self, changes: Sequence[Change], metadata: Parts) -> None:
+        """Check that a dynamic table has room for new rows."""
+        if (table := self.dynamic) is None:
+            return
+        index, num_rows = table.index, table.index.tensors.num_rows.cpu().clone()
+        for ids, rows, _ in changes:
+            ids = ids[(index.find(ids.to(index.ids)) < 0).cpu() != (rows is None)]
+            counts = partitions_of(ids, index.shard[0]).bincount(minlength=index.shard[0])
+            num_rows += counts if rows is not None else -counts
+        if int(num_rows.max()) > index.capacity // index.num_partitions:
+            raise ValueError(f"table {self.name!r} has no room for the published rows; raise its capacity")
+        num_fallback_rows = sum(len(part.get(f"{FALLBACK}weight", ())) for part in metadata)
+        if num_fallback_rows not in (0, len(index.fallback_rows)):
+            raise ValueError(f"table {self.name!r} was published with {num_fallback_rows} fallback rows")
+
+    def write(self, changes: Sequence[Change], metadata: Parts) -> None:
+        """Remove and write rows; set the seed and the fallback rows of a dynamic table."""
+        for ids, rows, column in changes:
+            if rows is None or self.dynamic is not None:
+                self._write_dynamic(ids, rows)
+            elif self.is_cached:
+                values = self.table.rows.read(self.table, ids)
+                values["weight"][:, column : column + rows.shape[1]] = rows
+                self.table.rows.write(self.table, ids, values)
+            else:
+                weight = self.table.weight.detach()
+                weight[:, column : column + rows.shape[1]].index_copy_(0, ids.to(weight.device), rows.to(weight.device))
+        if (table := self.dynamic) is not None and metadata:
+            table.seed = seed_of(metadata)
+            if len(fallback := [part[f"{FALLBACK}weight"] for part in metadata if f"{FALLBACK}weight" in part]):
+                values = table.rows.read(table, table.index.fallback_rows) | {"weight": torch.cat(fallback)}
+                table.rows.write(table, table.index.fallback_rows, values)
+
+    def _read(self, numbers: Tensor) -> Tensor:
+        if self.is_cached:
+            return self.table.rows.read(self.table, numbers)["weight"]
+        weight = self.table.weight.detach()
+        return weight.index_select(0, numbers.to(weight.device))
+
+    def _write_dynamic(self, ids: Tensor, rows: Tensor | None) -> None:
+        table, ids = self.table, ids.to(self.table.index.ids)
+        with table.index.lock:
+            if rows is None:
+                table.index.discard(ids)
+                return
+            state = {"ids": ids, "step": ids * 0, "count": ids * 0, "weight": rows}
+            if self.is_cached:  # a record has the states, too
+                state |= {name: table.templates(len(ids))[name].zero_() for name in table.state_names}
+            table.load_row_state(state)
+
+
+class Update:
+    """Changes of tables that lead to the state of a step: their new rows, and new dense tensors.
+
+    Files are read from the newest one on: the newest change of an id counts. With `is_full`, rows are compared with
+    those of the tables, and ids without a row are removed.
+    """
+
+    names: tuple[str, ...]  # of the last snapshot of each chain
+    step: int
+    time: float  # of the oldest file
+
+    def __init__(self, tables: Mapping[str, FollowedTable], specs: Mapping[str, TableSpec], is_full: bool) -> None:
+        self.tables, self.specs, self.is_full, self.dense = tables, specs, is_full, dict[str, Tensor]()
+        self._changes, self._parts = defaultdict[str, list[Change]](list), defaultdict[str, dict[int, Any]](dict)
+        self._decided = defaultdict[tuple[str, int], list[Tensor]](list)  # ids by table and column
+        self._newer = dict[tuple[str, int], Tensor]()  # those of newer files
+
+    def read(self, path: Path, header: Values, names: Sequence[str]) -> None:
+        """Read a file with this header; `names` are those of the tables of a server, by number."""
+        records, removed = read_snapshot(path), list[tuple[str, Tensor]]()
+        if next(records)[0] != header:
+            raise StorageError(f"snapshot {path} was replaced while it was read")
+        for values, tensors in records:
+            fields = dict(zip(values.get("names", ()), tensors, strict=False))
+            if values.get("kind") == "dense":
+                self.dense = self.dense or fields
+            if "table" not in values:
+                continue
+            name = names[values["table"]] if names else values["table"]
+            if name not in self.tables:
+                raise ValueError(f"table {name!r} was published, and is not in the model")
+            if "seed" in fields:
+                part = values["part"] if "part" in values else header["server"]
+                self._parts[name].setdefault(part, fields)
+            elif values["kind"] == "removed":
+                removed += [(name, fields["ids"])] if self.tables[name].dynamic is not None else []
+            else:
+                bits, column = values.get("bits", 32), values.get("column", 0)
+                rows = self.tables[name].encode(fields["ids"], fields["weight"], bits, column)
+                self._add(name, fields["ids"], rows, column)
+        self._newer = {key: torch.cat(ids) for key, ids in self._decided.items()}
+        for name, ids in removed:
+            self._add(name, ids, None, 0)
+        self._newer = {key: torch.cat(ids) for key, ids in self._decided.items()}
+
+    def finish(self) -> None:
+        """Add rows that no file has, and check that there is room for all."""
+        names = {name for name, _ in self._decided} | self._parts.keys()
+        if self.is_full and (missing := sorted(self.tables.keys() - names)):
+            raise ValueError(f"table {missing[0]!r} of the model was not published")
+        for name, spec in self.specs.items() if self.is_full else ():
+            if self.tables[name].dynamic is None and (size := spec.num_embeddings) is not None:
+                ids = torch.arange(size)  # servers have only rows that were used
+                self._add(name, ids, spec.initial_values(ids, seed_of(self.parts(name))), 0)
+        for name, table in self.tables.items():
+            if self.is_full and table.dynamic is not None:
+                ids = table.dynamic.ids().cpu()
+                published = self._newer.get((name, 0), ids[:0])
+                self._changes[name].append((ids[~torch.isin(ids, published)], None, 0))
+            self._changes[name].sort(key=lambda change: change[1] is not None)  # removals make room
+            table.check(self._changes[name], self.parts(name))
+
+    def write(self) -> None:
+        """Write the changes to the tables."""
+        for name, table in self.tables.items():
+            table.write(self._changes.pop(name), self.parts(name))
+
+    def parts(self, name: str) -> Parts:
+        return [part for _, part in sorted(self._parts[name].items())]
+
+    def _add(self, name: str, ids: Tensor, rows: Tensor | None, column: int) -> None:
+        key = name, column
+        mask = ~torch.isin(ids, self._newer[key]) if key in self._newer else torch.ones_like(ids, dtype=torch.bool)
+        self._decided[key].append(ids)
+        if self.is_full and rows is not None:
+            mask &= self.tables[name].differ(ids, rows, column)
+        self._changes[name].append((ids[mask], None if rows is None else rows[mask], column))
+
+
+def seed_of(parts: Parts) -> int:
+    """Return the seed of a table's initial values."""
+    return max(int(part["seed"]) for part in parts)
