@@ -521,7 +521,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["train", "--data", "x.csv", "--delimiter", ",,"], "error: delimiter must be one ASCII character, got ',,';"),
         (
             ["train", "--data", "synthetic", "--model", "dlm"],
-            "model must be one of dlrm, dcnv2, deepfm, finalmlp, or MODULE:FUNCTION, got 'dlm'; did you mean 'dlrm'?",
+            "two_tower, or MODULE:FUNCTION, got 'dlm'; did you mean 'dlrm'?",
         ),
         (["predict"], "Missing from tritonemb predict: --checkpoint --data; see tritonemb predict --help"),
     ],

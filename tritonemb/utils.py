@@ -318,7 +318,7 @@ class Options:
             if least is not None and value is not None and value < least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"
                 raise ValueError(f"{option.name} must {bound}, got {value}")
-            if option.metadata.get("positive") and not value > 0:
+            if option.metadata.get("positive") and value is not None and not value > 0:
                 raise ValueError(f"{option.name} must be positive, got {value}")
             if get_origin(hints[option.name]) is Literal and value not in choices:
                 raise ValueError(f"{option.name} must be one of {choices}, got {value!r}")

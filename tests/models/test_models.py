@@ -17,7 +17,7 @@ from tritonemb.models.deepfm import factorization_machine
 from tritonemb.models.finalmlp import BilinearFusion
 
 NUM_DENSE, ROWS = 2, 30
-OPTIONS = {"finalmlp": {"num_heads": 2, "gate_features": ("user",)}}
+OPTIONS = {"finalmlp": {"num_heads": 2, "gate_features": ("user",)}, "two_tower": {"user_features": ("user",)}}
 
 
 def make_model(name: str, dynamic: bool = True, seed: int = 0) -> torch.nn.Module:
@@ -86,7 +86,8 @@ def test_a_model_is_one_graph(name):
 
 def test_a_model_may_start_on_the_meta_device(name):
     tables = [te.TableConfig("user", 5, 8), te.TableConfig("item", 5, 8)]
-    model = te.HybridParallel(MODELS[name](tables, 3, optimizer=te.optim.SGD(lr=0.1), device="meta"))
+    model = MODELS[name](tables, 3, optimizer=te.optim.SGD(lr=0.1), device="meta", **OPTIONS.get(name, {}))
+    model = te.HybridParallel(model)
     sparse = te.KeyedJaggedTensor.from_lengths(["user", "item"], torch.tensor([1, 2]), torch.tensor([1, 1]))
     assert model(torch.randn(1, 3), sparse).isfinite().all()
 

@@ -9,16 +9,22 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tritonemb.models import losses
 from tritonemb.models.dcnv2 import DCNv2, DCNv2Options
 from tritonemb.models.deepfm import DeepFM
 from tritonemb.models.dlrm import DLRM, DotInteraction
 from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
+from tritonemb.models.two_tower import TwoTower, TwoTowerOptions
 
-__all__ = ["DLRM", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "losses"]
-MODELS: dict[str, Callable[..., nn.Module]] = {"dlrm": DLRM, "dcnv2": DCNv2, "deepfm": DeepFM, "finalmlp": FinalMLP}
+__all__ = ["DLRM", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "TwoTower"]
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "dlrm": DLRM,
+    "dcnv2": DCNv2,
+    "deepfm": DeepFM,
+    "finalmlp": FinalMLP,
+    "two_tower": TwoTower,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(DCNv2Options, FinalMLPOptions):
+class ModelOptions(DCNv2Options, FinalMLPOptions, TwoTowerOptions):
     """Options of single models."""

@@ -1,0 +1,94 @@
+"""Run cells of the board, or write its page: `python -m benchmarks.board CELL --data FOLDER`, `--page`, `--list`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.board import MODULES, RESULTS, Cell
+from benchmarks.measuring.report import markdown_table, update
+from benchmarks.measuring.result_files import environment, write_json
+
+PAGE = "docs/board.md"
+
+
+def cells() -> dict[str, Cell]:
+    """Return all cells by name, in the order of the page."""
+    modules = (import_module(f"benchmarks.board.{name}") for name in MODULES)
+    return {cell.name: cell for module in modules for cell in module.CELLS}
+
+
+def run(cell: Cell, data: Path, scratch: Path, seed: int) -> dict[str, Any]:
+    """Run a cell unless its file of results exists; write the file. The wall time adds up over resumed runs."""
+    path, folder = RESULTS / f"{cell.name}-{seed}.json", scratch / f"{cell.name}-{seed}"
+    if path.exists():
+        result: dict[str, Any] = json.loads(path.read_text())
+        return result
+    folder.mkdir(parents=True, exist_ok=True)
+    clock, start = folder / "seconds", time.monotonic()
+    earlier = float(clock.read_text()) if clock.exists() else 0.0
+    try:
+        outcome = dict(cell.run(data, folder, seed))
+    finally:
+        clock.write_text(str(earlier + time.monotonic() - start))
+    result = {"cell": cell.name, "seed": seed, "seconds": round(float(clock.read_text())), **environment()}
+    result |= {"threads": torch.get_num_threads(), "published": dict(cell.published), **outcome}
+    write_json(path, result)
+    return result
+
+
+def table() -> str:
+    """Return the table of the page: a row per cell, means over its seeds, and differences from published figures."""
+    rows = []
+    for cell in cells().values():
+        results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{cell.name}-[0-9]*.json"))]
+        names = list(cell.published) or sorted({name for result in results for name in result["metrics"]})
+        figures, published, reached = [], [], []
+        for name in names:
+            values = [result["metrics"][name] for result in results]
+            spread = f" ± {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
+            figures.append(f"{name} {statistics.mean(values):.4f}{spread}" if values else "not run")
+            published.append(f"{cell.published[name]:.4f}" if name in cell.published else "-")
+            if values and name in cell.published:
+                reached.append(f"{statistics.mean(values) / cell.published[name] - 1:+.1%}")
+        seconds = statistics.mean(result["seconds"] for result in results) if results else 0
+        commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
+        rows.append([
+            cell.data, cell.model, " / ".join(dict.fromkeys(figures)), f"{' / '.join(published)} ({cell.source})",
+            " / ".join(reached) or "-", f"{len(results)} of {cell.seeds}", f"{seconds / 60:.0f}" if results else "-",
+            commits, cell.notes,
+        ])  # fmt: skip
+    header = ["data", "model", "here", "published", "difference", "seeds", "minutes", "commit", "notes"]
+    return markdown_table(header, rows, len(header))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("cell", nargs="?", help="name of a cell")
+    parser.add_argument("--data", type=Path, help="folder of the data sets")
+    parser.add_argument("--seed", type=int, help="run this seed only")
+    parser.add_argument("--scratch", type=Path, default=Path("runs/board"), help="folder of runs that can be resumed")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--page", action="store_true", help=f"only write {PAGE} from the results")
+    options, known = parser.parse_args(), cells()
+    if options.page:
+        return update(PAGE, "board", table())
+    if options.cell not in known or options.data is None:
+        parser.error(f"expected a cell, {', '.join(known)}, and --data FOLDER; got {options.cell}")
+    torch.set_num_threads(options.threads)
+    cell = known[options.cell]
+    for seed in range(cell.seeds) if options.seed is None else [options.seed]:
+        result = run(cell, options.data, options.scratch, seed)
+        print(cell.name, "seed", seed, json.dumps(result["metrics"]), "published", json.dumps(result["published"]))
+    return update(PAGE, "board", table())
+
+
+if __name__ == "__main__":
+    main()
