@@ -20,7 +20,7 @@ from tritonemb.server import Servers, snapshot
 from tritonemb.server.connection import Connection
 from tritonemb.server.node import EmbeddingServer
 from tritonemb.server.transport import LocalTransport
-from tritonemb.serving import Follower, Publisher, look_up
+from tritonemb.serving import Follower, Publisher, look_up, updates
 from tritonemb.serving import follower as following
 from tritonemb.serving.publisher import PUBLISHED
 from tritonemb.storage.checkpoint import MANIFEST
@@ -314,7 +314,8 @@ def test_files_that_vanish_while_they_are_read(chain, tmp_path, monkeypatch, at)
 
     checkpoint(chain, tmp_path, 9, 0)
     (tmp_path / ".dropped-step-11").mkdir()  # a half-removed one
-    monkeypatch.setattr(following, "read_snapshot", read_snapshot)
+    for module in (following, updates):
+        monkeypatch.setattr(module, "read_snapshot", read_snapshot)
     with Follower(tmp_path, poll=None) as follower:
         assert follower.problem is None
         assert same(follower.look_up(IDS), chain.rows[2])
