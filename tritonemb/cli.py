@@ -48,8 +48,9 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
 
   --data NAME|PATH      a log, a file or folder; or movielens-100k, adult,
                         synthetic, criteo-kaggle, criteo-terabyte (and --path)
-  --label COLUMN        of a log, 0 or 1; --dense COLUMN ... for numbers,
-  --sparse COLUMN ...   for categories; --time-column COLUMN --test-from TIME
+  --label COLUMN        of a log, 0 or 1, or --labels COLUMN ... of several;
+  --dense COLUMN ...    for numbers, --sparse COLUMN ... for categories,
+  --weight COLUMN       of rows in loss and metrics; --time-column COLUMN --test-from TIME
                         holds out later rows, else the last sixth
   --preset NAME         start from the preset of another data set
   --config FILE         a TOML file; flags take precedence

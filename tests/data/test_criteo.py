@@ -243,7 +243,7 @@ def test_a_schema_of_other_columns_is_refused(tmp_path):
         ({"sizes": ("a=3", "a=4")}, "sizes names 'a' twice"),
         ({"sparse": ("a",)}, "dense or sparse columns are named, but no label column"),
         ({"label": "a"}, "no sparse columns are named"),
-        ({"label": "a", "sparse": ("a",)}, "a named more than once among label, dense and sparse"),
+        ({"label": "a", "sparse": ("a",)}, "a named more than once among label, weight, dense and sparse"),
         (
             {"label": "a", "dense": ("b",), "sparse": ("c",), "log_transform": ("x",)},
             "log_transform names x, not among dense: b",

@@ -328,7 +328,7 @@ def test_the_best_threshold_has_the_largest_f1_of_all(pairs):
     pairs = sorted(pairs, key=lambda pair: pair[0])
     logits = torch.tensor([float(logit) for logit, _ in pairs], dtype=torch.float64)
     labels = torch.tensor([float(label) for _, label in pairs], dtype=torch.float64)
-    threshold, f1 = best_threshold(logits, labels)
+    threshold, f1 = best_threshold(logits, labels, torch.ones_like(labels))
 
     def f1_at(chosen: torch.Tensor) -> float:
         total = float(chosen.sum() + labels.sum())
@@ -340,7 +340,7 @@ def test_the_best_threshold_has_the_largest_f1_of_all(pairs):
 
 def test_a_calibration_curve_has_ten_parts_of_all_rows():
     logits, labels = torch.arange(25.0, dtype=torch.float64) / 5, (torch.arange(25) % 2).double()
-    parts = calibration_of(logits, labels)
+    parts = calibration_of(logits, labels, torch.ones_like(labels))
     assert [size for size, _, _ in parts] == [3] * 5 + [2] * 5
     assert [rate for _, _, rate in parts][:2] == [pytest.approx(1 / 3), pytest.approx(2 / 3)]
     assert [score for _, score, _ in parts] == sorted(score for _, score, _ in parts)

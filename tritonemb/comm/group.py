@@ -198,6 +198,7 @@ class Round:
     signal: int = 0  # largest number of a signal that a rank received; 0: none
     clock: int = 0  # of rank 0
     waiting: bool = False  # whether a rank waits for its batches
+    totals: tuple[float, ...] = ()  # sums over the ranks, in their order
 
 
 class Consensus:
@@ -212,7 +213,7 @@ class Consensus:
 
     def next(
         self, rows: int, batches: int = 1, *, failure: str | None = None, signal: int = 0, clock: int = 0,
-        waiting: bool = False,
+        waiting: bool = False, totals: Sequence[float] = (),
     ) -> Round:  # fmt: skip
         """Run a round.
 
@@ -223,19 +224,23 @@ class Consensus:
             signal: number of a received signal, which asks the job to stop.
             clock: any number; all ranks return that of rank 0.
             waiting: whether this rank still waits for batches.
+            totals: numbers to sum over the ranks, equally many on each.
 
         Raises:
             RankFailed: a rank has failed; on all ranks, with the reasons.
             RuntimeError: a rank did not answer in time, or has exited.
         """
         words = torch.tensor([rows, batches, failure is not None, signal, clock, waiting], dtype=torch.int64)
-        by_word = self._group.all_gather(words, "consensus").T.tolist()
-        all_rows, all_batches, has_failed, signals, clocks, are_waiting = by_word
+        bits = torch.tensor(totals, dtype=torch.float64).view(torch.int64)
+        gathered = self._group.all_gather(torch.cat([words, bits]), "consensus")
+        all_rows, all_batches, has_failed, signals, clocks, are_waiting = gathered[:, : len(words)].T.tolist()
         if any(has_failed):
             reasons = self._group.all_gather_object(failure)  # on all ranks, as the last collective
             failed = tuple(rank for rank, reason in enumerate(reasons) if reason is not None)
             raise RankFailed("; ".join(f"rank {rank} has failed: {reasons[rank]}" for rank in failed), failed)
-        return Round(tuple(all_rows), max(all_batches), max(signals), clocks[0], any(are_waiting))
+        sums = gathered[:, len(words) :].contiguous().view(torch.float64).sum(0)
+        values = max(signals), clocks[0], any(are_waiting), tuple(sums.tolist())
+        return Round(tuple(all_rows), max(all_batches), *values)
 
 
 def control_device(group: RankGroup) -> torch.device:

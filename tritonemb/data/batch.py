@@ -21,7 +21,8 @@ LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples: `dense` `[B, num_dense]` float32, `sparse` ids per feature, `labels` `[B]` float32 in {0, 1}.
+    """B samples: `dense` `[B, num_dense]` float32, `sparse` ids per feature, `labels` `[B]` float32 in {0, 1}, or of L
+    labels `[B, L]`, NaN where missing, and `weights` of the rows `[B]` float32, None if all are 1.
 
     A pytree node of its tensors. The tensors of a data set's batch are views of one buffer (see `BatchLayout`), which
     is pinned and copied at once; a batch of separate tensors is copied tensor by tensor.
@@ -30,6 +31,7 @@ class Batch:
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
+    weights: Tensor | None = None
     buffer: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -37,14 +39,23 @@ class Batch:
         """Layout of a buffer with these tensors."""
         values = self.sparse.values()
         wide, num_dense = values.dtype == torch.int64, self.dense.shape[1]
-        return BatchLayout(tuple(self.sparse.keys()), len(self), num_dense, len(values), wide)
+        num_labels = self.labels.shape[1] if self.labels.dim() > 1 else 0
+        kinds = wide, num_labels, self.weights is not None
+        return BatchLayout(tuple(self.sparse.keys()), len(self), num_dense, len(values), *kinds)
+
+    def label_weights(self) -> Tensor | None:
+        """Return the weights of the labels: the row's, or 0 if missing; None for one label without weights."""
+        if self.weights is None and self.labels.dim() == 1:
+            return None
+        valid = (~self.labels.isnan()).float()
+        return valid if self.weights is None else valid * self.weights.view(-1, *[1] * (valid.dim() - 1))
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.buffer is None:
-            return Batch, (self.dense, self.sparse, self.labels)
+            return Batch, (self.dense, self.sparse, self.labels, self.weights)
         return self.layout.batch, (self.buffer,)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
@@ -72,8 +83,9 @@ class Batch:
                 f"{self.dense.dtype} {tuple(self.dense.shape)} and {self.labels.dtype}"
             )
         result = self.layout.batch(torch.empty(self.layout.num_bytes, dtype=torch.uint8))
-        for target, source in ((result.dense, self.dense), (result.labels, self.labels)):
-            target.copy_(source)
+        for name in ("dense", "labels", "weights"):
+            if (tensor := getattr(self, name)) is not None:
+                getattr(result, name).copy_(tensor)
         for name in ("values", "lengths", "offsets"):
             getattr(result.sparse, name)().copy_(getattr(self.sparse, name)())
         return result
@@ -82,19 +94,23 @@ class Batch:
 @dataclass(frozen=True)
 class BatchLayout:
     """Offsets of a batch's tensors in its buffer of bytes, each a multiple of 64:
-    dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values int32, or int64 if `wide`,
-    `[num_values]`, lengths int32 `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`."""
+    dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, or `[batch_size, num_labels]` unless 0,
+    weights float32 `[batch_size]` if `weighted`, values int32, or int64 if `wide`, `[num_values]`, lengths int32
+    `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`."""
 
     keys: tuple[str, ...]
     batch_size: int
     num_dense: int
     num_values: int
     wide: bool = False
+    num_labels: int = 0
+    weighted: bool = False
 
     def _fields(self) -> list[tuple[torch.dtype, int]]:
         size, bags = self.batch_size, len(self.keys) * self.batch_size
         values = (torch.int64 if self.wide else torch.int32, self.num_values)
-        floats, integers = (size * self.num_dense, size), (bags, bags + 1)
+        floats = size * self.num_dense, size * max(self.num_labels, 1), size * self.weighted
+        integers = bags, bags + 1
         return [*((torch.float32, n) for n in floats), values, *((torch.int32, n) for n in integers)]
 
     def _field_offsets(self) -> list[int]:
@@ -110,21 +126,23 @@ class BatchLayout:
         return self._field_offsets()[-2]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return dense, labels, values, lengths and offsets: views of a uint8 tensor `[num_bytes]`, on any device."""
+        """Return views of a uint8 tensor `[num_bytes]`: dense, labels, weights, values, lengths and offsets."""
         fields = zip(self._field_offsets(), self._fields(), strict=False)
         views = [buffer[start : start + dtype.itemsize * count].view(dtype) for start, (dtype, count) in fields]
         views[0] = views[0].view(self.batch_size, self.num_dense)
+        views[1] = views[1].view(self.batch_size, self.num_labels) if self.num_labels else views[1]
         return views
 
     def batch(self, buffer: Tensor) -> Batch:
         """Wrap a filled buffer as a batch; its contents are not checked."""
-        dense, labels, values, lengths, offsets = self.views(buffer)
-        return Batch(dense, _unflatten([values, None, lengths, offsets], self.keys), labels, buffer)
+        dense, labels, weights, values, lengths, offsets = self.views(buffer)
+        sparse = _unflatten([values, None, lengths, offsets], self.keys)
+        return Batch(dense, sparse, labels, weights if self.weighted else None, buffer)
 
 
 pytree.register_pytree_node(
     Batch,
-    lambda batch: ([batch.dense, batch.sparse, batch.labels], None),
+    lambda b: ([b.dense, b.sparse, b.labels, *([] if b.weights is None else [b.weights])], None),
     lambda children, _: Batch(*children),
     serialized_type_name="tritonemb.Batch",
 )
@@ -154,15 +172,17 @@ class Column:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a data set: `dense` `[N, num_dense]` float32, one column per feature, `labels` `[N]` float32 in {0, 1}.
-    Raise ValueError if the numbers of rows differ."""
+    """Rows of a data set: `dense` `[N, num_dense]` float32, one column per feature; `labels` and `weights` as those of
+    `Batch`. Raise ValueError if the numbers of rows differ."""
 
     dense: Tensor
     columns: tuple[Column, ...]
     labels: Tensor
+    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
         sizes = {"dense": self.dense.shape[0], "labels": self.labels.shape[0]}
+        sizes |= {} if self.weights is None else {"weights": self.weights.shape[0]}
         sizes |= {f"column {index}": len(column) for index, column in enumerate(self.columns)}
         if len(set(sizes.values())) > 1:
             raise ValueError(f"dense, labels and all columns need the same number of rows, got {sizes}")
@@ -171,7 +191,9 @@ class Rows:
         return self.labels.shape[0]
 
     def slice(self, start: int, stop: int) -> "Rows":
-        return Rows(self.dense[start:stop], tuple(c.slice(start, stop) for c in self.columns), self.labels[start:stop])
+        weights = None if self.weights is None else self.weights[start:stop]
+        columns = tuple(column.slice(start, stop) for column in self.columns)
+        return Rows(self.dense[start:stop], columns, self.labels[start:stop], weights)
 
     def take(self, rows: Tensor) -> "Rows":
         """Gather rows by index, in the order of the indices."""
@@ -194,7 +216,8 @@ def concat_rows(blocks: Sequence[Rows], order: Array | None = None) -> Rows:
             offsets = torch.from_numpy(lengths_to_offsets(lengths))
         columns.append(Column(_concat([column.values for column in feature_columns], positions), offsets))
     dense, labels = (_concat([getattr(block, name) for block in blocks], order) for name in ("dense", "labels"))
-    return Rows(dense, tuple(columns), labels)
+    weights = [block.weights for block in blocks if block.weights is not None]
+    return Rows(dense, tuple(columns), labels, _concat(weights, order) if weights else None)
 
 
 def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_memory: bool = False) -> Batch:
@@ -205,12 +228,15 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
     bags = [None if offsets is None else segment_positions(offsets, indices) for offsets in offsets_of]
     counts = [size if bag is None else int(bag[1].sum()) for bag in bags]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
-    layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), wide)
+    kinds = wide, rows.labels.shape[1] if rows.labels.dim() > 1 else 0, rows.weights is not None
+    layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), *kinds)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
-    dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
+    dense, labels, weights, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
     # Fill it; the offsets follow from the lengths.
     _gather_into(rows.dense.numpy(), indices, dense)
     _gather_into(rows.labels.numpy(), indices, labels)
+    if rows.weights is not None:
+        _gather_into(rows.weights.numpy(), indices, weights)
     lengths.fill(1)
     start = 0
     for index, (column, bag, count) in enumerate(zip(rows.columns, bags, counts, strict=True)):
@@ -234,8 +260,10 @@ def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
     positions, lengths = segment_positions(batch.sparse.offsets().numpy(), bags)
     values = torch.from_numpy(batch.sparse.values().numpy()[positions])
     sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(lengths_to_offsets(lengths)))
-    labels = np.append(batch.labels.numpy(), np.full(num_padding, np.nan, dtype=np.float32))
-    return Batch(torch.from_numpy(batch.dense.numpy()[order]), sparse, torch.from_numpy(labels))
+    labels = batch.labels.numpy()[order]
+    labels[size:] = np.nan
+    weights = None if batch.weights is None else torch.from_numpy(batch.weights.numpy()[order])
+    return Batch(torch.from_numpy(batch.dense.numpy()[order]), sparse, torch.from_numpy(labels), weights)
 
 
 def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:

@@ -45,12 +45,13 @@ class ClickLog(protocol.TablesMixin):
             ones by URI, `s3://bucket/logs`. Or data frames as files, by split; see `from_dataframe`. Or a stream.
         options: options for reading the log.
         name: name in messages; by default that of the file or folder.
-        labelled: whether rows have a label. If not, labels are 0, and the label column is not read.
+        labelled: whether rows have labels. If not, labels are 0, and their columns and the weight are not read.
         extra_columns: columns that `scan` reads in addition to those of the schema.
 
     Attributes:
         encode: function that encodes a `pyarrow.RecordBatch` of the log as `Rows`.
         is_stream: whether the train rows are those of a stream.
+        labels, weighted: names of several labels, and whether rows have weights.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class ClickLog(protocol.TablesMixin):
         # Features, and the encoding of their values as ids.
         self.schema, ids = transforms.schema, make_numberings(transforms.schema)
         self._vocabulary = vocabulary_digest(self.schema)
+        self.labels, self.weighted = self.schema.labels, bool(self.schema.weight)
         lists, kinds = transforms.multi_hot, transforms.kinds
         entries = ((n, ids[n].num_embeddings, n in lists, self.schema.dynamic, kinds.get(n, "")) for n in ids)
         self.features = tuple(Feature(*entry) for entry in entries)
@@ -278,7 +280,7 @@ def encoding_digest(schema: Schema, features: tuple[Feature, ...], vocabulary: s
     """Hash the encoding of a log, see `tritonemb.data.protocol.Data.encoding`; `vocabulary`: digest of its file."""
     dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
     kind = "dynamic log" if schema.dynamic else "log"
-    return protocol.digest(kind, schema.label, dense, features, vocabulary, *transforms)
+    return protocol.digest(kind, schema.labels or schema.label, dense, features, vocabulary, *transforms)
 
 
 def _log_name(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

@@ -56,12 +56,13 @@ NUM_DENSE = 4
 @dataclass(frozen=True)
 class Dataset(protocol.TablesMixin):
     """Train, test and optional validation rows of a binary classification problem. Raise ValueError if rows and
-    features do not match, an id is out of range, or a label is neither 0 nor 1.
+    features do not match, an id is out of range, a label is neither 0 nor 1, or a weight is negative.
 
     Args:
         name: name in messages.
         features: categorical features, in the order of `Rows.columns`; their names are the keys of the batches.
         best_auc: Bayes-optimal AUC on the test rows, if known.
+        labels: names of several labels, of rows with labels `[N, L]`: 0, 1, or NaN for a missing one.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Dataset(protocol.TablesMixin):
     test: Rows
     validation: Rows | None = None
     best_auc: float | None = None
+    labels: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for split in self.splits():
@@ -80,9 +82,18 @@ class Dataset(protocol.TablesMixin):
                 raise ValueError(f"{location}: {len(rows.columns)} columns for {len(self.features)} features")
             if (num_dense := rows.dense.shape[1]) != self.num_dense:
                 raise ValueError(f"{location}: {num_dense} dense values per row, the train rows have {self.num_dense}")
-            if len(invalid_rows := torch.nonzero((rows.labels != 0) & (rows.labels != 1))):
+            shape = [len(rows), *[len(self.labels)] * bool(self.labels)]
+            if list(rows.labels.shape) != shape or (rows.weights is None) == self.weighted:
+                text = f"labels {list(rows.labels.shape)}, expected {shape}; weights like the train rows"
+                raise ValueError(f"{location}: {text}")
+            valid = (rows.labels == 0) | (rows.labels == 1)
+            if self.labels:
+                valid |= rows.labels.isnan() & ~rows.labels.isnan().all(1, keepdim=True)
+            if len(invalid_rows := torch.nonzero(~valid)):
                 row = int(invalid_rows[0, 0])
-                raise ValueError(f"{location}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
+                raise ValueError(f"{location}: the label of row {row} is {rows.labels[row].tolist()}, expected 0 or 1")
+            if rows.weights is not None and not bool(((rows.weights >= 0) & rows.weights.isfinite()).all()):
+                raise ValueError(f"{location}: a weight is negative or not finite")
             for feature, column in zip(self.features, rows.columns, strict=True):
                 low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
                 if not feature.dynamic and (low < 0 or high >= feature.num_embeddings):
@@ -96,7 +107,12 @@ class Dataset(protocol.TablesMixin):
     @property
     def encoding(self) -> str:
         """Digest of the features' names and sizes; see `tritonemb.data.protocol.Data.encoding`."""
-        return protocol.digest("in memory", self.num_dense, self.features)
+        return protocol.digest("in memory", self.num_dense, self.features, *self.labels)
+
+    @property
+    def weighted(self) -> bool:
+        """Return whether rows have weights."""
+        return self.train.weights is not None
 
     @property
     def contents(self) -> dict[str, str]:
@@ -348,10 +364,11 @@ def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
     return random.permutation(num_embeddings).astype(np.int32)[ranks]
 
 
-def exact_auc(logits: Tensor, labels: Tensor) -> float:
-    """Compute the area under the ROC curve by comparing logits `[N]`, as sigmoid would make large ones equal."""
-    groups, sizes = logits.unique(return_inverse=True, return_counts=True)[1:]
-    positives = torch.zeros_like(sizes, dtype=torch.float64).index_add_(0, groups, labels.double())
-    negatives = sizes - positives
+def exact_auc(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> float:
+    """Compute the area under the ROC curve by comparing logits `[N]`, as sigmoid would make large ones equal; with
+    weights `[N]` a pair counts as the product of its weights."""
+    groups = logits.unique(return_inverse=True)[1]
+    weights = torch.ones_like(groups, dtype=torch.float64) if weights is None else weights.double()
+    positives, negatives = (groups.bincount(weights * clicks) for clicks in (labels.double(), 1 - labels.double()))
     # The share of pairs in which the positive one has the larger logit; equal ones count half (Mann, Whitney, 1947).
     return float(positives @ (negatives.cumsum(0) - negatives / 2) / (positives.sum() * negatives.sum()))

@@ -52,7 +52,7 @@ class CsvFormat:
         self.multi_hot = (schema.lists or schema.sparse) if self._separator else ()
         self.kinds = {name: "integers" if name in schema.integers else "strings" for name in schema.sparse}
         # Arrow types of the columns to read; times are integers if the bounds of the split are.
-        numbers = schema.columns(labelled or schema.label in extra_columns)
+        numbers = *schema.columns(labelled), *{*schema.label_columns, schema.weight}.intersection(extra_columns)
         self._types = dict.fromkeys(extra_columns, pa.string()) | dict.fromkeys(numbers, pa.float64())
         types = {name: pa.int64() if kind == "integers" else pa.string() for name, kind in self.kinds.items()}
         self._types |= {name: pa.list_(kind) if name in self.multi_hot else kind for name, kind in types.items()}
@@ -64,7 +64,8 @@ class CsvFormat:
         """Return the columns of the schema and the time column in their smallest types, a `pyarrow.Schema`."""
         names = dict.fromkeys((*self.schema.columns(self.labelled), *filter(None, [self.time])))
         fields = [self.read(b"").schema.field(name) for name in names]
-        return pa.schema([field.with_type(pa.int8()) if field.name == self.schema.label else field for field in fields])
+        labels = self.schema.label_columns
+        return pa.schema([field.with_type(pa.int8()) if field.name in labels else field for field in fields])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """Parse lines, none blank, to a `pyarrow.RecordBatch`; None if one may be bad, unless all were `accepted`."""
@@ -116,6 +117,8 @@ class CsvFormat:
             if expected := self._expected(line, number, value):
                 message = invalid_value_message(number, name, value, expected, hint)
                 return f"field {number} ({name}) is not {expected}", message
+        if self.schema.labels and not hint:
+            return "no label", f"expected 0 or 1 in at least one of {join_names(self.schema.labels)}"
         return "quote", "a quote is not closed in this line"
 
     def _fields(self, line: bytes) -> list[Any]:
@@ -127,7 +130,7 @@ class CsvFormat:
             return None
         if (parsed := self._parse(line + b"\n", {name: self._types[name]})) is None:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
-            return "0 or 1" if self.labelled and name == self.schema.label else _EXPECTED[str(kind)]
+            return "0 or 1" if self.labelled and name in self.schema.label_columns else _EXPECTED[str(kind)]
         invalid_values = find_invalid_values(parsed, self.schema, self.labelled)
         return invalid_values[0][1] if invalid_values else None
 
@@ -243,11 +246,11 @@ def check_criteo(schema: Schema, location: str) -> None:
     """Raise ValueError if a schema does not fit Criteo's format: another label, or categories as numbers."""
     if invalid_values := [name for name in schema.dense if name in CATEGORIES]:
         raise ValueError(f"schema: {invalid_values[0]!r} of Criteo's TSV cannot be dense: it is a category")
-    if schema.label not in ("", LABEL):
+    if schema.label_columns not in ((), (LABEL,)):
         raise ValueError(
             f"{location}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
-            f"{schema.label!r}; its columns: {join_names(FIELDS)}. For a file with a header, set a delimiter, "
-            "or rename it to end with .csv"
+            f"{', '.join(map(repr, schema.label_columns))}; its columns: {join_names(FIELDS)}. For a file with a "
+            "header, set a delimiter, or rename it to end with .csv"
         )
 
 

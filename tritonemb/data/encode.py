@@ -169,11 +169,20 @@ def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> li
     """Check the values of a `pyarrow.RecordBatch` with some of a schema's columns. Return for each failed check the
     column's name, the expectation, and a mask (bool `[N]`) of the bad rows."""
     problems: list[tuple[str, str, Array]] = []
-    if labelled and schema.label in batch.schema.names:
-        label = batch.column(schema.label)
-        values = numeric_values(label)
-        bad = (values != 0) & (values != 1) | missing_mask(label.cast(value_type(label.type)))
-        problems.append((schema.label, "0 or 1", bad))
+    labels = [name for name in schema.label_columns if labelled and name in batch.schema.names]
+    missing = [missing_mask(column.cast(value_type(column.type))) for column in map(batch.column, labels)]
+    for name in labels:
+        values = numeric_values(batch.column(name))
+        problems.append((name, "0 or 1" + ", or nothing" * bool(schema.labels), (values != 0) & (values != 1)))
+    if labels and (batch.num_columns > 1 or not schema.labels):  # of a single field, the other labels are unknown
+        text = "0 or 1" + f" in at least one of {join_names(labels)}" * bool(schema.labels)
+        problems.append((labels[0], text, np.all(missing, axis=0)))
+    if labelled and schema.weight in batch.schema.names:
+        weight = batch.column(schema.weight)
+        values, absent = numeric_values(weight), missing_mask(weight.cast(value_type(weight.type)))
+        problems.append(
+            (schema.weight, "a finite number of 0 or more", ~((values >= 0) & (values < INFINITE)) | absent)
+        )
     for name, column in ((name, batch.column(name)) for name in schema.dense if name in batch.schema.names):
         logarithmic = schema.is_logarithmic(name)
         if pa.types.is_floating(value_type(column.type)):
@@ -340,13 +349,20 @@ def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> A
 
 
 def encode(batch: Any, schema: Schema, features: Sequence[Feature], numberings: Numberings, labelled: bool) -> Rows:
-    """Encode a `pyarrow.RecordBatch` as rows; labels are 0 unless `labelled`."""
+    """Encode a `pyarrow.RecordBatch` as rows; labels are 0 and weights 1 unless `labelled`."""
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for column_index, name in enumerate(schema.dense):
         dense[:, column_index] = scale_numbers(numeric_values(batch.column(name)), schema.is_logarithmic(name))
-    labels = numeric_values(batch.column(schema.label)) if labelled else np.zeros(batch.num_rows)
+    labels, weights = np.zeros((batch.num_rows, *[len(schema.labels)] * bool(schema.labels)), np.float32), None
+    if labelled and not schema.labels:
+        labels = numeric_values(batch.column(schema.label)).astype(np.float32)
+    for label_index, column in enumerate(map(batch.column, schema.labels if labelled else ())):
+        absent = missing_mask(column.cast(value_type(column.type)))
+        labels[:, label_index] = np.where(absent, np.nan, numeric_values(column))
+    if labelled and schema.weight:
+        weights = torch.from_numpy(numeric_values(batch.column(schema.weight)).astype(np.float32))
     columns = tuple(_encode_column(batch.column(f.name), numberings[f.name], f.kind) for f in features)
-    return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels.astype(np.float32)))
+    return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels), weights)
 
 
 def _encode_column(array: Any, numbering: Numbering, kind: str) -> Column:

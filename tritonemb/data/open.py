@@ -238,6 +238,7 @@ def _handle_request(data: Any, stop_event: threading.Event, request: dict[str, A
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
         values |= {"is_stream": getattr(data, "is_stream", False), "is_shared": is_shared}
+        values |= {"labels": getattr(data, "labels", ()), "weighted": getattr(data, "weighted", False)}
         yield values | {"features": [astuple(feature) for feature in data.features]}, b""
     elif action == "missing":
         yield {"sizes": data.sizes_on_peers(request["split"], tuple(request["shard"]))}, b""
@@ -280,6 +281,8 @@ class RemoteData(TablesMixin):
         self.contents: dict[str, str] = description.get("contents", {})
         self.best_auc: float | None = description["best_auc"]
         self.is_stream: bool = description.get("is_stream", False)
+        self.labels: tuple[str, ...] = tuple(description.get("labels", ()))
+        self.weighted: bool = description.get("weighted", False)
         self._splits: tuple[Split, ...] = tuple(description["splits"])
 
     def splits(self) -> tuple[Split, ...]:
@@ -378,7 +381,7 @@ def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Ite
 def _to_batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
-    lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
+    lengths, offsets = (view.numpy() for view in layout.views(buffer)[-2:])
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])  # offsets are not sent
     return layout.batch(buffer)

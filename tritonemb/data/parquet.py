@@ -248,6 +248,6 @@ def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:
         text = f"{location}: column {name!r} is {kind}, but a sparse column has integers, strings or lists{hint}"
         raise ValueError(text)
     if not sparse and not types.is_floating(inner):
-        role = "a dense column" if name in schema.dense else "the label"
+        role = "a dense column" if name in schema.dense else "the weight" if name == schema.weight else "the label"
         raise ValueError(f"{location}: column {name!r} is {inner}, but {role} has numbers")
     return "strings" if sparse else "numbers"

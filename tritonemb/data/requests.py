@@ -50,6 +50,7 @@ class RequestEncoder:
     ) -> None:
         self.schema, self.features, self._numberings, self._from_text = schema, tuple(features), numberings, from_text
         self._keys = tuple(feature.name for feature in features)
+        self._label_shape = [len(schema.labels)] * bool(schema.labels)
         self._names, self._multi_hot = (*schema.dense, *self._keys), any(feature.multi_hot for feature in features)
         self._seeds = np.array(list(map(encode.feature_seed, self._keys)), dtype=np.uint64)
         self._sizes = np.array([feature.num_embeddings for feature in features])
@@ -109,7 +110,7 @@ class RequestEncoder:
             positions, lengths = segment_positions(lengths_to_offsets(lengths), positions)
         ids, offsets = self._ids(items, features)[positions], lengths_to_offsets(lengths)
         sparse = KeyedJaggedTensor.unchecked(self._keys, torch.from_numpy(ids), None, torch.from_numpy(offsets))
-        return Batch(torch.from_numpy(np.ascontiguousarray(dense)), sparse, torch.zeros(num_rows))
+        return Batch(torch.from_numpy(np.ascontiguousarray(dense)), sparse, torch.zeros(num_rows, *self._label_shape))
 
     def _check_columns(self, columns: Iterable[str], shared: Mapping[str, Any], place: str) -> None:
         if missing := [name for name in self._names if name not in columns and name not in shared]:

@@ -29,6 +29,9 @@ class Schema:
 
     Args:
         label: name of the column of labels, 0 or 1.
+        labels: names of several columns of labels, instead of `label`: 0, 1, or missing, in which case the row is left
+            out of this label's loss and metrics; a row needs at least one.
+        weight: name of the column of row weights, of 0 or more, in loss and metrics; 1 if not given.
         dense: names of the columns of numbers.
         sparse: names of the columns of categories: integers, strings, or lists of them (multi-hot).
         log_transform: whether numbers x become log(1 + x), or the names of the columns where they do; negative numbers
@@ -54,17 +57,23 @@ class Schema:
     integers: tuple[str, ...] = ()
     lists: tuple[str, ...] = ()
     clamp_negative: bool = False
+    labels: tuple[str, ...] = ()
+    weight: str = ""
 
     def __post_init__(self) -> None:
+        if self.label and self.labels:
+            raise ValueError("set only one of label and labels")
+        if len(self.labels) == 1:
+            vars(self).update(label=self.labels[0], labels=())
         if isinstance(self.log_transform, tuple) and not {*self.log_transform} & {*self.dense}:
             words = " ".join(self.log_transform).lower()  # as a shell passes it
             vars(self)["log_transform"] = {"true": True, "false": False}.get(words, self.log_transform)
-        named = [name for name in (self.label, *self.dense, *self.sparse) if name]
+        named = self.columns()
         if duplicates := sorted({name for name in named if named.count(name) > 1}):
-            raise ValueError(f"{join_names(duplicates)} named more than once among label, dense and sparse")
-        if (self.dense or self.sparse) and not self.label:
+            raise ValueError(f"{join_names(duplicates)} named more than once among label, weight, dense and sparse")
+        if (self.dense or self.sparse) and not self.label_columns:
             raise ValueError("dense or sparse columns are named, but no label column")
-        if self.label and not self.sparse:
+        if self.label_columns and not self.sparse:
             raise ValueError("no sparse columns are named; a click model needs at least one")
         for option, role in {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}.items():
             names = value if isinstance(value := getattr(self, option), tuple) else ()
@@ -102,17 +111,22 @@ class Schema:
         return self.clamp_negative or self._is_criteo(name)
 
     def _is_criteo(self, name: str) -> bool:
-        return self.label in ("", LABEL) and name in INTEGERS
+        return self.label_columns in ((), (LABEL,)) and name in INTEGERS
 
-    def columns(self, labelled: bool = True) -> tuple[str, ...]:
-        """Return the label column if `labelled`, the dense and the sparse columns."""
-        return (*(self.label,) * labelled, *self.dense, *self.sparse)
+    @property
+    def label_columns(self) -> Names:
+        """Names of the columns of labels."""
+        return self.labels or ((self.label,) if self.label else ())
+
+    def columns(self, labelled: bool = True) -> Names:
+        """Return the columns of labels and weight if `labelled`, the dense and the sparse columns."""
+        return (*(*self.label_columns, *filter(None, [self.weight])) * labelled, *self.dense, *self.sparse)
 
     def of(self, columns: Sequence[str], location: str, labelled: bool = True, extra_columns: Names = ()) -> Self:
         """Return the schema with Criteo's columns filled in if it names none. Raise ValueError unless the data at
-        `where` has every column of it (the label only if `labelled`) and of `extra_columns` exactly once."""
+        `where` has every column of it (labels and weight only if `labelled`) and of `extra_columns` exactly once."""
         schema = self
-        if not self.label:
+        if not self.label_columns:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
                 raise ValueError(
                     f"{location}: its columns are {join_names(columns)}; they are not Criteo's ({LABEL}, "
@@ -121,7 +135,8 @@ class Schema:
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        for role, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
+        roles = {"label": schema.label_columns, "weight": tuple(filter(None, [schema.weight]))} if labelled else {}
+        for role, names in {**roles, "dense": schema.dense, "sparse": schema.sparse}.items():
             check_columns(columns, names, location, f"the schema's {role} column")
         check_columns(columns, extra_columns, location)
         return schema

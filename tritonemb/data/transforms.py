@@ -47,11 +47,13 @@ class Transforms:
         schema = copy.copy(options.schema)
         for role in ("dense", "sparse"):
             vars(schema)[role] = tuple(name for name in getattr(schema, role) if name not in self._outputs)
-        has_label = labelled and schema.label not in self._outputs
+        has_label = labelled and not (schema.label_columns and {*schema.label_columns} <= {*self._outputs})
+        vars(schema)["labels"] = tuple(n for n in schema.labels if n not in self._outputs) or schema.labels
+        vars(schema)["weight"] = "" if schema.weight in self._outputs else schema.weight
         source = source_class(files, replace(options, schema=schema), has_label, (*extra_columns, *self._inputs))
         # Columns of the results.
         self._labelled, self._extra_columns, self._checked = labelled, extra_columns, None
-        self._types = ColumnTypes(options.schema if options.schema.label else source.schema, labelled)
+        self._types = ColumnTypes(options.schema if options.schema.label_columns else source.schema, labelled)
         if self._functions:
             self._map_first_rows(source)
         result: LogSource | ColumnTypes = self._types if self._functions else source

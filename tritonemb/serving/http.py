@@ -185,15 +185,20 @@ class App:
         return bytes(body)
 
     async def _score(self, body: bytes) -> dict[str, Any]:
-        return {"scores": await self._scores(parse_rows(parse_json(body), self._scorer.encoder))}
+        scores = await self._scores(parse_rows(parse_json(body), self._scorer.encoder))
+        labels = self._scorer.run.labels
+        return {"scores": dict(zip(labels, scores, strict=True)) if labels else scores[0]}
 
     async def _infer(self, body: bytes) -> dict[str, Any]:
         scores = await self._scores(parse_tensors(request := parse_json(body), self._scorer.encoder))
-        output = {"name": "score", "datatype": "FP32", "shape": [len(scores)], "data": scores}
-        return {"model_name": self._name, "id": request.get("id", ""), "outputs": [output]}
+        columns = zip(self._scorer.run.score_names, scores, strict=True)
+        outputs = [{"name": name, "datatype": "FP32", "shape": [len(data)], "data": data} for name, data in columns]
+        return {"model_name": self._name, "id": request.get("id", ""), "outputs": outputs}
 
-    async def _scores(self, raw: RawRows) -> list[float]:
-        return (await asyncio.wrap_future(self._scorer.submit(raw, self._timeout))).tolist()
+    async def _scores(self, raw: RawRows) -> list[list[float]]:
+        """Scores of the rows, a list per label."""
+        scores = await asyncio.wrap_future(self._scorer.submit(raw, self._timeout))
+        return scores.reshape(len(scores), -1).T.tolist() if len(scores) else [[] for _ in self._scorer.run.score_names]
 
     def _problem(self) -> str:
         return self._scorer.failure or "the server is stopping" * bool(self.server and self.server.should_exit)
@@ -218,8 +223,9 @@ class App:
         for feature in encoder.features:
             kind = "INT64" if feature.kind == "integers" else "BYTES"
             inputs.append({"name": feature.name, "datatype": kind, "shape": [-1] * (1 + feature.multi_hot)})
-        output = {"name": "score", "datatype": "FP32", "shape": [-1]}
-        return {"name": self._name, "platform": "tritonemb", "inputs": inputs, "outputs": [output]}
+        names = self._scorer.run.score_names
+        outputs = [{"name": name, "datatype": "FP32", "shape": [-1]} for name in names]
+        return {"name": self._name, "platform": "tritonemb", "inputs": inputs, "outputs": outputs}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,11 @@ from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import (
+    MEANS,
     GroupRecorder,
     Metrics,
-    binary_metrics,
     check_group_by,
+    label_metrics,
     predict_logits,
     probabilities,
 )
@@ -105,6 +106,7 @@ def load_run(
 
     # Build the model, without memory if it is exported, and load its tensors.
     shapes = None if options is None else replace(options, device="meta" if is_package else device)
+    inputs: Any = features, reading.get("num_dense"), model, len(reading.get("labels", ()))
     if model is None:
         if options is None or shapes is None or not features:
             raise ValueError(
@@ -114,10 +116,10 @@ def load_run(
         if options.model not in MODELS:
             text = "code that it must not select: pass model=FUNCTION to load_run, or --model to a command"
             raise ValueError(f"{path} was trained with the model {options.model!r}, {text}")
-        model = build_model(shapes, features, reading["num_dense"])
+        model = build_model(shapes, *inputs)
     elif not isinstance(model, nn.Module):
         has_factory = shapes is not None and shapes.model not in MODELS
-        model = build_model(shapes, features, reading["num_dense"], model) if shapes and has_factory else model()
+        model = build_model(shapes, *inputs) if shapes and has_factory else model()
     if is_package:
         model = load_package(path, model, manifest).to(target)
         return Run(path, model, manifest, reading, features, options, target)
@@ -142,6 +144,7 @@ class Run:
         path: path of the checkpoint.
         model: the model, in evaluation mode.
         features: categorical features of the model.
+        labels, score_names: names of several labels, none if there is one; names of the scores of a row.
         schema: label, dense and sparse columns of a row; None if the model was not trained on a log.
         options: options of `tritonemb train`; None for a run of `te.Trainer`.
         transforms: names of the functions that map Arrow batches of raw rows before they are encoded.
@@ -155,17 +158,19 @@ class Run:
         self.description = {**{name: manifest[name] for name in ("config", "run")}, "reading": dict(reading)}
         self.path, self.model, self.features, self.options, self._device = path, model, features, options, device
         self._precision, self._num_dense = reading.get("precision", "fp32"), reading.get("num_dense", 0)
+        self.labels = tuple(reading.get("labels", ()))
+        self.score_names = [f"score[{label}]" for label in self.labels] or ["score"]
         self._encoding, self._kinds = manifest["run"].get("encoding", ""), manifest["run"].get("kinds", {})
         is_log = reading.get("read") and (options is None or options.data not in DATASETS)
         self._log_options = from_plain(reading["read"], LogOptions(), str(path)) if is_log else None
         self._from_text = reading.get("from_text", False)
         schema = None if self._log_options is None else self._log_options.schema
-        self.schema = schema if schema is None or schema.label else schema.of(FIELDS, str(path))
+        self.schema = schema if schema is None or schema.label_columns else schema.of(FIELDS, str(path))
         self.transforms = () if self._log_options is None else self._log_options.transforms
 
     def predict(self, rows: Any, *, batch_size: int = 8192) -> Any:
-        """Predict click probabilities: a float for one row, otherwise NumPy float32 `[N]`. On a CPU the result of a row
-        is bitwise independent of the other rows.
+        """Predict click probabilities: a float for one row, otherwise NumPy float32 `[N]`; of several labels `[L]` and
+        `[N, L]`. On a CPU the result of a row is bitwise independent of the other rows.
 
         Args:
             rows: dictionary of raw values by column, or a list of these; a data frame; or the path or URI of a log.
@@ -177,7 +182,8 @@ class Run:
         if hasattr(rows, "to_dict") and hasattr(rows, "to_frame"):  # a row of a pandas data frame
             rows = rows.to_dict()
         if isinstance(rows, Mapping):
-            return float(self.predict([rows])[0])
+            (scores,) = self.predict([rows])
+            return scores if self.labels else float(scores)
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
             if rows and self.transforms:
                 return self.predict(pa.Table.from_pylist(rows), batch_size=batch_size)
@@ -188,7 +194,7 @@ class Run:
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
     def score_log(self, data: Any, names: Sequence[str] = (), batch_size: int = 8192) -> Iterator[tuple[Any, Tensor]]:
-        """Iterate over blocks of a log in order; yield the `pyarrow` columns `names` and the scores `[n]`."""
+        """Iterate over blocks of a log in order; yield the `pyarrow` columns `names` and the scores of `predict`."""
         log = self.open_log(data, tuple(names))
         with closing(log.scan("test", lambda read: ([*map(read.column, names)], log.encode(read)))) as blocks:
             for block in blocks:
@@ -197,7 +203,7 @@ class Run:
                     yield columns, self._scores(map(pad_batch, self._batches(rows, batch_size)))
 
     def score(self, batch: Batch) -> Any:
-        """Predict as `predict` does, for rows that `encoder` has encoded; NumPy float32 `[N]`, NaN if a logit is."""
+        """Predict as `predict` does, for rows that `encoder` has encoded; NumPy float32, NaN if a logit is."""
         min_size = self._request_size if len(batch) < LARGE_BATCH else LARGE_BATCH
         return probabilities(self._logits([pad_batch(batch, min_size)])).numpy()
 
@@ -207,9 +213,9 @@ class Run:
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         check_group_by(group_by, rows.features)
         with rows.open("test", batch_size) as stream:
-            batches = GroupRecorder(stream, group_by)
+            batches = GroupRecorder(stream, group_by, getattr(rows, "weighted", False))
             pair = predict_logits(self.model, map(pad_batch, batches), self._device, self._precision)
-            return binary_metrics(*pair, groups=batches.groups)
+            return label_metrics(*pair, self.labels, None, batches.groups, batches.weights)
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
@@ -279,10 +285,13 @@ class Run:
     def _request_size(self) -> int:
         """Smallest batch size with logits bitwise identical to those of large batches; others are padded to it."""
         size, generator, columns = LARGE_BATCH, torch.Generator().manual_seed(0), list[Column]()
+        label_shape = filter(None, [len(self.labels)])
         for feature in self.features:
             ids = torch.randint(feature.num_embeddings, (size,), generator=generator)
             columns.append(Column(ids, torch.arange(size + 1) if feature.multi_hot else None))
-        rows = Rows(torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size))
+        rows = Rows(
+            torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size, *label_shape)
+        )
         expected = self._logits(self._batches(rows, size))
         sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
         results = ((n, self._logits(self._batches(rows.slice(0, n), n))) for n in sizes)
@@ -375,8 +384,8 @@ def predict(options: PredictOptions) -> str:
     if len({*options.keep, "score"}) <= len(options.keep):
         raise ValueError(f"keep must name each column once, and not 'score', got {list(options.keep)}")
     run = options.load()
-    blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, "score"]
-    tables = (pa.table([*arrays, scores.numpy()], names) for arrays, scores in blocks)
+    blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, *run.score_names]
+    tables = (pa.table([*arrays, *scores.view(len(scores), -1).numpy().T], names) for arrays, scores in blocks)
     num_rows = 0
     if (first := next(tables, None)) is None:
         raise ValueError(f"{options.out} is not written: {options.data} has no rows to score")
@@ -423,6 +432,11 @@ def evaluate(options: EvaluateOptions) -> str:
 
 def describe(metrics: Metrics) -> str:
     """Format metrics as lines of text: one per number, then the calibration curve."""
+    if metrics.labels:
+        means = [(key, value) for key in MEANS if (value := getattr(metrics, key)) is not None]
+        means = [(f"mean {METRICS[key]}", f"{value:.4f}") for key, value in means]
+        texts = (f"\n{name}\n{describe(values)}" for name, values in metrics.labels.items())
+        return "\n".join([*align_columns(means), *texts])
     values = ((key, name, getattr(metrics, key)) for key, name in METRICS.items())
     numbers = [(name, f"{n:.{0 if key == 'num_samples' else 4}f}") for key, name, n in values if n is not None]
     curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]

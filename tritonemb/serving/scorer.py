@@ -31,7 +31,7 @@ class OverloadedError(RuntimeError):
 
 @dataclass(eq=False)
 class QueuedRequest:
-    """Queued request; the result of `future` are its scores, float32 `[N]`."""
+    """Queued request; the result of `future` are its scores, float32 `[N]` or `[N, L]`."""
 
     raw: RawRows
     timeout: float

@@ -212,11 +212,12 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
 def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device, verbose: bool) -> nn.Module:
     """Build the model. On several ranks it is built on the meta device, sharded, and initialized shard by shard."""
     factory = import_factory(config.model) if ":" in config.model else None
+    inputs = data.features, data.num_dense, factory, len(getattr(data, "labels", ()))
     if group.process_group is None:
-        return build_model(config, data.features, data.num_dense, factory)
+        return build_model(config, *inputs)
     options = config.parallel
     model = HybridParallel(
-        build_model(replace(config, device="meta"), data.features, data.num_dense, factory),
+        build_model(replace(config, device="meta"), *inputs),
         None if options.plan is None else ShardingPlan.load(options.plan), dense=options.dense_layers, device=device,
         exchange=ExchangePrecision(options.exchange, options.exchange_gradients),
         timeout=timedelta(seconds=config.timeout), batch_size=config.batch_size,
@@ -382,7 +383,9 @@ def _read_run(folder: Path) -> PlanInputs:
         code = "transforms" if config.read.transforms else f"the model {config.model}"
         raise ValueError(f"{folder} was trained with {code}, which plan does not run; pass --tables instead")
     data = open_data(config, RankGroup())
-    _, tables = tables_in(build_model(replace(config, device="meta"), data.features, data.num_dense))
+    num_labels = len(getattr(data, "labels", ()))
+    model = build_model(replace(config, device="meta"), data.features, data.num_dense, num_labels=num_labels)
+    _, tables = tables_in(model)
     return tables, collect_stats(data, tables, num_batches=_STATS_BATCHES), {}, config.batch_size, {}
 
 

@@ -172,7 +172,7 @@ class Loop:
     def _train_step(self, step: PreparedStep) -> None:
         progress, info = self.progress, step[1]
         self.ranks.step = progress.step + 1
-        self.state.step(progress.step, take(step), info.weights)
+        self.state.step(progress.step, take(step), info.weights, info.scales)
         if self.caches is not None:
             self.caches.trained = info.counted
         progress.advance(info.rows, info.position)

@@ -1,8 +1,8 @@
 """Metrics of click probabilities, and evaluation of a split."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -25,7 +25,7 @@ from tritonemb.utils import join_names
 
 @dataclass(frozen=True)
 class Metrics:
-    """Metrics of binary classification.
+    """Metrics of binary classification: with row weights, of rows that count as much; missing labels are left out.
 
     Args:
         auc: area under the ROC curve, exact.
@@ -40,6 +40,8 @@ class Metrics:
         gauc: mean AUC of the groups, such as users, weighted by their rows (Zhou et al., 2018); None without groups.
         gauc_unweighted: mean AUC of the groups.
         num_groups: groups with an AUC: rows of both labels, and logits that differ.
+        labels: metrics of each of several labels by name, whose means are `auc`, `log_loss`, `normalized_entropy`,
+            `gauc` and `gauc_unweighted`.
     """
 
     auc: float
@@ -54,55 +56,98 @@ class Metrics:
     gauc: float | None = None
     gauc_unweighted: float | None = None
     num_groups: int = 0
+    labels: dict[str, "Metrics"] = field(default_factory=dict)
+
+    def values(self, names: Iterable[str]) -> dict[str, float]:
+        """Return the fields with these names that are not None, of several labels also as `name[label]`."""
+        scopes = {"": self, **{f"[{label}]": metrics for label, metrics in self.labels.items()}}
+        values = {f"{name}{label}": getattr(scopes[label], name) for label in scopes for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+MEANS = "auc", "log_loss", "normalized_entropy", "gauc", "gauc_unweighted"  # of several labels
+
+
+def label_metrics(
+    logits: Tensor, labels: Tensor, names: Sequence[str], seconds: float | None, *columns: Tensor | None
+) -> Metrics:
+    """Compute the metrics of several labels with these names, `logits` and `labels` `[N, L]`, NaN for missing labels;
+    without names those of `binary_metrics`, whose `groups` and `weights` are `columns`. Its errors name the label."""
+    if not names:
+        return binary_metrics(logits, labels, seconds, *columns)
+    metrics = dict[str, Metrics]()
+    for name, label_logits, label in zip(names, logits.unbind(1), labels.unbind(1), strict=True):
+        rows = ~label.isnan()
+        label_columns = (None if column is None else column[rows] for column in columns)
+        try:
+            metrics[name] = binary_metrics(label_logits[rows], label[rows], None, *label_columns)
+        except ValueError as error:
+            raise type(error)(f"label {name!r}: {error}") from None
+    values = {key: [getattr(entry, key) for entry in metrics.values()] for key in MEANS}
+    means: Any = {key: None if None in numbers else sum(numbers) / len(names) for key, numbers in values.items()}
+    speed = len(labels) / seconds if seconds else 0.0
+    return Metrics(**means, num_samples=len(labels), samples_per_second=speed, labels=metrics)
 
 
 def binary_metrics(
-    logits: Tensor, labels: Tensor, seconds: float | None = None, groups: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    seconds: float | None = None,
+    groups: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Metrics:
-    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}; `groups` int64 `[N]` are those of GAUC.
-    Raise ValueError if the shapes differ, a logit is NaN, or all labels are the same, for which AUC is undefined."""
+    """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}; `groups` int64 `[N]` are those of GAUC,
+    `weights` `[N]` those of the rows. Raise ValueError if the shapes differ, a logit is NaN, or all labels are the
+    same, for which AUC is undefined."""
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
     logits, labels = logits.detach().double(), labels.double()
+    weights = torch.ones_like(labels) if weights is None else weights.double()
     if bool(logits.isnan().any()):
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
-    base_rate = labels.mean()
+    base_rate = (labels * weights).sum() / weights.sum()
     if not 0 < float(base_rate) < 1:
         text = f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
         raise UndefinedMetricsError(text)
-    log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
+    losses = F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
+    log_loss = float(losses / weights.sum())
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
-    auc = exact_auc(logits, labels)
+    auc = exact_auc(logits, labels, weights)
     speed = labels.numel() / seconds if seconds else 0.0
-    grouped = (None, None, 0) if groups is None else grouped_auc(logits, labels, groups)
+    grouped = (None, None, 0) if groups is None else grouped_auc(logits, labels, groups, weights)
     logits, order = logits.sort(stable=True)
-    curves = *best_threshold(logits, labels[order]), calibration_of(logits, labels[order])
+    sorted_rows = logits, labels[order], weights[order]
+    curves = *best_threshold(*sorted_rows), calibration_of(*sorted_rows)
     return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed, 0, *curves, *grouped)
 
 
-def grouped_auc(logits: Tensor, labels: Tensor, groups: Tensor) -> tuple[float, float, int]:
-    """Return the mean AUC of the groups, weighted by their rows and not, and their number; all inputs are `[N]`.
+def grouped_auc(
+    logits: Tensor, labels: Tensor, groups: Tensor, weights: Tensor | None = None
+) -> tuple[float, float, int]:
+    """Return the mean AUC of the groups, weighted by the weights of their rows and not, and their number; all inputs
+    are `[N]`.
 
     A group of one row, of one label or of equal logits has no AUC and is left out, as in TorchRec's GAUC; equal logits
     of others count half. Raise UndefinedMetricsError if no group has one."""
     order = logits.argsort(stable=True)
     order = order[groups[order].argsort(stable=True)]
-    logits, labels, groups = logits[order], labels[order].double(), groups[order]
+    weights = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights[order].double()
+    logits, groups, clicks = logits[order], groups[order], labels[order].double() * weights
     # Runs of equal logits of a group, in the order of groups and logits.
     starts_group = F.pad(groups[1:] != groups[:-1], (1, 0), value=True)
     starts_run = starts_group | F.pad(logits[1:] != logits[:-1], (1, 0), value=True)
     group, run = starts_group.cumsum(0) - 1, starts_run.cumsum(0) - 1
     group_of_run = group[starts_run]
-    positives, negatives = run.bincount(labels), run.bincount(1 - labels)
+    positives, negatives = run.bincount(clicks), run.bincount(weights - clicks)
     # Of each run: pairs with a negative of a smaller logit in its group, and half of the pairs within the run.
-    group_positives, group_negatives = group.bincount(labels), group.bincount(1 - labels)
+    group_positives, group_negatives = group.bincount(clicks), group.bincount(weights - clicks)
     smaller = negatives.cumsum(0) - negatives - (group_negatives.cumsum(0) - group_negatives)[group_of_run]
     wins = group_of_run.bincount(positives * (smaller + negatives / 2))
     pairs = group_positives * group_negatives
     valid = (pairs > 0) & (group_of_run.bincount() > 1)
     if not valid.any():
         raise UndefinedMetricsError("no group has rows of both labels and logits that differ, so GAUC is not defined")
-    aucs, sizes = wins[valid] / pairs[valid], group.bincount()[valid].double()
+    aucs, sizes = wins[valid] / pairs[valid], group.bincount(weights)[valid]
     return float(aucs @ sizes / sizes.sum()), float(aucs.mean()), len(aucs)
 
 
@@ -114,15 +159,19 @@ def check_group_by(name: str | None, features: Iterable[Feature]) -> None:
 
 
 class GroupRecorder(Batches):
-    """Batches of a stream, of which `groups` records the ids of a feature with one id per row; None: nothing."""
+    """Batches of a stream, of which `groups` records the ids of a feature with one id per row, None: nothing; and, if
+    `weighted`, `weights` those of the rows."""
 
-    def __init__(self, stream: Batches, feature: str | None) -> None:
-        self._stream, self._feature, self._ids = stream, feature, list[Tensor]()
+    def __init__(self, stream: Batches, feature: str | None, weighted: bool = False) -> None:
+        self._stream, self._feature, self._weighted = stream, feature, weighted
+        self._ids, self._weights = list[Tensor](), list[Tensor]()
 
     def __next__(self) -> Batch:
         batch = next(self._stream)
         if self._feature is not None:
-            self._ids.append(batch.sparse[self._feature].values().long())
+            self._ids.append(batch.sparse[self._feature].values().to(torch.int64, copy=True))
+        if batch.weights is not None:
+            self._weights.append(batch.weights.clone())  # a view would keep the batch's buffer in memory
         return batch
 
     def wait(self, seconds: float) -> bool:
@@ -141,50 +190,63 @@ class GroupRecorder(Batches):
         """Ids int64 `[N]` of the batches so far."""
         return None if self._feature is None else torch.cat([torch.zeros(0, dtype=torch.int64), *self._ids])
 
+    @property
+    def weights(self) -> Tensor | None:
+        """Weights float32 `[N]` of the rows so far; None if they have none."""
+        return torch.cat([torch.zeros(0), *self._weights]) if self._weighted else None
+
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Sigmoid of logits, float32 `[N]`, by NumPy: in torch an element's rounding depends on its position."""
+    """Sigmoid of logits, float32 of their shape, by NumPy: in torch an element's rounding depends on its position."""
     with np.errstate(over="ignore"):
         return torch.from_numpy((1.0 / (1.0 + np.exp(-logits.detach().double().numpy()))).astype(np.float32))
 
 
-def best_threshold(logits: Tensor, labels: Tensor) -> tuple[float, float]:
+def best_threshold(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, float]:
     """Return the largest probability threshold with the largest F1, and this F1. `logits` `[N]` ascend."""
-    logits, clicks = logits.flip(0), labels.flip(0).cumsum(0)
-    f1 = 2 * clicks / (torch.arange(1, len(clicks) + 1) + clicks[-1])
+    logits, clicks = logits.flip(0), (labels * weights).flip(0).cumsum(0)
+    f1 = 2 * clicks / (weights.flip(0).cumsum(0) + clicks[-1])
     f1[:-1][logits[:-1] == logits[1:]] = 0.0  # a threshold cannot separate equal scores
     best = int(f1.argmax())
     return float(logits[best].sigmoid()), float(f1[best])
 
 
-def calibration_of(logits: Tensor, labels: Tensor, num_bins: int = 10) -> tuple[tuple[int, float, float], ...]:
+def calibration_of(
+    logits: Tensor, labels: Tensor, weights: Tensor, num_bins: int = 10
+) -> tuple[tuple[int, float, float], ...]:
     """Number of rows, mean probability and fraction of clicks of bins of equal size. `logits` `[N]` ascend."""
-    pairs = zip(logits.sigmoid().tensor_split(num_bins), labels.tensor_split(num_bins), strict=True)
-    return tuple((len(scores), float(scores.mean()), float(clicks.mean())) for scores, clicks in pairs if len(scores))
+    columns = torch.stack([logits.sigmoid() * weights, labels * weights, weights])
+    bins = [(values.shape[1], *values.sum(1).tolist()) for values in columns.tensor_split(num_bins, dim=1)]
+    return tuple((size, score / total, clicks / total) for size, score, clicks, total in bins if total > 0)
 
 
 def evaluate(state: TrainState, split: Split) -> Metrics:
     start = time.perf_counter()
     with state.ranks.monitor_failures():
-        logits, labels, skipped, groups = score(state, split)
+        logits, labels, skipped, *columns = score(state, split)
         seconds = time.perf_counter() - start
-        metrics = on_rank_zero(state.ranks.control, lambda: binary_metrics(logits, labels, seconds, groups))
+        control, names = state.ranks.control, state.labels
+        metrics = on_rank_zero(control, lambda: label_metrics(logits, labels, names, seconds, *columns))
     return replace(metrics, num_skipped=skipped)
 
 
-def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int, Tensor | None]:
-    """Return logits and labels `[N]` of a split, gathered on rank zero, the number of skipped rows, and the groups
-    int64 `[N]` of `group_by`. Collective."""
+def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
+    """Return logits and labels `[N]`, or `[N, L]`, of a split, gathered on rank zero, the number of skipped rows, the
+    groups int64 `[N]` of `group_by`, and the weights `[N]` of the rows. Collective."""
     ranks, step = state.ranks, state.step
     state.settle()  # collectives of the pipeline and of the evaluation must not interleave
-    with state.open(split) as stream, state.steps(rows := GroupRecorder(stream, state.options.group_by)) as steps:
-        batches = (batch for step_batches in steps for batch in take(step_batches))
-        logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
+    with state.open(split) as stream:
+        rows = GroupRecorder(stream, state.options.group_by, state.weighted)
+        with state.steps(rows) as steps:
+            batches = (batch for step_batches in steps for batch in take(step_batches))
+            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
         skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
     if (num_nan := ranks.sum(logits.isnan().sum())) and (cause := state.nonfinite_input(split)):
         raise ValueError(f"{num_nan:.0f} logits of the {split} rows are NaN: {cause}")
-    logits, labels = map(ranks.gather_to_first, (logits, labels))
-    return logits, labels, skipped, None if (groups := rows.groups) is None else ranks.gather_to_first(groups)
+    shape = -1, *filter(None, [len(state.labels)])
+    logits, labels = (ranks.gather_to_first(values.flatten()).view(shape) for values in (logits, labels))
+    columns = (None if column is None else ranks.gather_to_first(column) for column in (rows.groups, rows.weights))
+    return logits, labels, skipped, *columns
 
 
 def warn_of_repeated_rows(state: TrainState, max_test_rows: int = 1_000, max_train_rows: int = 100_000) -> str:
@@ -210,7 +272,7 @@ def first_rows(state: TrainState, split: Split, max_rows: int) -> Iterator[int]:
 
 def row_hashes(batch: Batch) -> list[int]:
     """Hash rows: uint64 sums of the hashes of label, dense features and ids; equal for equal rows."""
-    columns = torch.cat([batch.labels[:, None], batch.dense], 1).T.contiguous().view(torch.int32).numpy()
+    columns = torch.cat([batch.labels.view(len(batch), -1), batch.dense], 1).T.contiguous().view(torch.int32).numpy()
     hashes = np.sum([hash_integers(column, feature_seed(f"dense {i}")) for i, column in enumerate(columns)], axis=0)
     offsets, ids = batch.sparse.offsets().numpy(), batch.sparse.values().numpy()
     for index, key in enumerate(batch.sparse.keys()):
@@ -225,7 +287,8 @@ def predict_logits(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, precision: Precision = "fp32",
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Predict in evaluation mode, by `forward` if compiled; return logits and labels `[N]` but padding, on the CPU."""
+    """Predict in evaluation mode, by `forward` if compiled; return logits and labels, `[N]` or `[N, L]`, of the rows
+    that have a label, on the CPU: padding has none."""
     if training := [module for module in model.modules() if module.training]:
         model.eval()
     # Append to one tensor that doubles when it is full. A tensor kept of every batch would fragment the allocator's
@@ -235,14 +298,16 @@ def predict_logits(
         for batch in batches:
             moved = batch.to(device, non_blocking=True)
             logits = logits_of(model if forward is None else forward, moved, precision, device)
-            if size + len(batch) > pairs.shape[1]:
-                pairs = F.pad(pairs, (0, max(len(batch), pairs.shape[1])))
-            pairs[:, size : size + len(batch)] = torch.stack([logits, moved.labels])
+            pair = torch.stack([logits, moved.labels]).movedim(1, -1)
+            pairs = pairs if size else pairs.new_empty(*pair.shape[:-1], pairs.shape[-1])
+            if size + len(batch) > pairs.shape[-1]:
+                pairs = F.pad(pairs, (0, max(len(batch), pairs.shape[-1])))
+            pairs[..., size : size + len(batch)] = pair
             size += len(batch)
         check_errors(device)
     finally:
         for module in training:
             module.training = True
-    pairs = pairs[:, :size].cpu()
-    logits, labels = pairs[:, ~pairs[1].isnan()]
+    pairs = pairs[..., :size].cpu()
+    logits, labels = pairs[..., ~pairs[1].isnan().unsqueeze(0).flatten(0, -2).all(0)].movedim(-1, 1)
     return logits, labels

@@ -16,17 +16,28 @@ Factory = Callable[..., nn.Module]
 
 
 def build_model(
-    config: TrainConfig, features: Sequence[Feature], num_dense: int, factory: Factory | None = None
+    config: TrainConfig,
+    features: Sequence[Feature],
+    num_dense: int,
+    factory: Factory | None = None,
+    num_labels: int = 0,
 ) -> nn.Module:
     """Build the model of a configuration by its class, or by `factory`, the function that it names as MODULE:FUNCTION.
 
-    It gets the options that its signature names. Raise ValueError for an option that was set and that it does not name.
+    It gets the options that its signature names, `num_labels` among them: 0 for one label is passed as 1. Raise
+    ValueError for an option that was set, or several labels, that it does not name.
     """
     create = factory or MODELS[config.model]
     names, options, defaults = signature(create).parameters, asdict(config.model_options), asdict(ModelOptions())
     for name, value in options.items():
         if value != defaults[name] and name not in names:
             raise ValueError(f"{create.__name__} has no option {name}; remove it, or choose another model")
+    if num_labels and "num_labels" not in names:
+        able = ", ".join(name for name, model in MODELS.items() if "num_labels" in signature(model).parameters)
+        raise ValueError(
+            f"{create.__name__} predicts one label, the data have {num_labels}; choose another model: {able}"
+        )
+    options |= {"num_labels": num_labels or 1}
     options |= {"bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
     tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
     options = {name: value for name, value in options.items() if name in names}

@@ -1,12 +1,45 @@
-"""Learning rate schedules (warm-up, decay), and dynamic loss scaling for fp16."""
+"""Loss of a step; learning rate schedules (warm-up, decay), and dynamic loss scaling for fp16."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Self
 
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tritonemb.data.batch import Batch
 from tritonemb.utils import Options, number
 
 Decay = Literal["constant", "polynomial", "cosine"]
+
+
+def label_totals(batches: Sequence[Batch], num_labels: int) -> tuple[float, ...]:
+    """Sums of the weights of each label of some batches; none for one label without weights, `num_labels=0`."""
+    weights = [weight.view(-1, num_labels) for batch in batches if (weight := batch.label_weights()) is not None]
+    return tuple(torch.cat([torch.zeros(0, num_labels), *weights]).sum(0, dtype=torch.float64).tolist())
+
+
+def label_scales(totals: Sequence[float], rows: float, device: torch.device) -> Tensor | None:
+    """Scales `[L]` of `loss_of` for these totals of all batches of a step and ranks, which have `rows` rows."""
+    scales = torch.tensor([rows / total if total else 0.0 for total in totals])
+    return scales.to(device, non_blocking=True) if totals else None
+
+
+def loss_of(logits: Tensor, batch: Batch, scales: Tensor | None = None) -> Tensor:
+    """Mean binary cross-entropy of a batch; of no samples 0, with the gradients that other ranks wait for.
+
+    With several labels or row weights, `1 / B * sum_il scale_l w_i v_il BCE(logit_il, label_il)`: w are the weights of
+    the rows, v is 0 for missing labels and else 1, and `scale_l = N / sum_i w_i v_il` over the N rows of a step. So the
+    mean over these is the sum over labels of the weighted mean over the rows that have the label, however rows are
+    divided among batches and ranks. A label that no row of a step has adds 0."""
+    if (weights := batch.label_weights()) is None:
+        reduction = "mean" if len(batch) else "sum"
+        return F.binary_cross_entropy_with_logits(logits, batch.labels, reduction=reduction)
+    assert scales is not None
+    loss = F.binary_cross_entropy_with_logits(logits, batch.labels.nan_to_num(), weights * scales, reduction="sum")
+    return loss / max(len(batch), 1)
 
 
 @dataclass(frozen=True)

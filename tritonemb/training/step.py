@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tritonemb.comm.control import describe, lost_contact
@@ -30,7 +29,7 @@ from tritonemb.tables.cache import RowCache
 from tritonemb.tables.table_set import needs_prefetch, prefetch
 from tritonemb.training.config import Precision, TrainerOptions
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.schedule import LossScale, Schedule
+from tritonemb.training.schedule import LossScale, Schedule, label_scales, label_totals, loss_of
 
 PLAIN = (int, float, str, bool, type(None))  # types of optimizer options and states that are saved as JSON
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +54,7 @@ class StepInfo:
     ids: int = 0  # of this rank's batches
     times: tuple[float, ...] = ()  # begin of the first of `STAGES`, and the end of each
     counted: Counter[str] | None = None  # counters of the caches after the last stage
+    scales: Tensor | None = field(default=None, repr=False)  # see `loss_of`
 
 
 PreparedStep = tuple[tuple[Batch, ...], StepInfo]
@@ -78,6 +78,7 @@ class StepPipeline:
     pad: bool = False  # so that the logit of a sample does not depend on the other samples; see `pad_batch`
     host_ids: bool = False  # ids stay on the CPU, for a prefetch by the training thread
     is_stream: bool = False  # rows may come at any time, so that a rank that waits for them has not failed
+    num_labels: int = 0  # of batches with several labels or weights
 
     def steps(self, stream: Batches) -> Generator[PreparedStep]:
         """Prepare the steps of a stream. Collective. The last one has no batches: the data has ended, or there is a
@@ -106,11 +107,12 @@ class StepPipeline:
                     features = (prefetch(batch.sparse) for batch in (batches if self.host_ids else device_batches))
                     pairs = zip(device_batches, features, strict=True)
                     device_batches = tuple(replace(batch, sparse=sparse, buffer=None) for batch, sparse in pairs)
+                scales = label_scales(consensus.totals, rows, device)
                 copied = None if copy_stream is None else copy_stream.record_event()
             times.append(time.perf_counter())
             state = stream.position, stream.report, 0, consensus.clock, copied
             counted = None if self.counted is None else self.counted()
-            yield device_batches, StepInfo(weights, rows, *state, ids, tuple(times), counted)
+            yield device_batches, StepInfo(weights, rows, *state, ids, tuple(times), counted, scales)
             del batches, device_batches  # free them before the next ones are read
 
     def prefetch_now(self, step: PreparedStep) -> PreparedStep:
@@ -148,11 +150,12 @@ class StepPipeline:
     def _agree(self, batches: list[Batch], error: Exception | None, waiting: bool) -> Round:
         """Exchange numbers of rows and batches with all ranks. Raise `error`, of this rank's data, or of another's."""
         ranks, rows = self.ranks, sum(len(batch) for batch in batches)
+        totals = label_totals(batches, self.num_labels)
         if ranks.size == 1 and error is not None:
             raise error
         if ranks.size == 1:
-            return Round((rows,), len(batches), self.signal(), self.clock(), waiting)
-        values: dict[str, Any] = {"signal": self.signal(), "clock": self.clock(), "waiting": waiting}
+            return Round((rows,), len(batches), self.signal(), self.clock(), waiting, totals)
+        values: dict[str, Any] = {"signal": self.signal(), "clock": self.clock(), "waiting": waiting, "totals": totals}
         failure = None if error is None else describe(error)
         try:
             return ranks.consensus.next(rows, len(batches), failure=failure, **values)
@@ -170,7 +173,7 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
     if info.copied is not None:
         stream = torch.cuda.current_stream(batches[0].labels.device)
         stream.wait_event(info.copied)
-        for tensor in tree_leaves([(batch.dense, batch.labels, batch.sparse) for batch in batches]):
+        for tensor in tree_leaves([info.scales, *((b.dense, b.labels, b.weights, b.sparse) for b in batches)]):
             if isinstance(tensor, Tensor) and tensor.is_cuda:
                 tensor.record_stream(stream)  # the allocator must not reuse the memory before this stream is done
     return batches
@@ -282,18 +285,21 @@ class TrainStep:
     def schedule(self, dense: Schedule, tables: Schedule) -> None:
         self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
-    def __call__(self, number: int, batches: Sequence[Batch], weights: Sequence[float]) -> None:
-        """Train step `number`, from 0, on batches, equally many on all ranks; `weights` multiply their mean losses."""
+    def __call__(
+        self, number: int, batches: Sequence[Batch], weights: Sequence[float], scales: Tensor | None = None
+    ) -> None:
+        """Train step `number`, from 0, on batches, equally many on all ranks; `weights` multiply their losses, those of
+        `loss_of` with these `scales`."""
         for base, (group, schedule) in zip(self._base_rates, self._scheduled_groups(), strict=True):
             if schedule is not None:
                 group["lr"] = base * schedule.factor(number)
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad()
         if self.precision == "fp16":
-            self._scaled_step(batches, weights)
+            self._scaled_step(batches, weights, scales)
         else:
             with self._accumulating() if len(batches) > 1 else nullcontext():
-                self._backward(batches, weights, 1.0)
+                self._backward(batches, weights, scales, 1.0)
             if self.dense_optimizer is not None:
                 self.dense_optimizer.step()
         if isinstance(self.model, HybridParallel):
@@ -337,7 +343,9 @@ class TrainStep:
         total = sums.sum(0) if self.ranks.is_first else torch.zeros(2)
         self.loss_sums.copy_(sums[self.ranks.rank] if len(sums) == self.ranks.size else total)
 
-    def _backward(self, batches: Sequence[Batch], weights: Sequence[float], scale: float) -> None:
+    def _backward(
+        self, batches: Sequence[Batch], weights: Sequence[float], scales: Tensor | None, scale: float
+    ) -> None:
         """Backward of the batches' weighted mean losses, multiplied by `scale`; count losses and inputs."""
         for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             batch, factor = batch.to(self.device, non_blocking=True), weight * scale
@@ -345,18 +353,16 @@ class TrainStep:
             is_last = index == len(batches) - 1
             with self.model.no_sync() if not is_last and isinstance(self.model, HybridParallel) else nullcontext():
                 logits = logits_of(self.forward, batch, self.precision, self.device)
-                # The mean over no samples is NaN; their sum is 0, and has the gradients that other ranks wait for.
-                reduction = "mean" if len(batch) else "sum"
-                loss = F.binary_cross_entropy_with_logits(logits, batch.labels, reduction=reduction)
+                loss = loss_of(logits, batch, scales)
                 (loss if factor == 1.0 else loss * factor).backward()
             self.loss_sums.add_(loss.detach(), alpha=len(batch))
             self.input_sum += batch.dense.sum()
 
-    def _scaled_step(self, batches: Sequence[Batch], weights: Sequence[float]) -> None:
+    def _scaled_step(self, batches: Sequence[Batch], weights: Sequence[float], scales: Tensor | None) -> None:
         """Step with loss scaling: gradients are checked before any update; an overflow on any rank skips the step."""
         scale = self.loss_scale.factor
         with suppress(_GradientOverflow), self._accumulating():
-            self._backward(batches, weights, scale)
+            self._backward(batches, weights, scales, scale)
             finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
             if isinstance(self.dense_optimizer, OffloadedOptimizer):
                 finite.append(self.dense_optimizer.scale_gradients(1 / scale))
@@ -418,12 +424,12 @@ def _compile(model: nn.Module) -> Forward:
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
-    """Compute the logits `[B]` of `forward(dense, sparse)`, at least fp32; raise ValueError for another shape."""
+    """Compute the logits of `forward(dense, sparse)`, at least fp32; ValueError unless they have the labels' shape."""
     # Autocast: matrix products in 16 bits; tables and weights are unchanged.
     with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)
     if logits.shape != batch.labels.shape:
-        raise ValueError(f"the model must return logits [{len(batch)}], got shape {list(logits.shape)}")
+        raise ValueError(f"the model must return logits {list(batch.labels.shape)}, got shape {list(logits.shape)}")
     return logits.float() if logits.dtype in DTYPES.values() else logits
 
 

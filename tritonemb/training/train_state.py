@@ -97,6 +97,9 @@ class TrainState:
     def use(self, data: Data) -> None:
         self.data = data
         self.is_stream: bool = getattr(data, "is_stream", False)  # train rows may come at any time
+        self.labels: tuple[str, ...] = getattr(data, "labels", ())  # names, of several
+        self.weighted: bool = getattr(data, "weighted", False)
+        self.num_totals = len(self.labels) or int(self.weighted)  # see `label_totals`
         self._workers = DataLoaderWorkers(data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
@@ -139,6 +142,7 @@ class TrainState:
         kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream, **signals}
         in_thread = prefetch is None or getattr(self.model, "prefetches_in_thread", True)
         kind |= {"host_ids": not in_thread}
+        kind["num_labels"] = self.num_totals
         pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind)
         steps = pipeline.steps(stream)
 
@@ -238,7 +242,8 @@ class TrainState:
 
 
 def empty_batch(data: Data) -> Batch:
-    layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
+    kinds = len(getattr(data, "labels", ())), getattr(data, "weighted", False)
+    layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0, False, *kinds)
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 

@@ -27,14 +27,14 @@ from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, check_group_by, evaluate, probabilities, score
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero
-from tritonemb.training.schedule import Schedule
+from tritonemb.training.schedule import Schedule, label_scales, label_totals
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import DEPTH, Progress, TrainState, seed_rank
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trainer(TrainerOptions):
-    """Trains `model(dense, sparse) -> logits [B]` on binary labels with the cross-entropy loss.
+    """Trains `model(dense, sparse) -> logits [B]`, or `[B, L]` of L labels, with the binary cross-entropy loss.
 
     Embedding collections with a fused optimizer update their tables themselves; `dense_optimizer` has every other
     parameter. Batches are shuffled by (seed, epoch). Initial weights are the caller's: seed before building.
@@ -70,8 +70,8 @@ class Trainer(TrainerOptions):
         state: state of the run, shared with its loop and its checkpoints.
 
     Raises:
-        ValueError: an option is out of range; `patience` or `evaluate_every` without validation rows; a model other
-            than `tritonemb.HybridParallel` on several ranks.
+        ValueError: an option is out of range; `patience` or `evaluate_every` without validation rows; several ranks and
+            a model other than `tritonemb.HybridParallel`.
     """
 
     model: nn.Module
@@ -176,18 +176,19 @@ class Trainer(TrainerOptions):
 
     def step(self, batches: Sequence[Batch]) -> int:
         """Train one step on the batches of all ranks, equally many on each; return the samples. Collective."""
-        ranks = self.state.ranks
-        total = int(ranks.sum(torch.tensor(sum(len(batch) for batch in batches))))
-        self.state.step(self.progress.step, batches, [len(batch) * ranks.size / total for batch in batches])
-        return total
+        ranks, numbers = self.state.ranks, (sum(map(len, batches)), *label_totals(batches, self.state.num_totals))
+        total, *totals = (ranks.sum(torch.tensor(number, dtype=torch.float64)) for number in numbers)
+        weights = [len(batch) * ranks.size / total for batch in batches]
+        self.state.step(self.progress.step, batches, weights, label_scales(totals, total, self.device))
+        return int(total)
 
     def evaluate(self, split: Split = "test") -> Metrics:
         """Evaluate the test rows or another split; raise ValueError if the split is missing, or a logit is NaN."""
         return evaluate(self.state, split)
 
     def predict(self, split: Split = "test") -> Tensor:
-        """Predict click probabilities float32 `[N]` of a split in row order; on several ranks gathered on rank zero.
-        Raise ValueError if the split is missing, or a logit is NaN."""
+        """Predict click probabilities float32 `[N]`, or `[N, L]`, of a split in row order, on several ranks on rank
+        zero. Raise ValueError if the split is missing, or a logit is NaN."""
         with self.state.ranks.monitor_failures():
             logits = score(self.state, split)[0]
         if num_nan := int(logits.isnan().sum()):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
 REFRESH_SECONDS = 0.5
@@ -54,12 +55,10 @@ class Lines(Callback):
         self._print(log_line(log, self._start, self.eta))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        metrics = evaluation.metrics
-        self._print(
-            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {metrics.auc:.4f}  "
-            f"log loss {metrics.log_loss:.4f}  normalized entropy {metrics.normalized_entropy:.4f}"
-            f"{'' if metrics.gauc is None else f'  GAUC {metrics.gauc:.4f}'}{'  (best)' * evaluation.best}"
-        )
+        start = f"{evaluation.split}  {_step_field(evaluation.step, self._start)}"
+        self._print(f"{start}{_metric_fields(evaluation.metrics)}{'  (best)' * evaluation.best}")
+        for name, metrics in evaluation.metrics.labels.items():
+            self._print(f"{start}{_metric_fields(metrics, f'[{name}]')}")
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
         self._print(f"checkpoint  {saved.path}  {format_bytes(saved.num_bytes)} in {saved.seconds:.1f} s")
@@ -154,10 +153,17 @@ def summary(end: FitEnd) -> str:
         entropy = f"{end.test.normalized_entropy:.4f}{hint * (end.test.normalized_entropy > 1)}"
         rows += [("test AUC", f"{end.test.auc:.4f}{best}"), ("log loss", f"{end.test.log_loss:.4f}")]
         rows.append(("normalized entropy", entropy))
+        rows += [(f"test [{name}]", _metric_fields(metrics).strip()) for name, metrics in end.test.labels.items()]
     rows.append(("samples/s", f"{end.samples_per_second:,.0f}  (training took {format_seconds(end.seconds)})"))
     if end.reason != "finished":
         rows.append(("ended by", f"{end.reason} after step {end.step:,}"))
     return "\n".join(f"{name:18}  {text}" for name, text in rows)
+
+
+def _metric_fields(metrics: Metrics, label: str = "") -> str:
+    names = {"AUC": metrics.auc, "log loss": metrics.log_loss, "normalized entropy": metrics.normalized_entropy}
+    values = {**names, "GAUC": metrics.gauc}.items()
+    return "".join(f"  {name}{label} {value:.4f}" for name, value in values if value is not None)
 
 
 def _step_field(step: int, start: FitStart) -> str:

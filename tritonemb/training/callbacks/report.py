@@ -7,7 +7,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar
@@ -266,7 +266,7 @@ def tables_of(logs: Sequence[Events]) -> dict[str, dict[str, list[str]]]:
     options = {key: [_text(config.get(key)) for config in configs] for key in keys}
     differing_options = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
     metrics = [dict(_metric_texts(log)) for log in logs]
-    rows = {name: [texts[name] for texts in metrics] for name in metrics[0]}
+    rows = {name: [texts.get(name, "-") for texts in metrics] for name in dict.fromkeys(chain(*metrics))}
     rows = {name: texts for name, texts in rows.items() if "GAUC" not in name or {*texts} != {"-"}}
     return {"Options": differing_options, "Metrics": rows}
 
@@ -276,6 +276,8 @@ def _metric_texts(log: Events) -> Iterator[tuple[str, str]]:
     latest = {**last_event(log, "log"), **end}
     for key, name in METRICS.items():
         yield f"test {name}", _text(test["metrics"].get(key))
+    for label, metrics in (test["metrics"].get("labels") or {}).items():
+        yield f"test AUC [{label}]", _text(metrics["auc"])
     yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))
     validations = [event for event in log if event.get("split") == "validation"]
     aucs = [(float(event["metrics"]["auc"]), event["step"]) for event in validations]

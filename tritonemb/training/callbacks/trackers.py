@@ -61,8 +61,8 @@ class Scalars(Callback):
         self.write({name: value for name, value in pairs if value is not None}, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        values = {f"{evaluation.split}/{name}": getattr(evaluation.metrics, name) for name in METRICS}
-        self.write(values, evaluation.step)
+        values = evaluation.metrics.values(METRICS).items()
+        self.write({f"{evaluation.split}/{name}": value for name, value in values}, evaluation.step)
 
     def on_end(self, end: FitEnd | None) -> None:
         if end is not None and end.test is not None:

@@ -369,6 +369,7 @@ class CheckpointManager:
         """Features of the model, and options of reading a log, for `tritonemb.load_run`."""
         state, data = self._state, self._state.data
         reading = {"features": data.features, "num_dense": data.num_dense, "precision": state.options.precision}
+        reading |= {"labels": state.labels} if state.labels else {}
         if isinstance(data, ClickLog):
             from_text = data.text_schema() is not None or bool(state.config.get("converted"))
             reading |= {"read": replace(data.options, schema=data.schema), "from_text": from_text}
