@@ -31,6 +31,7 @@ from tritonemb.data.protocol import (
     Stream,
 )
 from tritonemb.data.schema import CRITEO, LogOptions, Schema, SplitRule
+from tritonemb.data.sequences import keep_last, leave_one_out, read_sequences, take_rows
 from tritonemb.data.streams import FolderStream, RowStream
 from tritonemb.data.transforms import transform
 
@@ -38,7 +39,8 @@ __all__ = [
     "ALIASES", "CRITEO", "NAMES", "Batch", "Batches", "ClickLog", "Column", "Data", "DataLoaderWorkers", "Dataset",
     "Feature", "FolderStream", "LogOptions", "NegativeSampler", "OpenOptions", "Position", "PositionedBatch",
     "ReadReport", "ReaderHost", "RemoteData", "RowStream", "Rows", "Schema", "Shard", "SharedLog", "Split", "SplitRule",
-    "Stream", "VocabularyReport", "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "kind_of",
-    "load_adult", "load_movielens_100k", "load_vocabulary", "make_synthetic", "merge_positions", "open_dataset",
-    "open_for_scoring", "open_shards", "rank_position", "transform",
+    "Stream", "VocabularyReport", "build_vocabulary", "cached_as_parquet", "convert", "from_dataframe", "keep_last",
+    "kind_of", "leave_one_out", "load_adult", "load_movielens_100k", "load_vocabulary", "make_synthetic",
+    "merge_positions", "open_dataset", "open_for_scoring", "open_shards", "rank_position", "read_sequences",
+    "take_rows", "transform",
 ]  # fmt: skip

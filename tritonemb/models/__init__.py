@@ -13,9 +13,14 @@ from tritonemb.models.dcnv2 import DCNv2, DCNv2Options
 from tritonemb.models.deepfm import DeepFM
 from tritonemb.models.dlrm import DLRM, DotInteraction
 from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
+from tritonemb.models.hstu import HSTU, TimedHSTU
+from tritonemb.models.sasrec import SASRec
+from tritonemb.models.sequence import NextItem
 from tritonemb.models.two_tower import TwoTower, TwoTowerOptions
 
-__all__ = ["DLRM", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "TwoTower"]
+__all__ = [
+    "DLRM", "HSTU", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "NextItem", "SASRec", "TimedHSTU", "TwoTower",
+]  # fmt: skip
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "dlrm": DLRM,
     "dcnv2": DCNv2,

@@ -34,20 +34,22 @@ def top_items(
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, got {k}")
-    device = queries.device
-    best = torch.empty(len(queries), 0, dtype=torch.int64, device=device)  # keys: score, then item in reverse
+    best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)  # keys: score, then item in reverse
     for start in range(0, len(items), block_items):
-        scores = queries.float() @ items[start : start + block_items].float().T + 0.0  # no -0.0
-        if bool(scores.isnan().any()):
-            raise ValueError(f"scores of items {first_item + start} and following are NaN")
+        scores = queries.float() @ items[start : start + block_items].float().T
         if excluded is not None:
             inside = (excluded[1] >= first_item + start) & (excluded[1] < first_item + start + scores.shape[1])
             scores[excluded[0][inside], excluded[1][inside] - first_item - start] = -torch.inf
+        # Of equal scores at the boundary topk takes any: then all scores of the block get keys.
+        values, numbers = scores.topk(min(k + 1, scores.shape[1]))
+        if bool(values.isnan().any()):  # they count as the largest
+            raise ValueError(f"scores of items {first_item + start} and following are NaN")
+        if values.shape[1] > k and bool((values[:, k - 1] == values[:, k]).any()):
+            values, numbers = scores, torch.arange(scores.shape[1], device=scores.device)
         # Order-preserving integers of the scores' bits, above the item's number: all keys differ.
-        bits = scores.view(torch.int32)
+        bits = (values + 0.0).view(torch.int32)  # no -0.0
         ordered = (bits ^ (bits >> 31 & 0x7FFFFFFF)).long()
-        numbers = torch.arange(start, start + scores.shape[1], device=device)
-        keys = torch.cat([best, (ordered << 32) + (0xFFFFFFFF - numbers)], dim=1)
+        keys = torch.cat([best, (ordered << 32) + (0xFFFFFFFF - start - numbers)], dim=1)
         best = keys.topk(min(k, keys.shape[1]), dim=1).values
     bits = (best >> 32).int()
     numbers = 0xFFFFFFFF - (best & 0xFFFFFFFF) + first_item
