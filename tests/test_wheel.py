@@ -1,4 +1,5 @@
-"""A wheel in an empty environment, as a user has it: README's blocks and commands run, with nothing of this folder."""
+"""A wheel in an empty environment, as a user has it: README's blocks and commands and the story of docs/serving.md run,
+with nothing of this folder."""
 
 from __future__ import annotations
 
@@ -9,12 +10,14 @@ import shlex
 import subprocess
 import sys
 import venv
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
 
 from tests.docs import sample_data
-from tests.docs.blocks import ROOT, blocks_of
+from tests.docs.blocks import ROOT, Block, blocks_of
 
 pytestmark = [pytest.mark.more, pytest.mark.timeout(1800)]
 
@@ -39,10 +42,10 @@ def run(*command: object, **options: object) -> str:
     return done.stdout
 
 
-def steps_of_readme() -> list[tuple[str, str]]:
-    """README's blocks of Python, and its calls of `tritonemb` in one process."""
+def steps_of(blocks: Iterable[Block]) -> list[tuple[str, str]]:
+    """Blocks of Python, and calls of `tritonemb` in one process."""
     steps = list[tuple[str, str]]()
-    for block in blocks_of(ROOT / "README.md"):
+    for block in blocks:
         if block.language == "python" and not block.title:
             steps.append(("python", block.text))
         lines = block.text.replace("\\\n", " ").splitlines() if block.language == "console" else []
@@ -54,7 +57,7 @@ def steps_of_readme() -> list[tuple[str, str]]:
     return steps
 
 
-def test_a_wheel_in_an_empty_environment_does_what_the_readme_says(tmp_path):
+def test_a_wheel_in_an_empty_environment_does_what_the_docs_say(tmp_path):
     pytest.importorskip("hatchling")
     pytest.importorskip("build")
     run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", tmp_path, ROOT)
@@ -62,14 +65,15 @@ def test_a_wheel_in_an_empty_environment_does_what_the_readme_says(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python, work = tmp_path / "venv" / "bin" / "python", tmp_path / "work"
     (torch,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    for package in (torch, f"{wheel}[train]"):  # torch alone first: the index may offer builds of several sizes
+    for package in (torch, f"{wheel}[train,serve]"):  # torch alone first: the index may offer builds of several sizes
         run(python, "-m", "pip", "install", "-q", "-c", ROOT / "constraints.txt", package)
     run(python, "-m", "pip", "check")
     work.mkdir()
     sample_data.make(work)
-    steps = steps_of_readme()
+    story = takewhile(lambda block: "torch.export" not in block.text, blocks_of(ROOT / "docs/serving.md"))
+    steps = steps_of([*blocks_of(ROOT / "README.md"), *story])
     assert {language for language, _ in steps} == {"python", "console"}
-    assert any("load_run" in text for _, text in steps)
+    assert all(any(words in text for _, text in steps) for words in ("load_run", "--follow published", "candidates"))
     hidden = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     output = run(python, "-c", DRIVER, cwd=work, input=json.dumps(steps), env=environment, timeout=1200)

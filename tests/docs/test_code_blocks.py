@@ -31,6 +31,7 @@ NEEDS = {
     "docs/accelerate.md": "accelerate",
     "docs/from-torchrec.md": "torchrec",
     "docs/lightning.md": "lightning",
+    "docs/migrate.md": "uvicorn",
     "docs/offload.md": "safetensors",
     "docs/serving.md": "uvicorn",
     "docs/tracking.md": "wandb mlflow optuna",
