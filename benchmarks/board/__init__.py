@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULES = ("gowalla",)  # of this package
+MODULES = ("amazon", "gowalla")  # of this package
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import tritonemb as te
 from benchmarks import board
-from benchmarks.board import Cell, __main__, gowalla
+from benchmarks.board import Cell, __main__, amazon, gowalla
 from tests.helpers import assert_same_bits
+from tritonemb.models import HSTU, SASRec
 from tritonemb.models.losses import sampled_softmax
 
 
@@ -101,3 +103,49 @@ def test_ranking_leaves_training_items_out(monkeypatch: pytest.MonkeyPatch):
     assert gowalla.evaluate(model, (users, users), relevant) == {"recall@2": 1.0, "ndcg@2": 1.0}
     seen = torch.tensor([5]), torch.tensor([5])
     assert gowalla.evaluate(model, seen, relevant)["recall@2"] == pytest.approx((1030 * 0.5 + 0.5) / 1030)
+
+
+@pytest.mark.parametrize("recipe", [amazon.Recipe(HSTU, num_shared=8), amazon.Recipe(SASRec, num_negatives=1)])
+def test_the_next_item_resumes_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recipe):
+    recipe = replace(recipe, dim=8, length=4, batch_size=16, max_epochs=4, evaluate_every=2)
+    generator = torch.Generator().manual_seed(0)
+    lines = [
+        f"{user} {' '.join(str(int(i) + 1) for i in torch.randperm(14, generator=generator)[:7])}" for user in range(30)
+    ]
+    (tmp_path / "a.txt").write_text("\n".join(lines))
+    for folder in ("whole", "stopped"):
+        (tmp_path / folder).mkdir()
+    whole = amazon.run(recipe, "a.txt", tmp_path, tmp_path / "whole", 0)
+    evaluate, count = amazon.evaluate, 0
+
+    def evaluate_or_stop(*arguments):
+        nonlocal count
+        count += 1
+        if count == 2:
+            raise StopEarly
+        return evaluate(*arguments)
+
+    monkeypatch.setattr(amazon, "evaluate", evaluate_or_stop)
+    with pytest.raises(StopEarly):
+        amazon.run(recipe, "a.txt", tmp_path, tmp_path / "stopped", 0)
+    result = amazon.run(recipe, "a.txt", tmp_path, tmp_path / "stopped", 0)
+    assert result | {"cpu_seconds": 0} == whole | {"cpu_seconds": 0}
+    assert whole["epoch"] == 4
+    states = [torch.load(tmp_path / folder / "state.pt")["model"] for folder in ("whole", "stopped")]
+    assert_same_bits(*states)
+
+
+def test_the_next_item_is_ranked_among_items_that_the_user_has_not_had(tmp_path: Path):
+    """A model that returns the row of the last item: of two items of equal rows the one that was had is left out."""
+    (tmp_path / "a.txt").write_text("0 1 2 3 4\n1 2 1 4 3\n")
+
+    class LastItem(SASRec):
+        def encode(self, rows, windows, times=None):
+            return rows
+
+    model = LastItem(te.TableConfig("item", 5, 2), 3)
+    with torch.no_grad():
+        model.embeddings["item"].weight.copy_(torch.tensor([[9.0, 9], [2, 0], [2, 0], [2, 0], [1, 0]]))
+    sequences = amazon.read_sequences(tmp_path / "a.txt")
+    assert amazon.evaluate(model, sequences, "test") == {"HR@10": 1.0, "NDCG@10": 1.0}
+    assert amazon.evaluate(model, sequences, "validation")["NDCG@10"] == pytest.approx((1 + 1 / 1.584962500721156) / 2)
