@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from tritonemb.utils import Options, number
+from tritonemb.utils import Options, join_names, number, numbers_by_name
 
 Pooling = Literal["sum", "mean", "none"]
 Placement = Literal["device", "host", "disk", "server"]
@@ -366,6 +366,7 @@ class TableOptions(Options):
     """Placement of the tables, and caches of their rows on the device.
 
     Args:
+        embedding_dims: columns of single tables, as NAME=NUMBER, in place of embedding_dim.
         placement: placement of large tables: device, or host memory (host) or disk with rows cached on the device.
         placed_rows: least number of rows of a table with this placement; smaller tables stay on the device.
         cache_share: fraction of a table's rows that its device cache holds.
@@ -378,6 +379,7 @@ class TableOptions(Options):
         fallback_rows: rows of a dynamic table beside its capacity that ids without a row share.
     """
 
+    embedding_dims: tuple[str, ...] = ()
     placement: Literal["device", "host", "disk"] = "device"
     placed_rows: int = number(10_000, least=0)
     cache_share: float = 0.1
@@ -396,14 +398,17 @@ class TableOptions(Options):
         self.place([])  # checks the cache options
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
-        """Set placement, cache, eviction, admission and fallback rows of tables."""
+        """Set columns, placement, cache, eviction, admission and fallback rows of tables."""
+        dims, names = numbers_by_name("embedding_dims", self.embedding_dims), [table.name for table in tables]
+        if unknown := [name for name in dims if names and name not in names]:
+            raise ValueError(f"embedding_dims names {unknown[0]!r}, not a table; the tables are {join_names(names)}")
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
         eviction, admission = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
         policies: dict[str, Any] = {"eviction": eviction, "admission": admission, "fallback_rows": self.fallback_rows}
-        placed = list(tables)
-        for index, table in enumerate(tables):
+        placed = [replace(table, embedding_dim=dims.get(table.name, table.embedding_dim)) for table in tables]
+        for index, table in enumerate(placed):
             if table.is_dynamic:
                 placed[index] = replace(table, **policies)
             if (table.num_embeddings or table.capacity or 0) >= self.placed_rows:

@@ -114,6 +114,19 @@ def join_names(names: Iterable[str], limit: int = 60, separator: str = ", ", las
     return separator.join(names[:limit]) + (f"{last}and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def numbers_by_name(option: str, entries: Iterable[str]) -> dict[str, int]:
+    """Parse the entries of an option, "name=number"; raise ValueError for others, and for duplicate names."""
+    numbers = dict[str, int]()
+    for entry in entries:
+        name, separator, digits = entry.rpartition("=")
+        if not separator or not re.fullmatch("[0-9]+", digits):
+            raise ValueError(f'{option} has {entry!r}, expected "name=number"')
+        if name in numbers:
+            raise ValueError(f"{option} names {name!r} twice")
+        numbers[name] = int(digits)
+    return numbers
+
+
 def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:
     """Format rows of cells as lines of a table with left-aligned columns, two spaces apart."""
     padded = [[cell.ljust(max(map(len, column))) for cell in column] for column in zip(*rows, strict=True)]

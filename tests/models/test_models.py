@@ -191,12 +191,16 @@ def test_runs_name_a_model_and_its_options(tmp_path: Path, capsys):
     columns = ["--label", "click", "--dense", "price", "--sparse", "user", "item", "--num-embeddings", "50"]
     train = ["train", "--data", str(log), *columns, "--top-mlp", "8", "--batch-size", "50", "--embedding-dim", "4"]
     factory = f"{__name__}:build_own"
-    for model, options in (("finalmlp", ["--num-heads", "4", "--gate-features", "user"]), (factory, [])):
+    for model, options in (
+        ("finalmlp", ["--num-heads", "4", "--gate-features", "user", "--embedding-dims", "item=16"]),
+        (factory, []),
+    ):
         out = tmp_path / model.replace(":", "-")
         assert main([*train, "--model", model, *options, "--out", str(out)]) == 0, capsys.readouterr().err
     # A checkpoint builds its model, but does not select code.
     run = te.load_run(tmp_path / "finalmlp")
     assert len(run.model.fusion.weight) == 4
+    assert {name: table.config.embedding_dim for name, table in run.tables.items()} == {"user": 4, "item": 16}
     assert 0 < run.predict({"price": 1, "user": "3", "item": "5"}) < 1
     with pytest.raises(ValueError, match="code that it must not select: pass model=FUNCTION"):
         te.load_run(out)
@@ -204,6 +208,9 @@ def test_runs_name_a_model_and_its_options(tmp_path: Path, capsys):
     assert main(["evaluate", "--checkpoint", str(out), "--model", factory]) == 0
     # Errors of a user.
     for arguments, text in (
+        (["--embedding-dims", "user"], "embedding_dims has 'user', expected \"name=number\""),
+        (["--embedding-dims", "users=4"], "embedding_dims names 'users', not a table; the tables are "),
+        (["--embedding-dims", "user=8"], "DLRM's tables need one embedding_dim"),
         (["--model", "deepmf"], "did you mean 'deepfm'?"),
         (["--model", "deepfm", "--num-heads", "2"], "DeepFM has no option num_heads"),
         (["--model", "no.such:model"], "model must be MODULE:FUNCTION"),

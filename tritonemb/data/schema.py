@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tritonemb.utils import Options, did_you_mean, join_names, number
+from tritonemb.utils import Options, did_you_mean, join_names, number, numbers_by_name
 
 Names = tuple[str, ...]
 Kind = Literal["end", "random", "files", "time"]
@@ -87,17 +87,12 @@ class Schema:
 
     def sizes_by_name(self) -> dict[str, int]:
         """Parse `sizes`: number of ids by column."""
-        sizes = dict[str, int]()
-        for entry in self.sizes:
-            if not (match := re.fullmatch(r"(.*)=([0-9]+)", entry, re.DOTALL)):
-                raise ValueError(f'sizes has {entry!r}, expected "name=number"')
-            name, size = match[1], int(match[2])
-            if self.sparse and name not in self.sparse:
-                raise ValueError(f"sizes has {entry!r}, but sparse has no {name!r}: {join_names(self.sparse)}")
-            if name in sizes:
-                raise ValueError(f"sizes names {name!r} twice")
+        sizes = numbers_by_name("sizes", self.sizes)
+        if unknown := [name for name in sizes if self.sparse and name not in self.sparse]:
+            entry = f"{unknown[0]}={sizes[unknown[0]]}"
+            raise ValueError(f"sizes has {entry!r}, but sparse has no {unknown[0]!r}: {join_names(self.sparse)}")
+        for name, size in sizes.items():
             _check_size(f"the size of {name!r}", size)
-            sizes[name] = size
         return sizes
 
     def is_logarithmic(self, name: str) -> bool:
