@@ -10,7 +10,6 @@ import math
 import mmap
 import weakref
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ DTYPES: dict[str, torch.dtype] = {  # of tensors in files and messages
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 }
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 TensorSpan = tuple[slice, torch.dtype, Sequence[int]]  # bytes, dtype and shape of a tensor among others
 _idle: dict[int, Tensor] = {}  # blocks by address, the longest idle first
 _used: dict[int, Tensor] = {}
@@ -39,7 +39,7 @@ def bytes_of(tensor: Tensor) -> np.ndarray:
 
 def describe_tensors(tensors: Iterable[Tensor]) -> list[tuple[str, list[int]]]:
     """Return names of dtypes, and shapes, for JSON."""
-    return [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+    return [(_NAMES[tensor.dtype], list(tensor.shape)) for tensor in tensors]
 
 
 def tensor_spans(dtypes_and_shapes: Iterable[tuple[str, Sequence[int]]], alignment: int = 1) -> list[TensorSpan]:
@@ -54,22 +54,24 @@ def tensor_spans(dtypes_and_shapes: Iterable[tuple[str, Sequence[int]]], alignme
 
 def view_tensors(data: Tensor, spans: Iterable[TensorSpan]) -> list[Tensor]:
     """View tensors in their bytes, uint8 and aligned to 8; copy those whose span is not aligned to their dtype."""
-    parts = ((data[span], dtype, shape) for span, dtype, shape in spans)
-    return [
-        (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).reshape(shape)
-        for part, dtype, shape in parts
-    ]
+    views = []
+    for span, dtype, shape in spans:
+        part = data[span]
+        views.append((part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype).view(shape))
+    return views
 
 
 def concat(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate rows of tensors; parts of one tensor that follow each other are viewed, not copied."""
     parts = [tensor for tensor in tensors if tensor.numel()] or [*tensors[:1]]
-    first, ends = parts[0], accumulate((part.nbytes for part in parts), initial=parts[0].data_ptr())
-    if not all(part.data_ptr() == end and part.is_contiguous() for part, end in zip(parts, ends, strict=False)):
-        return torch.cat(parts)
+    first, num_rows, end = parts[0], 0, parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != end or not part.is_contiguous():
+            return torch.cat(parts)
+        num_rows, end = num_rows + part.shape[0], end + part.nbytes
     if first.untyped_storage().data_ptr() != parts[-1].untyped_storage().data_ptr():
         return torch.cat(parts)
-    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
+    return first.as_strided((num_rows, *first.shape[1:]), first.stride())
 
 
 def advise_huge_pages(tensor: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ class FusedBatch(NamedTuple):
         check_ids(values, layout.multiplicity)
         check_devices(tables.weights, values, layout)
         if plain_eager(values, offsets, sample_weights, tables=tables.weights):
-            batch = self if groups is not None else self._replace(groups=UngroupedIds.record(values))
+            batch = self if groups is not None else FusedBatch(*self[:-2], UngroupedIds.record(values), layout)
             return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient)
         if groups is None:
             groups = row_groups(values, offsets, layout) if self.shared else ungrouped(values)

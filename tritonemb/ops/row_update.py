@@ -56,7 +56,7 @@ def row_update_(tables: FusedTables, batch: BatchGradient) -> None:
     `batch.groups` may be the ids `[N]`, which are grouped first.
     """
     if isinstance(batch.groups, Tensor):
-        batch = batch._replace(groups=ungrouped(batch.groups))
+        batch = BatchGradient(*batch[:3], ungrouped(batch.groups), batch.layout)
     *arguments, groups, layout = batch
     if isinstance(batch.grad, Tensor) and not plain_eager(batch.grad, tables=tables.weights):
         torch.ops.tritonemb.row_update_(*tables, *arguments, *groups, *layout)
@@ -92,8 +92,8 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
 
         max_elements = ELEMENTS_AT_ONCE if name == CPU else None
         update = partial(update_by_user_, update, kernel("embedding_bag", device, dtypes), max_elements)
-    fused = tables._replace(weights=weights, states=states, steps=step, skipped=count)
-    update(fused, batch._replace(grad=grad, groups=groups))
+    fused = FusedTables(weights, states, step, count, *tables[4:])
+    update(fused, BatchGradient(grad, *batch[1:3], groups, layout))
     if stacks_counters:
         torch._foreach_copy_(steps, list(step.unbind()))
     skips = stacks_counters and Hyperparameters(*hyperparameters).on_nonfinite == SKIP

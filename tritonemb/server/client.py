@@ -136,21 +136,23 @@ class CollectionClient(TableClient, RowService):
         with self.lock:
             self.push_dropped()
             batch, self._batch, cached = self._batch, self._batch + training, list[CachedPull]()
-            requested, columns = ids, [occurrences] if training else []
+            all_ids, sizes = cat(ids), [*map(len, ids)]
+            columns, num_requested = [all_ids, cat(occurrences)] if training else [all_ids], sizes
             # Request only ids whose cached rows may be stale.
             if training and self.caches:
                 spec = self.spec
                 min_steps = None if spec.exact or spec.staleness is None else batch // spec.batches - spec.staleness
                 cached = [cache.begin(table_ids, min_steps) for cache, table_ids in zip(self.caches, ids, strict=True)]
-                requested = [pull.ids[pull.positions] for pull in cached]
                 counts = [of[pull.positions] for of, pull in zip(occurrences, cached, strict=True)]
-                columns = [counts, [pull.versions for pull in cached]]
-            routes = self.route(cat(requested), [*map(len, requested)])
+                table_ids = [pull.ids[pull.positions] for pull in cached]
+                columns = [*map(cat, (table_ids, counts, [pull.versions for pull in cached]))]
+                num_requested = [*map(len, counts)]
+            routes = self.route(columns[0], num_requested)
             op, values = ("pull", {"batch": batch}) if training else ("look_up", {"after": self.steps})
-            pending = self._scatter(op, values, [cat(column) for column in (requested, *columns)], routes)
-        codec, request = self.codecs.rows if training else self.codecs.exact_rows, (cat(ids), [*map(len, ids)])
-        admitted = torch.ones_like(request[0], dtype=torch.bool)
-        return PendingPull(self, batch, self.num_restores, *request, routes, pending, codec, cached, admitted)
+            pending = self._scatter(op, values, columns, routes)
+        codec = self.codecs.rows if training else self.codecs.exact_rows
+        admitted = torch.ones_like(all_ids, dtype=torch.bool)
+        return PendingPull(self, batch, self.num_restores, all_ids, sizes, routes, pending, codec, cached, admitted)
 
     def check_complete(self) -> None:
         """ValueError if an earlier run has pulled batches that it did not push, or has not returned leased rows."""
@@ -184,6 +186,8 @@ class CollectionClient(TableClient, RowService):
 
     def by_block(self, positions: Tensor, blocks: Sequence[Tensor]) -> list[Tensor]:
         """Split positions in a batch, ascending, by block, and return those in the blocks."""
+        if len(blocks) < 2:
+            return [positions] * len(blocks)
         starts = [0, *accumulate(map(len, blocks))]
         bounds = torch.searchsorted(positions, torch.tensor(starts)).tolist()
         return [positions[slice(*bound)] - start for bound, start in zip(pairwise(bounds), starts, strict=False)]

@@ -192,15 +192,17 @@ def empty_tensors(dtypes_and_shapes: Sequence[tuple[str, Sequence[int]]]) -> lis
     spans = tensor_spans(dtypes_and_shapes, ALIGNMENT)
     data = torch.empty(spans[-1][0].stop if spans else 0, dtype=torch.uint8)
     for (span, *_), (next_span, *_) in pairwise(spans):
-        data[span.stop : next_span.start] = 0
+        if span.stop < next_span.start:
+            data[span.stop : next_span.start] = 0
     return view_tensors(data, spans)
 
 
 def gather(columns: Sequence[Tensor], positions: Sequence[Tensor]) -> list[Tensor]:
     """Copy rows of columns, at positions int64 `[n]` each, into `empty_tensors`."""
-    names = [name for name, _ in describe_tensors(columns)]
-    shapes = [[len(at), *column.shape[1:]] for column, at in zip(columns, positions, strict=True)]
-    shards = empty_tensors([*zip(names, shapes, strict=True)])
+    shapes = describe_tensors(columns)
+    for (_, shape), at in zip(shapes, positions, strict=True):
+        shape[0] = len(at)
+    shards = empty_tensors(shapes)
     for shard, column, at in zip(shards, columns, positions, strict=True):
         torch.index_select(column, 0, at, out=shard)
     return shards

@@ -52,8 +52,7 @@ def arrays_of(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def as_int64(*tensors: Tensor) -> list[np.ndarray]:
     """Return contiguous int64 arrays, views if possible."""
-    plain = [tensor.dtype == torch.int64 and tensor.is_contiguous() for tensor in tensors]
-    return [(t if p else t.to(torch.int64).contiguous()).numpy() for t, p in zip(tensors, plain, strict=True)]
+    return [(t if t.dtype == torch.int64 else t.to(torch.int64)).contiguous().numpy() for t in tensors]
 
 
 def as_float32(tensor: Tensor | None) -> np.ndarray:
@@ -420,11 +419,12 @@ def sort_pairs(
     ids: np.ndarray, offsets: np.ndarray, layout: Layout, by_bag: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return sources by bag (offsets or, with `by_bag` if they fit, bag numbers), units, and sorted pairs."""
-    batch = (offsets.size - 1) // max(1, layout.key_starts.numel() - 1), ids, offsets
+    arrays = arrays_of(layout)
+    batch = (offsets.size - 1) // max(1, arrays[2].size - 1), ids, offsets
     # Bits of the largest id and source, at least: where they fit, all pairs are narrow.
-    bits = int(arrays_of(layout)[0][:, NUM_ROWS].max()).bit_length() + max(ids.size, offsets.size).bit_length()
+    bits = max(arrays[0][:, NUM_ROWS].tolist()).bit_length() + max(ids.size, offsets.size).bit_length()
     sort_wide = address_of(_sort_wide, (types.int64,) * 10) if bits > NARROW_BITS else 0
-    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), arrays_of(layout), batch, by_bag, sort_wide)
+    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), arrays, batch, by_bag, sort_wide)
     if bad_bag != GOOD_OFFSETS:
         raise errors.offsets_error(bad_bag, torch.from_numpy(offsets), ids.size, layout)
     return sorted_pairs
