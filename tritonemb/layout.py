@@ -162,8 +162,8 @@ class TensorList(list[Tensor]):
 
 def without_stale_facts(*lists: TensorList) -> list[list[Tensor]]:
     """Return these lists, plain ones where a tensor has moved since the addresses were read."""
-    stale = ["addresses_and_facts" in vars(t) and t.addresses_and_facts[0] != [*map(Tensor.data_ptr, t)] for t in lists]
-    return [list(t) if is_stale else t for t, is_stale in zip(lists, stale, strict=True)]
+    facts = [(tensors, vars(tensors).get("addresses_and_facts")) for tensors in lists]
+    return [list(t) if pair and pair[0] != [*map(Tensor.data_ptr, t)] else t for t, pair in facts]
 
 
 _Facts = tuple[list[int], dict[Any, Any]]

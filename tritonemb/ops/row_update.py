@@ -74,7 +74,8 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
         weights, states = without_stale_facts(weights, states)
     dtypes = cached_fact(weights, dtypes_of)
     name, update = choose_cached("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
-    by_cpu = name == CPU and optimizer not in customs  # that kernel groups ids and reads counters per table
+    is_custom = optimizer in customs
+    by_cpu = name == CPU and not is_custom  # that kernel groups ids and reads counters per table
     # Stack the counters of tables to one tensor for other kernels, and group the ids.
     stacks_counters = not by_cpu and len(steps) > 1
     step: Any = torch.stack(steps) if stacks_counters else steps if len(steps) > 1 else steps[0]
@@ -87,7 +88,7 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
         check_ids(groups.rows, layout.multiplicity)
         groups = groups.rows if by_cpu else row_groups(groups.rows, offsets, layout)
     # Update the rows, then the counters.
-    if optimizer in customs and name in (CPU, TRITON):
+    if is_custom and name in (CPU, TRITON):
         from tritonemb.kernels.optimizers import update_by_user_  # loads the compiler
 
         max_elements = ELEMENTS_AT_ONCE if name == CPU else None

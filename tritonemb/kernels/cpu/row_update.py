@@ -365,7 +365,8 @@ def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
 
 def _counter_addresses(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
     if isinstance(counters, Tensor):
-        return [counters.data_ptr() + 8 * table * sum(counters.stride()) for table in range(num_tables)]
+        address, pitch = counters.data_ptr(), 8 * sum(counters.stride())
+        return [address + table * pitch for table in range(num_tables)]
     return [*map(Tensor.data_ptr, counters)]
 
 
