@@ -64,6 +64,19 @@ def test_followers_have_the_bits_of_the_trainer(trainer, tmp_path):
     assert torch.equal(scores(late), scores(trainer))
 
 
+@pytest.mark.parametrize("kind", ["host", "disk", "dynamic-host"])
+def test_served_tables_on_other_tiers(kind, tmp_path):
+    trainer = Model("dynamic" if kind.startswith("dynamic") else "device")
+    publisher, served = Publisher(tmp_path / "p"), Model(kind, tmp_path / "rows", seed=1)
+    follower = ModelFollower(served, tmp_path / "p", poll=None)
+    for step in range(1, 4):
+        train(trainer, step)
+        publisher.publish(trainer, step)
+        assert follower.refresh(), follower.problem
+        follower.apply()
+        assert torch.equal(scores(served), scores(trainer))
+
+
 @pytest.fixture
 def chain(tmp_path):
     """A folder with a full snapshot and two of changes; the manifests and the scores after each."""

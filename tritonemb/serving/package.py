@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import HEADER_BYTES, INDEXED, dynamic_rows
+from tritonemb.layout import HEADER_BYTES, INDEXED
 from tritonemb.memory import bytes_of
 from tritonemb.models.pooled import SplitEmbeddingBagCollection
 from tritonemb.nn.collections import TableCollection
@@ -36,10 +36,8 @@ from tritonemb.serving.quantized_tables import BITS, QuantizedCollection, Quanti
 from tritonemb.sharding import HybridParallel
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.storage import checkpoint
-from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
-from tritonemb.tables.index import SortedIndex
-from tritonemb.tables.server_table import ServerState
-from tritonemb.tables.table import DenseIndex, DeviceRows, Table
+from tritonemb.tables.index import sorted_table
+from tritonemb.tables.table import Table
 from tritonemb.training.doctor import versions
 from tritonemb.types import CacheConfig, TableConfig
 from tritonemb.utils import atomic_path, sync
@@ -155,35 +153,22 @@ def check_exportable(model: nn.Module) -> None:
 @torch.no_grad()
 def write_table(path: Path, table: Any) -> None:
     """Write the rows of a table in any memory, without optimizer states, in blocks; all rows at once if on servers."""
-    config, rows, ids, numbers = table.config, table.weight.detach(), None, None
-    schema, seed = _schema_of(config), getattr(table, "seed", 0)
-    blocks: Iterable[Tensor] | None = None
+    config, schema, ids, numbers = table.config, _schema_of(table.config), None, None
     if isinstance(table, QuantizedTable):
-        schema["kind"] = table.dtype
-    elif isinstance(table.rows, ServerState):
-        state: dict[str, Any] = {}
-        table.rows.save(table, state, "", False)
-        ids, seed = state.get("ids"), int(state.get("seed", seed))
-        rows = torch.cat([state["weight"], state.get(f"{FALLBACK}weight", rows[:0])])
-    elif isinstance(table, DynamicTable):
-        with table.index.lock:
-            ids, numbers = dynamic_rows(table.index.tensors)
-        numbers = torch.cat([numbers, table.index.fallback_rows])
-    elif table.rows.is_cached:
-        num_rows, blocks = config.num_embeddings, (part for _, part in table.rows.blocks(table))
+        schema["kind"], num_rows, blocks = table.dtype, len(table.weight), iter([table.weight])
     else:
-        ids = getattr(table.index, "sorted_ids", None)
-    # Read rows in blocks; a file has one row at least.
-    if blocks is None:
-        num_rows, blocks = len(rows), iter([rows])
-    if numbers is not None:
-        num_rows, size = len(numbers), max(1, BLOCK_BYTES // (config.embedding_dim * 16))
-        blocks = (table.rows.read(table, part)["weight"] for part in numbers.split(size))
+        table = table.rows.fetch(table)
+        if (sorted_rows := table.index.sorted_rows()) is not None:
+            ids, numbers = sorted_rows
+        num_rows = config.num_embeddings if numbers is None else len(numbers)
+        blocks = (weights for _, weights in table.rows.blocks(table, numbers))
+    shape, dtype = (max(1, num_rows), table.weight.shape[1]), table.weight.dtype  # a file has one row at least
+    schema |= {"dtype": str(dtype), "seed": getattr(table, "seed", 0)}
     if num_rows == 0:
-        num_rows, blocks = 1, iter([torch.zeros(1, rows.shape[1], dtype=rows.dtype)])
-    sources: dict[str, Source] = {"rows": (rows.dtype, (num_rows, rows.shape[1]), blocks)}
+        blocks = iter([torch.zeros(shape, dtype=dtype)])
+    sources: dict[str, Source] = {"rows": (dtype, shape, blocks)}
     sources |= {} if ids is None else {"ids": (ids.dtype, tuple(ids.shape), [ids])}
-    write_tensors(path, sources, {"table": json.dumps({**schema, "dtype": str(rows.dtype), "seed": seed})})
+    write_tensors(path, sources, {"table": json.dumps(schema)})
 
 
 def _schema_of(config: TableConfig) -> dict[str, Any]:
@@ -218,10 +203,7 @@ def load_table(path: Path, config: TableConfig) -> Any:
         raise ValueError(f"{path} is damaged: its rows have shape {[*rows.shape]}; export the model again")
     if bits is not None:
         return QuantizedTable(config, rows, schema["kind"])
-    index = SortedIndex(config, ids, len(rows)) if config.is_dynamic else DenseIndex(config)
-    table = Table(config, index, DeviceRows(index.row_config, (), config.is_dynamic), "meta")
-    table.weight, table.seed = nn.Parameter(rows, requires_grad=False), schema["seed"]
-    return table
+    return sorted_table(config, rows, ids if config.is_dynamic else None, schema["seed"])
 
 
 def map_tables(path: str, collection: Any, folder: Path, names: Mapping[str, str]) -> list[Any]:

@@ -38,6 +38,7 @@ from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.cached_rows import DiskTensor, metadata_only
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
+from tritonemb.tables.table import WEIGHT
 from tritonemb.training.callbacks import Callback, FitEnd, StepEnd
 from tritonemb.training.checkpoint.manager import dynamic_tables
 from tritonemb.training.ranks import group_of, on_all_ranks, on_each_rank, on_rank_zero
@@ -135,14 +136,12 @@ def contents_of(model: nn.Module, rank: int = 0) -> tuple[dict[str, Tensor], lis
 
 def _reader(weight: Tensor) -> Callable[[Tensor], Tensor]:
     if isinstance(weight, DiskTensor):
-        return lambda rows: weight.rows.read(cast(Any, None), rows)["weight"]
+        return lambda rows: weight.rows.read(cast(Any, None), rows, WEIGHT)["weight"]
     return lambda rows: weight.detach()[int(rows[0]) : int(rows[-1]) + 1].cpu()
 
 
 def _dynamic_reader(table: DynamicTable) -> Callable[[Tensor], Tensor]:
-    if table.rows.is_cached:
-        return lambda rows: table.rows.read(table, rows)["weight"]
-    return lambda rows: table.weight.detach().index_select(0, rows.to(table.weight.device)).cpu()
+    return lambda rows: table.rows.read(table, rows, WEIGHT)["weight"].cpu()
 
 
 def model_records(

@@ -1,9 +1,8 @@
 """`te.quantize`: a model for evaluation, whose embedding tables have rows of 8, 4 or 2 bits per element."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain
 from operator import mul
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -21,7 +20,6 @@ from tritonemb.layout import (
     NUM_ROWS,
     TABLE,
     Layout,
-    dynamic_rows,
     make_layout,
     nonzero,
     partitions_of,
@@ -33,8 +31,9 @@ from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.batch import checked_batch, configs_for_keys, find_invalid
+from tritonemb.tables.index import find_sorted
 from tritonemb.tables.lookup_tables import split_lookups
-from tritonemb.tables.table import BLOCK_ELEMENTS, DeviceRows
+from tritonemb.tables.table import BLOCK_ELEMENTS, DenseIndex, DeviceRows
 from tritonemb.types import Pooling, TableConfig
 
 QuantizedDtype = Literal["int8", "int4", "int2"]
@@ -87,10 +86,9 @@ class QuantizedTable(nn.Module):
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the addresses of the rows of ids, with their bits; and memory that some of these refer to."""
         rows, row_numbers, num_fallback_rows = ids, self._buffers.get("row_numbers"), self._sizes[0]
-        unknown_mask = (ids < 0) | (ids >= (self.config.num_embeddings or 0))
-        if self.config.is_dynamic:
-            rows = torch.searchsorted(known_ids := self.get_buffer("ids"), ids)
-            unknown_mask = (rows == len(known_ids)) | (torch.nn.functional.pad(known_ids, (0, 1))[rows] != ids)
+        if (size := self.config.num_embeddings) is None:
+            rows, size = find_sorted(self.get_buffer("ids"), ids), 2**63 - 1
+        unknown_mask = (rows < 0) | (rows >= size)
         rows = rows.masked_fill(unknown_mask, 0)
         rows = rows + num_fallback_rows if row_numbers is None else row_numbers[rows].long()
         rows.masked_fill_(unknown_mask, -1)
@@ -223,6 +221,13 @@ class QuantizedCollection(nn.Module):
         return {**self.__dict__, "_layouts": {}}
 
 
+def plain_table(module: Any, config: Any) -> Any:
+    """Return a module with a weight whose row numbers are ids as a table without states."""
+    tensors = {"weight": module.weight.detach()}
+    values = {"index": DenseIndex(config), "rows": DeviceRows(config, ()), "device_tensors": lambda: tensors}
+    return SimpleNamespace(config=config, weight=tensors["weight"], **values)
+
+
 class QuantizedModule(DynamicModule):
     """Base of a quantized `EmbeddingBag` or `Embedding`; its `state_dict` has the buffers of its `QuantizedTable`."""
 
@@ -234,7 +239,7 @@ class QuantizedModule(DynamicModule):
             pooling: Pooling = "none" if not is_bag else "mean" if module.mode == "mean" else "sum"
             sizes, name = (module.num_embeddings, module.embedding_dim), name.replace(".", "/") or "embedding"
             config = TableConfig(name, *sizes, pooling=pooling, dtype=module.weight.dtype)
-            table = SimpleNamespace(config=config, rows=DeviceRows(config, ()), weight=module.weight)
+            table = plain_table(module, config)
         options = {name: value for name, value in vars(module).items() if not name.startswith("_")}
         nn.Module.__init__(self)
         quantized: Any = _quantize(table, dtype, counts)
@@ -294,14 +299,16 @@ def quantize(
 
 
 def _quantize(table: Any, dtype: Precision, counts: Tensor | None) -> QuantizedTable:
-    config, device, (state, blocks) = table.config, table.weight.device, _rows_of(table)
-    fallback_rows = state.get("fallback_weight", torch.empty(0, 1))
-    num_rows, first, shares = config.num_embeddings or len(state["ids"]), len(fallback_rows), _shares(dtype)
+    config, device, table = table.config, table.weight.device, table.rows.fetch(table)
+    ids, numbers = table.index.sorted_rows() or (None, None)
+    num_rows, shares = config.num_embeddings if ids is None else len(ids), _shares(dtype)
+    first = 0 if numbers is None else len(numbers) - num_rows  # fallback rows are first
     # Number the rows; if dtypes depend on it, from the most used one on.
     ends = [round(num_rows * sum(shares[:n])) for n in range(4)]
     row_numbers, sizes = torch.arange(first, first + num_rows, dtype=torch.int32), torch.tensor(ends).diff()
     if isinstance(dtype, ByFrequency):
-        counts = state.get("count") if counts is None else counts
+        if counts is None and numbers is not None and table.index.counts is not None:
+            counts = table.index.counts[numbers[:num_rows]]
         if counts is None or counts.shape != (num_rows,):
             expected = f"counts={{{config.name!r}: ...}} of shape {(num_rows,)}, as from torch.bincount"
             raise ValueError(f"table {config.name!r}: ByFrequency needs the uses of its rows, {expected}")
@@ -309,33 +316,22 @@ def _quantize(table: Any, dtype: Precision, counts: Tensor | None) -> QuantizedT
         row_numbers = torch.full_like(row_numbers, -1).index_copy_(0, stored, row_numbers[: ends[-1]])
     sizes[torch.tensor(shares).ne(0).int().argmax()] += first
     index, is_stored = {"sizes": torch.cat([torch.tensor([first]), sizes])}, row_numbers >= 0
-    if config.is_dynamic:
-        index |= {"ids": state["ids"].cpu()[is_stored], "seed": state["seed"].clone()}
+    if ids is not None:
+        index |= {"ids": ids.cpu()[is_stored], "seed": torch.tensor(table.seed)}
     if isinstance(dtype, ByFrequency):
         index["row_numbers"] = row_numbers[is_stored] if config.is_dynamic else row_numbers
-    # Quantize block by block.
+    # Quantize block by block, in the order of rows in memory.
+    targets = torch.cat([row_numbers, torch.arange(first, dtype=torch.int32)])
+    if numbers is not None:
+        numbers, order = numbers.sort()
+        targets = targets[order.cpu()]
     row_bytes = [row_bytes_of(config.embedding_dim, bits) for bits in BITS.values()]
     weight = torch.empty(sum(map(mul, sizes.tolist(), row_bytes)), dtype=torch.uint8, device=device)
     weight = weight if isinstance(dtype, ByFrequency) else weight.view(-1, row_bytes[[*BITS].index(dtype)])
     quantized = QuantizedTable(config, weight, dtype, index)
     try:
-        for at, weights in chain([(None, fallback_rows)], blocks):
-            quantized.write(torch.arange(first) if at is None else row_numbers[at], weights)
+        for at, weights in table.rows.blocks(table, numbers):
+            quantized.write(targets[at], weights)
     except ValueError as error:
         raise ValueError(f"table {config.name!r}: {error}") from None
     return quantized
-
-
-def _rows_of(table: Any) -> tuple[Mapping[str, Tensor], Iterable[tuple[Any, Tensor]]]:
-    """Return the state of a table without its rows; and blocks of these: positions of rows, and weights."""
-    config, rows = table.config, table.rows
-    if config.placement == "server":
-        state = rows.require_service().tensors(config.name)
-        return state, [(slice(None), state["weight"])]
-    if not config.is_dynamic:
-        return {}, rows.blocks(table)
-    # Read rows in their order in memory.
-    ids, numbers = dynamic_rows(table.index.tensors)
-    state = {**table.get_table_state(), "ids": ids, "count": table.index.tensors.counts[numbers]}
-    numbers, order = numbers.sort()
-    return state, ((order[at].cpu(), weights) for at, weights in rows.blocks(table, numbers))

@@ -13,10 +13,10 @@ from tritonemb.layout import INDEXED, nonzero, partitions_of
 from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.spec import TableSpec
 from tritonemb.server.transport import Values
-from tritonemb.serving.quantized_tables import QuantizedTable
+from tritonemb.serving.quantized_tables import QuantizedTable, plain_table
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
-from tritonemb.tables.table import Table
+from tritonemb.tables.table import WEIGHT, Table
 
 Change = tuple[Tensor, Tensor | None, int]
 """Distinct ids, their rows or None for removed ones, and the first column."""
@@ -28,13 +28,13 @@ class FollowedTable:
     """Table whose rows are compared with published ones, and replaced. ValueError for rows that do not fit."""
 
     def __init__(self, name: str, table: Any, num_rows: int | None = None) -> None:
-        self.name, self.table, self.dynamic = name, table, table if isinstance(table, DynamicTable) else None
+        self.name, self.dynamic = name, table if isinstance(table, DynamicTable) else None
         self.bits = table.bits if isinstance(table, QuantizedTable) else 32
         if self.bits == INDEXED:
             raise ValueError(f"table {name!r} is dynamic or quantized by frequency; quantize a new model instead")
         config = getattr(table, "config", table)  # a single table has none
         self.num_rows, self.dim = num_rows or config.num_embeddings, config.embedding_dim
-        self.is_cached = isinstance(table, Table) and table.rows.is_cached
+        self.table: Any = table if isinstance(table, Table) else plain_table(table, config)
 
     def encode(self, ids: Tensor, rows: Tensor, bits: int, column: int) -> Tensor:
         """Convert rows, quantized to `bits` unless 32, to the format of the table."""
@@ -56,8 +56,8 @@ class FollowedTable:
         if self.dynamic is not None:
             numbers = self.dynamic.index.find(ids.to(self.dynamic.index.ids))
         known = nonzero(numbers >= 0)
-        current, rows = self._read(numbers[known])[:, column : column + rows.shape[1]], rows[known.cpu()]
-        current, rows = (values.cpu().contiguous().view(torch.uint8) for values in (current, rows))
+        current = self._read(numbers[known])[:, column : column + rows.shape[1]]
+        current, rows = (values.cpu().contiguous().view(torch.uint8) for values in (current, rows[known.cpu()]))
         result[known.cpu()] = (current != rows).any(1)
         return result
 
@@ -79,37 +79,30 @@ class FollowedTable:
     def write(self, changes: Sequence[Change], metadata: Parts) -> None:
         """Remove and write rows; set the seed and the fallback rows of a dynamic table."""
         for ids, rows, column in changes:
-            if rows is None or self.dynamic is not None:
-                self._write_dynamic(ids, rows)
-            elif self.is_cached:
-                values = self.table.rows.read(self.table, ids)
-                values["weight"][:, column : column + rows.shape[1]] = rows
-                self.table.rows.write(self.table, ids, values)
-            else:
-                weight = self.table.weight.detach()
-                weight[:, column : column + rows.shape[1]].index_copy_(0, ids.to(weight.device), rows.to(weight.device))
+            if self.dynamic is not None:
+                self._write_dynamic(self.dynamic, ids, rows)
+            elif rows is not None:
+                if rows.shape[1] < self.table.weight.shape[1]:  # columns
+                    whole_rows = self._read(ids)
+                    whole_rows[:, column : column + rows.shape[1]] = rows
+                    rows = whole_rows
+                self.table.rows.write(self.table, ids, {"weight": rows})
         if (table := self.dynamic) is not None and metadata:
             table.seed = seed_of(metadata)
             if len(fallback := [part[f"{FALLBACK}weight"] for part in metadata if f"{FALLBACK}weight" in part]):
-                values = table.rows.read(table, table.index.fallback_rows) | {"weight": torch.cat(fallback)}
-                table.rows.write(table, table.index.fallback_rows, values)
+                table.rows.write(table, table.index.fallback_rows, {"weight": torch.cat(fallback)})
 
     def _read(self, numbers: Tensor) -> Tensor:
-        if self.is_cached:
-            return self.table.rows.read(self.table, numbers)["weight"]
-        weight = self.table.weight.detach()
-        return weight.index_select(0, numbers.to(weight.device))
+        rows: Tensor = self.table.rows.read(self.table, numbers, WEIGHT)["weight"]
+        return rows
 
-    def _write_dynamic(self, ids: Tensor, rows: Tensor | None) -> None:
-        table, ids = self.table, ids.to(self.table.index.ids)
+    def _write_dynamic(self, table: DynamicTable, ids: Tensor, rows: Tensor | None) -> None:
+        ids = ids.to(table.index.ids)
         with table.index.lock:
             if rows is None:
                 table.index.discard(ids)
-                return
-            state = {"ids": ids, "step": ids * 0, "count": ids * 0, "weight": rows}
-            if self.is_cached:  # a record has the states, too
-                state |= {name: table.templates(len(ids))[name].zero_() for name in table.state_names}
-            table.load_row_state(state)
+            else:
+                table.load_row_state({"ids": ids, "step": ids * 0, "count": ids * 0, "weight": rows})
 
 
 class Update:

@@ -195,14 +195,19 @@ class CachedRows(DeviceRows):
                 function(fields)
 
     def blocks(self, table: Table, rows: Index = None) -> Iterator[tuple[slice, Tensor]]:
+        if rows is not None:
+            yield from super().blocks(table, rows)
+            return
         self.write_back()
-        for at, fields in self._chunks(None if rows is None else rows.cpu()):
+        for at, fields in self._chunks():
             yield at, fields["weight"]
 
-    def read(self, table: Table, rows: Index = None) -> dict[str, Tensor]:  # all rows by default
+    def read(self, table: Table, rows: Index = None, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Read all rows by default; see `DeviceRows.read`."""
         self.write_back()
         rows, order = (None, None) if rows is None else rows.cpu().sort()
         tensors = self._empty(self.config.num_embeddings if rows is None else rows.numel())
+        tensors = {name: tensors[name] for name in names or tensors}
         for chunk, fields in self._chunks(rows):
             for name, tensor in tensors.items():
                 tensor[chunk if order is None else order[chunk]] = fields[name]
@@ -211,12 +216,13 @@ class CachedRows(DeviceRows):
     def write(self, table: Table, rows: Tensor, values: Tensors, order: Index = None, ids: Index = None) -> None:
         if order is not None:
             values = {name: value[order.to(value.device)] for name, value in values.items()}
-        tensors = {**values, "id": table.index.ids[rows] if ids is None else ids}
+        tensors = values if table.index.ids is None else {**values, "id": table.index.ids[rows] if ids is None else ids}
+        names = [name for name in self._fields(0) if name in tensors]
         rows, order = rows.sort()
         with self.reloading():
-            for chunk, fields in self._chunks(rows.cpu(), read=False, write=True):
-                for name, field in fields.items():
-                    field.copy_(tensors[name][order[chunk].to(tensors[name].device)])
+            for chunk, fields in self._chunks(rows.cpu(), read=len(names) < len(self._fields(0)), write=True):
+                for name in names:
+                    fields[name].copy_(tensors[name][order[chunk].to(tensors[name].device)])
 
     def erase(self, table: Table, ids: Tensor) -> None:
         rows = table.index.find(ids)

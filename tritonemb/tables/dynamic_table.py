@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonemb.layout import MAX_USES, NO_KEY, dynamic_rows, nonzero, partitions_of
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.index import HashIndex, concat_ids, find_batch, insert_batch
-from tritonemb.tables.table import Table, draw_seed, load_named_tensors
+from tritonemb.tables.table import WEIGHT, Table, draw_seed, load_named_tensors
 from tritonemb.utils import require
 
 R = TypeVar("R")
@@ -78,7 +78,7 @@ class DynamicTable(Table):
         rows = find_batch([self], *concat_ids([ids]))
         known, unknown = nonzero(rows >= 0), nonzero(rows < 0)
         distinct, inverse = rows[known].unique(return_inverse=True)
-        values = self.rows.read(self, distinct)["weight"].to(ids.device)[inverse]
+        values = self.rows.read(self, distinct, WEIGHT)["weight"].to(ids.device)[inverse]
         if len(unknown):
             values = values.new_empty(len(ids), values.shape[1]).index_copy_(0, known, values)
             values.index_copy_(0, unknown, self.initial_values(ids[unknown]))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tritonemb.layout import (
     DISTINCT,
@@ -31,7 +31,7 @@ from tritonemb.layout import (
 )
 from tritonemb.ops.registry import kernel
 from tritonemb.optimizers import StateSpec
-from tritonemb.tables.table import DenseIndex, Lock, Table, initialize
+from tritonemb.tables.table import DenseIndex, DeviceRows, Lock, Table, initialize
 from tritonemb.types import AdmissionConfig, Device, TableConfig
 
 NUM_HASHES = 4  # cells per id
@@ -141,6 +141,10 @@ class HashIndex(DenseIndex):
         return self.tensors.ids
 
     @property
+    def counts(self) -> Tensor:  # type: ignore[override]
+        return self.tensors.counts
+
+    @property
     def num_rows(self) -> int:
         """Number of ids that have a row."""
         return int(self.tensors.num_rows.sum())
@@ -152,8 +156,20 @@ class HashIndex(DenseIndex):
 
     def find(self, ids: Tensor) -> Tensor:
         """Find rows of ids, int64 `[N]`, -1 for ids without one."""
-        rows: Tensor = kernel("dynamic_find_", ids.device)([self.tensors], *concat_ids([ids]))[0]
+        return self.find_all([self], *concat_ids([ids]))
+
+    @staticmethod
+    def find_all(indexes: Sequence["HashIndex"], values: Tensor, bounds: Tensor, keys: Sequence[int]) -> Tensor:
+        """Find rows of a batch in tables of this kind, int64 `[N]`; for the arguments see `insert_batch`."""
+        tensors = [index.tensors for index in indexes]
+        rows: Tensor = kernel("dynamic_find_", values.device)(tensors, values, bounds.contiguous(), keys)[0]
         return rows
+
+    def sorted_rows(self) -> tuple[Tensor, Tensor]:
+        """See `DenseIndex`."""
+        with self.lock:
+            ids, rows = dynamic_rows(self.tensors)
+        return ids, torch.cat([rows, self.fallback_rows])
 
     def fall_back(self, ids: Tensor) -> Tensor:
         """Return the fallback rows of ids, int64 `[N]`: those of an id's partition are in its shard."""
@@ -270,10 +286,20 @@ class SortedIndex(DenseIndex):
 
     def find(self, ids: Tensor) -> Tensor:
         """See `HashIndex.find`."""
-        if not len(self.sorted_ids):
-            return torch.full_like(ids, -1)
-        rows = torch.searchsorted(self.sorted_ids, ids).clamp_(max=len(self.sorted_ids) - 1)
-        return torch.where(self.sorted_ids[rows] == ids, rows, -1)
+        return find_sorted(self.sorted_ids, ids)
+
+    @staticmethod
+    def find_all(indexes: Sequence["SortedIndex"], values: Tensor, bounds: Tensor, keys: Sequence[int]) -> Tensor:
+        """See `HashIndex.find_all`."""
+        rows = values.clone()
+        for number, (begin, end) in zip(keys, pairwise(bounds.tolist()), strict=True):
+            if number >= 0:
+                rows[begin:end] = indexes[number].find(values[begin:end])
+        return rows
+
+    def sorted_rows(self) -> tuple[Tensor, Tensor]:
+        """See `DenseIndex`."""
+        return self.sorted_ids, torch.arange(self.row_config.num_embeddings, device=self.sorted_ids.device)
 
     def fall_back(self, ids: Tensor) -> Tensor:
         """See `HashIndex.fall_back`."""
@@ -284,16 +310,25 @@ class SortedIndex(DenseIndex):
             self.sorted_ids, self.lock.device = self.sorted_ids.to(device), device
 
 
+def sorted_table(config: TableConfig, rows: Tensor, ids: Tensor | None, seed: int) -> Table:
+    """Create a table in memory that is not trained any more: rows of ascending ids, then fallback rows."""
+    index = DenseIndex(config) if ids is None else SortedIndex(config, ids, len(rows))
+    table = Table(config, index, DeviceRows(index.row_config, (), config.is_dynamic), "meta")
+    table.weight, table.seed = nn.Parameter(rows, requires_grad=False), seed
+    return table
+
+
+def find_sorted(known_ids: Tensor, ids: Tensor) -> Tensor:
+    """Find the positions of ids, int64 `[N]`, among ascending ones, -1 for other ids."""
+    if not len(known_ids):
+        return torch.full_like(ids, -1)
+    positions = torch.searchsorted(known_ids, ids).clamp_(max=len(known_ids) - 1)
+    return torch.where(known_ids[positions] == ids, positions, -1)
+
+
 def find_batch(tables: Sequence[Table], values: Tensor, bounds: Tensor, table_of_key: Sequence[int]) -> Tensor:
     """Find rows or fallback rows of a batch's ids, int64 `[N]`, -1 for none; for arguments see `insert_batch`."""
-    if isinstance(tables[0].index, SortedIndex):
-        rows = values.clone()
-        for number, (begin, end) in zip(table_of_key, pairwise(bounds.tolist()), strict=True):
-            if number >= 0:
-                rows[begin:end] = tables[number].index.find(values[begin:end])
-    else:
-        find = kernel("dynamic_find_", values.device)
-        rows = find([table.index.tensors for table in tables], values, bounds.contiguous(), table_of_key)[0]
+    rows: Tensor = tables[0].index.find_all([table.index for table in tables], values, bounds, table_of_key)
     if any(table.config.fallback_rows for table in tables):
         keys = zip(table_of_key, pairwise(bounds.tolist()), strict=True)
         _fall_back(tables, values, rows, [(table, *key) for table, key in keys])

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.store import Counts, IoFuture
 from tritonemb.tables.cached_rows import CachedRows, metadata_kind
+from tritonemb.tables.index import sorted_table
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.table import DenseIndex, DeviceRows, Table, Tensors, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
@@ -132,6 +133,14 @@ class ServerState:
         """Return copies of weight and states, sorted by id if dynamic. ValueError if no servers are attached."""
         tensors = self.require_service().tensors(self.config.name)
         return {name: tensors[name] for name in ("weight", *table.state_names)}
+
+    def fetch(self, table: Table) -> Table:
+        """See `DeviceRows.fetch`."""
+        state = self.require_service().tensors(self.config.name)
+        rows = torch.cat([state["weight"], state.get("fallback_weight", state["weight"][:0])])
+        copied = sorted_table(table.config, rows, state.get("ids"), int(state.get("seed", table.seed)))
+        copied.index.counts = state.get("count")
+        return copied
 
     def assign(self, table: Table, tensors: Tensors) -> None:
         service, name = self.require_service(), self.config.name

@@ -19,6 +19,7 @@ from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 Tensors = Mapping[str, Tensor]
 Index = Tensor | None
 BLOCK_ELEMENTS = 1 << 22  # of a weight that is read block by block: 16 MiB of float32
+WEIGHT = ("weight",)  # to read and write rows without their states
 
 
 def draw_seed() -> int:
@@ -221,9 +222,14 @@ class DenseIndex:
     assigns_rows = False  # whether ids get rows, which are looked up instead of them
     ids: Tensor | None = None  # int64 `[num_rows]`, id of each row; None if these are not known here
     clock = 0  # number of batches that were trained, or prefetched for training, if ids get rows
+    counts: Tensor | None = None  # int `[num_rows]`, uses of each row, if these are counted
 
     def __init__(self, row_config: TableConfig) -> None:
         self.row_config = row_config  # of the memory that lookups and updates address, with rows instead of ids
+
+    def sorted_rows(self) -> tuple[Tensor, Tensor] | None:
+        """Return ids, ascending, and their rows, then fallback rows; None if ids are row numbers."""
+        return None
 
     def to(self, device: torch.device) -> None:
         """Move to the device of the weight."""
@@ -274,19 +280,25 @@ class DeviceRows:
         """Call a function that changes weight and states in place, for chunks of rows that depend on shapes only."""
         function(table.device_tensors())
 
+    def fetch(self, table: Table) -> Table:
+        """Return the table, or a copy without states of one whose rows are not in this process."""
+        return table
+
     def blocks(self, table: Table, rows: Index = None) -> Iterator[tuple[slice, Tensor]]:
-        """Yield weights of rows, ascending, all by default, in blocks, with their positions in `rows`."""
+        """Yield weights of distinct rows, all by default, in blocks, with their positions in `rows`."""
         weight, step = table.weight.detach(), max(1, BLOCK_ELEMENTS // self.config.embedding_dim)
         for first in range(0, len(weight) if rows is None else len(rows), step):
             at = slice(first, first + step)
-            yield at, weight[at if rows is None else rows[at]]
+            yield at, weight[at] if rows is None else self.read(table, rows[at], WEIGHT)["weight"]
 
-    def read(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
-        """Read weight and states of distinct rows; return copies by name."""
-        return {name: tensor.index_select(0, rows) for name, tensor in table.device_tensors().items()}
+    def read(self, table: Table, rows: Tensor, names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Read weight and states of distinct rows, or those of these names; return copies by name."""
+        tensors = table.device_tensors()
+        return {name: tensors[name].index_select(0, rows.to(table.weight.device)) for name in names or tensors}
 
     def write(self, table: Table, rows: Tensor, values: Tensors, order: Index = None, ids: Index = None) -> None:
-        """Write weight and states of distinct rows from `values[order]`. `ids` are those of the index by default."""
+        """Write distinct rows from `values[order]`; tensors without values stay. `ids`: of the index by default."""
+        rows = rows.to(table.weight.device)
         target = [table.weight.data if name == "weight" else table.get_buffer(name) for name in values]
         source = [value.to(memory).contiguous() for value, memory in zip(values.values(), target, strict=True)]
         move_rows_(target, source, rows, torch.arange(rows.numel(), device=rows.device) if order is None else order)
