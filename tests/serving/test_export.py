@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +18,11 @@ import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
 from tritonemb.data.files import pa
-from tritonemb.serving import package, programs
+from tritonemb.serving import package
 from tritonemb.serving.package import MANIFEST
 from tritonemb.storage.checkpoint import read_manifest_text, write_manifest
 
+PROGRAMS = sys.modules["tritonemb.serving.export"]  # `tritonemb.serving.export` is the function
 KEYS = ["x", "y", "z"]
 
 
@@ -293,7 +295,7 @@ def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
         Path(package_path).touch()
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
-    programs.write_aten(tmp_path, model, DESCRIPTION)
+    PROGRAMS.write_aten(tmp_path, model, DESCRIPTION)
     assert {file.name for file in tmp_path.iterdir()} == {"model.pt2", "inputs.json"}
     for size in (1, 2, 60):  # with ids that were never trained
         batch, inputs = tensors_of(size, 40)
@@ -307,10 +309,10 @@ def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["trained", "quantized"])
 def test_a_program_of_onnx(kind, tmp_path, monkeypatch):
     runtime = pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(programs, "MAX_TABLE_BYTES", 2000)  # ids of dynamic tables are not counted
+    monkeypatch.setattr(PROGRAMS, "MAX_TABLE_BYTES", 2000)  # ids of dynamic tables are not counted
     tables = [*ATEN_TABLES[:3], te.TableConfig("d", 70, 8, features=["d"], pooling="mean")]
     model = aten_model(kind, tables)
-    programs.write_onnx(tmp_path, model, DESCRIPTION)
+    PROGRAMS.write_onnx(tmp_path, model, DESCRIPTION)
     outside = ["003-embeddings.d.safetensors"] * (kind == "trained")
     assert {file.name for file in tmp_path.rglob("*.*")} == {"model.onnx", "inputs.json", *outside}
     session = runtime.InferenceSession(tmp_path / "model.onnx")
@@ -340,14 +342,14 @@ def test_programs_lack_some_tables(tmp_path):
             model = te.models.DLRM(tables, 3, (8,), (8,))
             model = model if dtype is None else te.quantize(model, dtype, counts={"a": torch.ones(40)})
             with pytest.raises(ValueError, match=error):
-                getattr(programs, f"write_{target}")(tmp_path / f"{target} {dtype}", model, DESCRIPTION)
+                getattr(PROGRAMS, f"write_{target}")(tmp_path / f"{target} {dtype}", model, DESCRIPTION)
 
 
 @pytest.mark.more
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_a_program_is_scored_in_cpp(tmp_path):
     model = aten_model("trained")
-    programs.write_aten(tmp_path, model, DESCRIPTION)
+    PROGRAMS.write_aten(tmp_path, model, DESCRIPTION)
     root, program = Path(torch.__file__).parent, tmp_path / "score"
     source = Path(__file__).parents[2] / "deploy/score.cpp"
     flags = [f"-I{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib"]

@@ -1,20 +1,263 @@
-"""`te.export`: a trained model as a folder for serving."""
+"""`te.export`: a trained model as a folder for serving, or as a program for machines without tritonemb.
 
+A program is of PyTorch's own operators, compiled by AOTInductor, or of ONNX. Its inputs are `dense`, float32
+`[B, num_dense]`, then of each feature its ids, int64 `[N]`, and the first position of each bag, int64 `[B]`, or of a
+feature of a table outside of the program its pooled rows, float32 `[B, dim]`. It returns click probabilities, `[B]`.
+"""
+
+import copy
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from tritonemb.serving.package import write_package
-from tritonemb.serving.programs import write_aten, write_onnx
+from tritonemb.kernels import by_torch
+from tritonemb.kernels.quantized_bag import to_aten, unpack_rows
+from tritonemb.kernels.random import UNIT
+from tritonemb.ops.quantized_bag import aten_bag
+from tritonemb.serving.package import DENSE, MANIFEST, TABLES, collections_of, keys_of, map_tables, write_package
+from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.serving.run import LoadOptions, Run
+from tritonemb.storage.checkpoint import size_and_checksum, write_manifest
 from tritonemb.utils import WRITING, on_error, publish
 
 Target = Literal["tritonemb", "aten", "onnx"]
+PACKAGE, ONNX, DESCRIPTION = "model.pt2", "model.onnx", "inputs.json"
+MAX_TABLE_BYTES = 64 << 20  # of tables in an ONNX program, which is one message of protobuf, of less than 2 GiB
+OPSET = 18  # the first with sums of duplicates in ScatterND
+
+
+class AtenTable(nn.Module):
+    """Mapped table, looked up by PyTorch's operators."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.config, self.seed = table.config, getattr(table, "seed", 0)
+        self.bits = table.bits if isinstance(table, QuantizedTable) else 0
+        rows = table.weight.detach()
+        if self.config.is_dynamic and not len(table.index.sorted_ids):
+            raise ValueError(f"table {self.config.name!r} has no ids yet, so programs lack it; train it first")
+        self.register_buffer("rows", to_aten(rows, self.bits) if self.bits else rows)
+        self.register_buffer("ids", table.index.sorted_ids if self.config.is_dynamic else None)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return pooled rows `[B, embedding_dim]`."""
+        rows, known_ids = (self._buffers[name] for name in ("rows", "ids"))
+        assert rows is not None
+        if self.bits:
+            pooled = aten_bag(rows, ids, offsets, self.bits)
+        elif known_ids is None:
+            return nn.functional.embedding_bag(ids, rows, offsets, mode=self.config.pooling)
+        else:
+            pooled = torch.zeros(offsets.shape[0], rows.shape[1], dtype=rows.dtype)
+            pooled = pooled.index_add(0, self._bags(ids, offsets), self._find(ids, rows, known_ids))
+        return self._mean(pooled, ids, offsets)  # operators of quantized rows only sum
+
+    def _bags(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return the bag of each id, int64 `[N]`."""
+        begins = torch.zeros(ids.shape[0] + 1, dtype=torch.int64).scatter_add(0, offsets, torch.ones_like(offsets))
+        return begins.cumsum(0)[:-1] - 1
+
+    def _mean(self, pooled: Tensor, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Divide sums by the lengths of bags if the table takes means."""
+        if self.config.pooling == "sum":
+            return pooled
+        lengths = torch.diff(offsets, append=torch.full((1,), ids.shape[0]))
+        return pooled / lengths.clamp(min=1)[:, None]
+
+    def _search(self, ids: Tensor, known_ids: Tensor) -> Tensor:
+        """Return how many known ids are less than each id."""
+        return torch.searchsorted(known_ids, ids)
+
+    def _find(self, ids: Tensor, rows: Tensor, known_ids: Tensor) -> Tensor:
+        """Return the rows of ids of a dynamic table; others read as fallback rows, or as initial values."""
+        positions = self._search(ids, known_ids).clamp(max=len(known_ids) - 1)
+        known_mask = known_ids[positions] == ids
+        if self.config.fallback_rows:
+            mixed = ids  # `partitions_of`, which uses NumPy
+            for bits, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+                mixed = (mixed ^ (mixed >> bits & 2 ** (64 - bits) - 1)) * (factor - 2**64)
+            fallback = (mixed ^ mixed >> 31 & 2**33 - 1) >> 32 & 2**32 - 1
+            return rows[
+                torch.where(known_mask, positions, len(known_ids) + (fallback * (len(rows) - len(known_ids)) >> 32))
+            ]
+        return torch.where(known_mask[:, None], rows[positions], self._initial_values(ids).to(rows.dtype))
+
+    def _initial_values(self, ids: Tensor) -> Tensor:
+        """Return initial values of ids, float32 `[N, dim]`, as `kernels/random.py`, in int64 as ATen has no uint64."""
+        mask, dim = 2**32 - 1, self.config.embedding_dim
+        row, c0 = torch.broadcast_tensors(ids[:, None], torch.arange(-(-dim // 4)))
+        c1, c2, c3, k0, k1 = row & mask, row >> 32 & mask, torch.zeros_like(row), self.seed & mask, self.seed >> 32
+        for _ in range(10):
+            product0, product1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+            c0, c1 = (product1 >> 32 & mask) ^ c1 ^ k0, product1 & mask
+            c2, c3 = (product0 >> 32 & mask) ^ c3 ^ k1, product0 & mask
+            k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+        words = torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)[:, :dim].to(torch.int32)
+        return (words >> 8).float() * self.config.bound * UNIT
+
+
+class OnnxTable(AtenTable):
+    """Mapped table, looked up by operators that ONNX has: codes of quantized rows are a byte each."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__(table)
+        assert (rows := self._buffers["rows"]) is not None
+        scale = bias = None
+        if self.bits:
+            rows, scale, bias = unpack_rows(table.weight, self.bits, self.config.embedding_dim)
+        self.register_buffer("rows", rows)
+        self.register_buffer("scale", scale)
+        self.register_buffer("bias", bias)
+
+    def _search(self, ids: Tensor, known_ids: Tensor) -> Tensor:
+        positions, size = torch.zeros_like(ids), len(known_ids)
+        for step in (1 << bit for bit in reversed(range(size.bit_length()))):
+            ends = positions + step
+            is_less = (ends <= size) & (known_ids[ends.clamp(max=size) - 1] < ids)
+            positions = torch.where(is_less, ends, positions)
+        return positions
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """Return pooled rows, float32 `[B, embedding_dim]`."""
+        rows, scale, bias, known_ids = (self._buffers[name] for name in ("rows", "scale", "bias", "ids"))
+        assert rows is not None
+        if known_ids is None:
+            ids = torch.where(ids < 0, len(rows), ids)  # ONNX counts negative ones from the end
+            values = rows[ids].float()
+        else:
+            values = self._find(ids, rows, known_ids).float()
+        if scale is not None and bias is not None:
+            values = values * scale[ids] + bias[ids]
+        pooled = torch.zeros(offsets.shape[0], values.shape[1])
+        pooled = pooled.index_put((self._bags(ids, offsets),), values, accumulate=True)
+        return self._mean(pooled, ids, offsets)
+
+
+class OutsideTable(nn.Module):
+    """Table that is looked up outside of a program."""
+
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.config = table.config
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+class ProgramTables(nn.ModuleList):
+    """Collection of these tables."""
+
+    def forward(self, features: Mapping[str, tuple[Tensor, ...]]) -> Tensor:
+        """Return pooled rows `[B, sum of dims]`."""
+        return torch.cat([table(*features[name]) for table in self for name in table.config.feature_names], 1)  # type: ignore
+
+
+class Program(nn.Module):
+    """Model of the tensors of a batch; `inputs` are the names of those of features, in their order."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.inputs = model, inputs
+
+    def forward(self, dense: Tensor, *tensors: Tensor) -> Tensor:
+        """Return probabilities `[B]`."""
+        features = dict[str, tuple[Tensor, ...]]()
+        for name, tensor in zip(self.inputs, tensors, strict=True):
+            feature = name.rpartition(".")[0]
+            features[feature] = *features.get(feature, ()), tensor
+        return torch.sigmoid(self.model(dense, features).float())
+
+
+def write_aten(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Compile a model into `model.pt2`, and describe its inputs in `inputs.json`."""
+    inputs, program = _trace(folder, model, values, AtenTable)
+    if foreign := [str(node.target) for node in program.graph.nodes if "tritonemb" in str(node.target)]:
+        raise ValueError(f"the model calls {foreign[0]}, which PyTorch lacks; export for target 'tritonemb'")
+    torch._inductor.aoti_compile_and_package(program, package_path=str(folder / PACKAGE))
+    shutil.rmtree(folder / TABLES)
+    _describe(folder, inputs, values, PACKAGE)
+
+
+def write_onnx(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> None:
+    """Write a model as `model.onnx`, describe its inputs in `inputs.json`, and leave tables of more than
+    `MAX_TABLE_BYTES` in `tables`."""
+    try:
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise ValueError("target 'onnx' needs onnx and onnxscript: pip install 'tritonemb[onnx]'") from error
+
+    def create(table: Any) -> nn.Module:
+        size = table.weight.numel() * table.weight.element_size()
+        return OutsideTable(table) if size > MAX_TABLE_BYTES else OnnxTable(table)
+
+    inputs, program = _trace(folder, model, values, create)
+    try:
+        onnx = torch.onnx.export(
+            program, dynamo=True, opset_version=OPSET, external_data=False, verbose=False, input_names=inputs,
+            output_names=["score"],
+        )  # fmt: skip
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise ValueError("ONNX lacks an operator of the model; export for target 'aten' or 'tritonemb'") from error
+    assert onnx is not None
+    onnx.save(str(folder / ONNX))
+    _describe(folder, inputs, values, ONNX)
+
+
+def _trace(
+    folder: Path, model: nn.Module, values: Mapping[str, Any], create: Callable[[Any], nn.Module]
+) -> tuple[list[str], torch.export.ExportedProgram]:
+    """Trace a model whose tables are those that `create` makes of its mapped tables; write these into `folder`.
+
+    Return the names of its inputs, and the program.
+    """
+    names, memo = [feature["name"] for feature in values["reading"].get("features", ())], dict[int, Any]()
+    if not names:
+        raise ValueError("a program needs a run of te.load_run, which knows the features and their order")
+    # Replace the collections of a copy.
+    files, outside = write_package(folder, model, values), dict[str, int]()
+    for path, collection in collections_of(model).items():
+        if not collection.pooled:
+            raise ValueError(f"{path} is not pooled, so only target 'tritonemb' has it; export for that")
+        tables = [create(table) for table in map_tables(path, collection, folder, files)]
+        memo[id(collection)] = ProgramTables(tables)
+        for key, table in zip(keys_of(path, collection), tables, strict=True):
+            if isinstance(table, OutsideTable):
+                outside |= dict.fromkeys(table.config.feature_names, table.config.embedding_dim)
+            else:
+                (folder / files[key]).unlink()  # its mapping stays
+    # Trace it for any sizes. Inputs are distinct, as the tracer merges equal ones.
+    samples, num_dense = torch.export.Dim("samples"), values["reading"]["num_dense"]
+    inputs, tensors, sizes = ["dense"], [torch.zeros(3, num_dense)], [{0: samples}]
+    for number, name in enumerate(names):
+        if name in outside:
+            inputs.append(f"{name}.rows")
+            tensors.append(torch.zeros(3, outside[name]))
+            sizes.append({0: samples})
+        else:
+            inputs += [f"{name}.ids", f"{name}.offsets"]
+            tensors += [torch.zeros(5 + number, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)]
+            sizes += [{0: torch.export.Dim(f"ids_{number}")}, {0: samples}]
+    kernels = {getattr(torch.ops.tritonemb, n).default: getattr(by_torch, n) for n in ("interaction", "cross")}
+    program = Program(copy.deepcopy(model, memo), inputs[1:]).eval()
+    with torch.no_grad():
+        shapes = sizes[0], tuple(sizes[1:])
+        traced = torch.export.export(program, tuple(tensors), dynamic_shapes=shapes, strict=False)
+        return inputs, traced.run_decompositions(kernels)
+
+
+def _describe(folder: Path, inputs: Sequence[str], values: Mapping[str, Any], name: str) -> None:
+    for file in (folder / MANIFEST, folder / DENSE, *folder.glob("vocabulary*")):
+        file.unlink()
+    if (tables := folder / TABLES).exists() and not any(tables.iterdir()):
+        tables.rmdir()
+    entries = {"inputs": inputs, "num_dense": values["reading"]["num_dense"]}
+    write_manifest(folder, {**entries, "files": {name: size_and_checksum(folder / name)}}, DESCRIPTION)
 
 
 def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritonemb") -> Path:
