@@ -36,7 +36,7 @@ from tritonemb.serving.quantized_tables import BITS, QuantizedCollection, Quanti
 from tritonemb.sharding import HybridParallel
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.storage import checkpoint
-from tritonemb.tables.index import sorted_table
+from tritonemb.tables.dynamic_table import sorted_table
 from tritonemb.tables.table import Table
 from tritonemb.training.doctor import versions
 from tritonemb.types import CacheConfig, TableConfig

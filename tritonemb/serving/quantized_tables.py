@@ -31,7 +31,7 @@ from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.batch import checked_batch, configs_for_keys, find_invalid
-from tritonemb.tables.index import find_sorted
+from tritonemb.tables.dynamic_table import find_sorted
 from tritonemb.tables.lookup_tables import split_lookups
 from tritonemb.tables.table import BLOCK_ELEMENTS, DenseIndex, DeviceRows
 from tritonemb.types import Pooling, TableConfig

@@ -1,18 +1,20 @@
-"""Dynamic tables: hash tables from int64 ids to rows, which are assigned to ids on first use in training."""
+"""Dynamic tables: hash tables from int64 ids to rows, which are assigned to ids on first use; and sorted ones."""
 
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tritonemb.layout import MAX_USES, NO_KEY, dynamic_rows, nonzero, partitions_of
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.index import HashIndex, concat_ids, find_batch, insert_batch
-from tritonemb.tables.table import WEIGHT, Table, draw_seed, load_named_tensors
+from tritonemb.tables.table import WEIGHT, DenseIndex, DeviceRows, Lock, Table, draw_seed, load_named_tensors
+from tritonemb.types import TableConfig
 from tritonemb.utils import require
 
 R = TypeVar("R")
@@ -268,3 +270,57 @@ class DynamicTable(Table):
             first = len(rows) // self.index.num_partitions * self.index.shard[1]
             values = {name: state[FALLBACK + name][first : first + len(rows)] for name in values}
         self.rows.write(self, rows, values)
+
+
+class SortedIndex(DenseIndex):
+    """Index of a dynamic table that is not trained any more: ids, int64 ascending, whose positions are their rows.
+
+    Fallback rows follow the rows of ids.
+    """
+
+    assigns_rows = True
+
+    def __init__(self, config: TableConfig, ids: Tensor, num_rows: int) -> None:
+        super().__init__(config.storage_config(num_rows))
+        self.sorted_ids, self.num_fallback_rows, self.lock = ids, num_rows - len(ids), Lock(ids.device)
+
+    def find(self, ids: Tensor) -> Tensor:
+        """See `HashIndex.find`."""
+        return find_sorted(self.sorted_ids, ids)
+
+    @staticmethod
+    def find_all(indexes: Sequence["SortedIndex"], values: Tensor, bounds: Tensor, keys: Sequence[int]) -> Tensor:
+        """See `HashIndex.find_all`."""
+        rows = values.clone()
+        for number, (begin, end) in zip(keys, pairwise(bounds.tolist()), strict=True):
+            if number >= 0:
+                rows[begin:end] = indexes[number].find(values[begin:end])
+        return rows
+
+    def sorted_rows(self) -> tuple[Tensor, Tensor]:
+        """See `DenseIndex`."""
+        return self.sorted_ids, torch.arange(self.row_config.num_embeddings, device=self.sorted_ids.device)
+
+    def fall_back(self, ids: Tensor) -> Tensor:
+        """See `HashIndex.fall_back`."""
+        return len(self.sorted_ids) + partitions_of(ids, self.num_fallback_rows)
+
+    def to(self, device: torch.device) -> None:
+        if device.type != "meta":
+            self.sorted_ids, self.lock.device = self.sorted_ids.to(device), device
+
+
+def sorted_table(config: TableConfig, rows: Tensor, ids: Tensor | None, seed: int) -> Table:
+    """Create a table in memory that is not trained any more: rows of ascending ids, then fallback rows."""
+    index = DenseIndex(config) if ids is None else SortedIndex(config, ids, len(rows))
+    table = Table(config, index, DeviceRows(index.row_config, (), config.is_dynamic), "meta")
+    table.weight, table.seed = nn.Parameter(rows, requires_grad=False), seed
+    return table
+
+
+def find_sorted(known_ids: Tensor, ids: Tensor) -> Tensor:
+    """Find the positions of ids, int64 `[N]`, among ascending ones, -1 for other ids."""
+    if not len(known_ids):
+        return torch.full_like(ids, -1)
+    positions = torch.searchsorted(known_ids, ids).clamp_(max=len(known_ids) - 1)
+    return torch.where(known_ids[positions] == ids, positions, -1)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.store import Counts, IoFuture
 from tritonemb.tables.cached_rows import CachedRows, metadata_kind
-from tritonemb.tables.index import sorted_table
+from tritonemb.tables.dynamic_table import FALLBACK, sorted_table
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.table import DenseIndex, DeviceRows, Table, Tensors, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
@@ -137,7 +137,7 @@ class ServerState:
     def fetch(self, table: Table) -> Table:
         """See `DeviceRows.fetch`."""
         state = self.require_service().tensors(self.config.name)
-        rows = torch.cat([state["weight"], state.get("fallback_weight", state["weight"][:0])])
+        rows = torch.cat([state["weight"], state.get(f"{FALLBACK}weight", state["weight"][:0])])
         copied = sorted_table(table.config, rows, state.get("ids"), int(state.get("seed", table.seed)))
         copied.index.counts = state.get("count")
         return copied
