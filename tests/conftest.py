@@ -29,6 +29,7 @@ _COMMON = {
 settings.register_profile("fewest", max_examples=4, **_COMMON)  # likewise, in `make test`
 settings.register_profile("quick", max_examples=8, **_COMMON)
 settings.register_profile("few", max_examples=5, **_COMMON)  # for kernels that are interpreted
+settings.register_profile("several", max_examples=24, **_COMMON)  # in `make test-more`
 settings.register_profile("fast", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
@@ -104,7 +105,9 @@ def _freeze_imports() -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Every test starts from one seed and leaves the number of threads as it found it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     initial = torch.get_num_threads()
     yield
     torch.set_num_threads(initial)

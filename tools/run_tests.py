@@ -73,7 +73,7 @@ def selections() -> dict[str, list[list[Pass]]]:
             [Pass("interpreted", ("--quick", "-m", "triton"), triton, "fewest", workers=0, interpreted=True)],
         ],
         "more": [
-            [Pass("by CPU kernels", ("--rest",))],
+            [Pass("by CPU kernels", ("--rest",), examples="several")],
             [
                 Pass("interpreted", ("--rest", "-m", "triton and not slow"), triton, "few", 1, interpreted=True),
                 Pass("interpreted, public", ("--quick", "-m", PUBLIC), public, "few", 1, interpreted=True),

@@ -75,6 +75,7 @@ class Sized(nn.Module):
 
 @pytest.mark.parametrize("optimizer", [None, te.optim.SGD(lr=0.1)], ids=["plain", "fused"])
 @pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
+@pytest.mark.few(1)
 def test_sizes_of_numpy_break_no_graph(kind, optimizer):
     model, created = Sized(kind, padding_idx=np.int64(0)), []
     te.fuse(model, optimizer)

@@ -53,6 +53,7 @@ def test_modules_without_an_optimizer():
 
 
 @pytest.mark.parametrize("kind", [te.nn.Embedding, te.nn.EmbeddingBag])
+@pytest.mark.few(1)
 def test_a_lone_module_without_an_optimizer_is_left_to_the_compiler(kind):
     """As PyTorch's, which Inductor knows; a large call has our kernels."""
     model = nn.Sequential(kind(ROWS, 4), nn.Linear(4, 1))
@@ -101,6 +102,7 @@ def _no_inductor(monkeypatch):
 
 @pytest.mark.usefixtures("_no_inductor")
 @pytest.mark.parametrize("form", LONE)
+@pytest.mark.few(2)
 def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form):
     model, twin = Lone(form), Lone(form)
     compiled = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
@@ -128,6 +130,7 @@ def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form):
 
 @pytest.mark.usefixtures("_no_inductor")
 @pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.few(1)
 def test_a_collection_with_nothing_to_compile_is_called_as_it_is(pooled):
     configs = [te.TableConfig(name, 30, 7, pooling="sum" if pooled else "none") for name in "ab"]
     collection = make_collection(configs, te.optim.Adam(lr=0.1), pooled)
@@ -147,6 +150,7 @@ def test_a_collection_with_nothing_to_compile_is_called_as_it_is(pooled):
 
 @pytest.mark.parametrize("optimizer", [te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.few(1)
 def test_fused_optimizers_have_the_bits_of_the_uncompiled_model(optimizer, dtype):
     """Stochastic rounding too: a table has its own random numbers, whatever it was merged with."""
     model = Model(dtype)

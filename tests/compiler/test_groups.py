@@ -109,6 +109,7 @@ def test_a_graph_without_lookups_is_not_touched():
         ({"dtype": torch.float64}, "torch.float64"),
     ],
 )
+@pytest.mark.few(2)
 def test_what_is_not_served_is_left_alone(options, reason):
     odd = nn.EmbeddingBag(ROWS, 4, **{"mode": "sum", **options})
     if options.get("sparse"):

@@ -75,6 +75,7 @@ def ops_of(found):
 
 
 @pytest.mark.parametrize("interact", [of_facebookresearch, of_torchrec, of_another_order, by_flattening, some_pairs])
+@pytest.mark.few(2)
 def test_as_models_write_it(interact):
     model = Model(interact)
     twin = copy.deepcopy(model)

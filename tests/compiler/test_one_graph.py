@@ -234,7 +234,7 @@ def cells(cases: dict[str, Any], quick: tuple[str, ...] = ()) -> Any:
 
 
 QUICK = "on servers, `staleness=1`, dynamic", "dynamic, in host memory or on disk"
-QUICK_SHARDED = ("`HybridParallel`, in host memory or on disk",)
+QUICK_SHARDED = ("`HybridParallel`, dynamic, on disk",)
 
 
 @pytest.mark.usefixtures("dynamo")

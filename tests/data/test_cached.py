@@ -19,6 +19,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", list(RULES))
 @pytest.mark.parametrize("name", ["log.txt", "log.txt.gz"])
+@pytest.mark.few(1)
 def test_batches_and_reports_are_the_same(tmp_path, name, rule):
     lines = [entry for row in random_lines(80) for entry in (row, b"bad" if row[-1:] == b"7" else b"")]
     log = ClickLog(

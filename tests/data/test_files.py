@@ -175,6 +175,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path, name, num_rows):
 
 @pytest.mark.parametrize("more", [False, True])
 @pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.few(1)
 def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, split, more):
     lines = random_lines(100) * 30
     path = write(tmp_path, lines)

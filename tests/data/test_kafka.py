@@ -122,6 +122,7 @@ def test_partitions_take_turns(cluster):
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 13, 30])
+@pytest.mark.few(2)
 def test_a_topic_resumes_at_its_offsets(cluster, count):
     log = open_dataset("kafka://one:9092/clicks", log=OPTIONS)
     with log.open("train", 50) as stream:

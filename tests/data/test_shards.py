@@ -110,6 +110,7 @@ def test_a_shard_is_drawn_from_in_turn(bundle):
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 4, 5, 9, 30])
+@pytest.mark.few(2)
 def test_ranks_with_several_shards_resume_in_their_turn(bundle, rounds):
     kwargs = {"shards": 5, "shuffle": True}
     whole, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, **kwargs)

@@ -83,6 +83,7 @@ def serve(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz", "parquet"])
+@pytest.mark.few(1)
 def test_hosts_with_different_files_serve_the_batches_of_one_with_all(days, serve, suffix):
     log = ClickLog(days[suffix], ENDS)
     _, remote = serve(days[suffix], (0, 1), (2, 3), options_of=lambda folder: ENDS)

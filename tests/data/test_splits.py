@@ -105,6 +105,7 @@ def test_random_rows_do_not_depend_on_chunks_or_splits_of_bad_rows(tmp_path):
 
 
 @pytest.mark.parametrize("quoted", [False, True])
+@pytest.mark.few(1)
 def test_random_rows_of_a_text_are_those_of_its_copy(tmp_path, quoted):
     """Neither the header nor blank lines are rows; nor is each line where quotes contain line ends."""
     note = '"n\nn"' if quoted else "n"

@@ -345,6 +345,7 @@ def test_the_cpu_kernels_are_the_model_on_any_number_of_threads(monkeypatch, num
 @pytest.mark.parametrize("half_life", [0, 4])
 @pytest.mark.parametrize("ids", IDS)
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.few(4)
 def test_both_give_the_same_rows(ids, half_life):
     problem = Problem(300, 1, ids, half_life, 2, 12, 100, 5)
     assert_alike(*(run(problem, kernels)[0] for kernels in ("cpu", "reference")))

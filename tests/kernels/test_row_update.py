@@ -78,7 +78,7 @@ def check_custom(configs, name, options, weighted, seed, pooled=True):
 @pytest.mark.parametrize("name", formulas.CUSTOM)
 @settings(max_examples=8)
 @given(data=st.data(), weighted=st.booleans(), pooled=st.booleans(), seed=seeds)
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 def test_a_custom_optimizer_is_the_built_in_one(name, elements, data, weighted, pooled, seed):
     """However many elements its function is given at once."""
     configs = data.draw(tables(pooled=pooled, dtypes=TABLE_DTYPES))

@@ -98,6 +98,7 @@ def counter():
 
 
 @pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.few(1)
 def test_one_graph_serves_all_learning_rates_and_numbers_of_ids(pooled, counter):
     """The first batch is used twice: that it keeps its offsets must not look like another kind of batch."""
     configs = CONFIGS if pooled else [te.TableConfig(name, 30, 7, pooling="none") for name in "ab"]

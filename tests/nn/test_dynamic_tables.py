@@ -182,6 +182,7 @@ def rows_by_number(table: DynamicTable, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda item: item.name)
+@pytest.mark.few(4)
 def test_ids_that_are_not_admitted_share_rows_that_are_trained(optimizer):
     """Bitwise rows of a static table, on all tiers, also after a resume on another one."""
     admission, saved = te.AdmissionConfig(probability=0.5), dict[str, Tensor]()
@@ -304,6 +305,7 @@ def test_rows_of_16_bits_are_rounded_by_their_ids_on_every_tier(tier):
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.more), torch.bfloat16])
 @pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.few(1)
 def test_a_resumed_table_is_the_same_to_the_bit(dtype, tier, device):
     """On each tier, from one to another, and where rows are evicted, admitted late, and expire."""
 
@@ -366,6 +368,7 @@ def test_every_prefetch_depth_gives_the_same_bits(depth, tier, device):
 
 
 @pytest.mark.parametrize("tier", breadth(TIERS, ["device", "host"]))
+@pytest.mark.few(1)
 def test_threads_may_prefetch_read_and_evaluate_at_once(tier):
     """What is found while another thread inserts is one of a row's values, or its initial ones; and nothing is lost."""
 

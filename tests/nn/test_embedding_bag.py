@@ -297,6 +297,7 @@ def test_ids_behind_the_last_offset_belong_to_no_bag(options, dtype):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.usefixtures("dynamo")
+@pytest.mark.few(1)
 def test_compiled_too_ids_behind_the_last_offset_belong_to_no_bag(mode):
     """Nobody reads offsets there: one more bag has these ids."""
     for optimizer in [None, te.optim.Adam(lr=0.1)] if mode != "max" else [None]:

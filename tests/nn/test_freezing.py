@@ -71,6 +71,7 @@ def test_sample_weights_get_gradients_of_ids_that_frozen_dynamic_tables_do_not_h
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("kind", ["static", "dynamic"])
+@pytest.mark.few(1)
 def test_compiled_lookups_train_no_frozen_tables(kind):
     collection = make(kind)
     compiled = torch.compile(collection, backend="aot_eager")

@@ -534,6 +534,7 @@ def test_a_compiled_model_follows_its_learning_rate():
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @pytest.mark.usefixtures("dynamo")
+@pytest.mark.few(1)
 def test_accumulating_is_not_for_a_compiled_model(fullgraph):
     model = nn.Embedding(5, 3)
     optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))

@@ -251,6 +251,7 @@ class TestCompiled:
         ],
         ids=["bag", "padding", "max", "sparse", "max norm", "row", "sparse rows", "max norm of rows"],
     )  # fmt: skip
+    @pytest.mark.few(5)
     def test_equals_eager_with_any_sizes(self, kinds, options, backend):
         _, module = twins(kinds, ROWS, DIM, **options)
         twin = copy.deepcopy(module)
@@ -269,6 +270,7 @@ class TestCompiled:
                 results.append((output, dense(holder.weight.grad), weights.grad))
             torch.testing.assert_close(*results, **TOLERANCE)
 
+    @pytest.mark.few(1)
     def test_fused_updates_equal_eager_ones(self, kinds):
         module = kinds[1](ROWS, DIM, padding_idx=1, optimizer=te.optim.Adam(lr=0.1))
         twin = copy.deepcopy(module)

@@ -54,6 +54,7 @@ def check(configs, optimizer, pooled, placements, cache, depth, num_steps, weigh
 
 @pytest.mark.parametrize("dtype", fewer(TABLE_DTYPES, TABLE_DTYPES[:1]), ids=str)
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+@pytest.mark.few(6)
 def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
     """Placements, caches and look-ahead go around together, so that each meets many optimizers."""
     turn = configurations().index(optimizer) + TABLE_DTYPES.index(dtype)

@@ -55,7 +55,7 @@ def pause(random: Random) -> None:
 @pytest.mark.parametrize("depth", range(5))
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize(("placement", "host_rows"), [*[(place, None) for place in ELSEWHERE], ("disk", 128)])
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, host_rows, policy, depth):
     """Whenever the other thread comes to a batch: it finds held those that were when it was allowed to be sent."""
     random = Random(depth)
@@ -148,6 +148,7 @@ class AllocatedElements(TorchDispatchMode):
         return result
 
 
+@pytest.mark.few(1)
 def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
     """Count bytes, and counted elements of all tensors that a step makes."""
     moved, allocated = [], []

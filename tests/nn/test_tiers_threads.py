@@ -96,6 +96,7 @@ def test_overflows_of_many_tables_grow_at_once(monkeypatch):
     assert_same_bits(contents(tiered), contents(twin))
 
 
+@pytest.mark.few(1)
 def test_new_orders_of_keys_while_overflows_grow(placement):
     """What keys mean is made by one thread while the other moves slots to other memory."""
     twin, tiered = (seeded(TABLES, te.optim.SGD(lr=0.1), True, (where,)) for where in ("device", placement))

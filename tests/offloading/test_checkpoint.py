@@ -25,7 +25,7 @@ TIERS = [("device", "device"), ("host", "disk"), ("disk", "host"), ("disk", "dis
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("params", "states"), TIERS)
 def test_training_goes_on_where_it_was_on_any_tier(params, states, dtype, tmp_path, monkeypatch):
@@ -133,6 +133,7 @@ def test_each_parameter_has_its_own_number_of_steps(tmp_path):
 
 @pytest.mark.parametrize("params", ["device", "host", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.few(1)
 def test_states_that_a_checkpoint_has_not_begin_anew(params, dtype, tmp_path):
     options = {"params": params, "states": "disk", "budget": 400_000}
     first = train(mlp, tmp_path / "a", 0, dtype=dtype, offload=options)

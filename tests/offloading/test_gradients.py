@@ -58,7 +58,7 @@ def test_a_gradient_tier_changes_no_bit(make, params, states, grads, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("grads", STORED)
 @pytest.mark.parametrize(("params", "states"), [("device", "host"), ("disk", "disk"), ("host", "device")])
 @pytest.mark.parametrize(("checkpointed", "clip"), [("", 0.1), ("again", 0.0), ("reentrant", 0.1)])
@@ -149,6 +149,7 @@ def test_gradients_that_are_not_finite(grads, tmp_path):
 
 
 @pytest.mark.parametrize("grads", STORED)
+@pytest.mark.few(1)
 def test_states_are_saved_and_loaded_with_gradients_pending(grads, tmp_path):
     model, optimizer = offloaded(tmp_path, params="disk", states="disk", grads=grads, budget=152_000)
     other, its_optimizer = plain()

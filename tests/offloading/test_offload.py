@@ -69,6 +69,7 @@ def test_a_tier_changes_no_bit(make, params, states, tmp_path):
 @pytest.mark.parametrize("params", TIERS)
 @pytest.mark.parametrize("states", TIERS)
 @pytest.mark.parametrize(("checkpointed", "clip"), [("", 0.1), ("again", 0.0), ("reentrant", 0.1)])
+@pytest.mark.few(1)
 def test_a_tier_changes_no_bit_of_16_bit_models(params, states, clip, checkpointed, tmp_path):
     options = {"dtype": torch.bfloat16, "clip": clip, "accumulate": 2}
     expected = train(lambda: Transformer(checkpointed), tmp_path, offload={}, **options)
@@ -107,6 +108,7 @@ def test_every_element_wise_optimizer(name, states, tmp_path):
 @pytest.mark.parametrize("activations", ["host", "disk"])
 @pytest.mark.parametrize("params", ["device", "disk"])
 @pytest.mark.parametrize("checkpointed", ["", "again", "reentrant"])
+@pytest.mark.few(1)
 def test_activations_come_back_as_they_were(activations, params, checkpointed, tmp_path, monkeypatch):
     monkeypatch.setattr("tritonemb.offloading.dispatch.MIN_BYTES", 1_000)
     expected = train(lambda: Transformer(checkpointed), tmp_path)
@@ -137,6 +139,7 @@ def test_compiled_blocks(wrapped, offload, tmp_path, dynamo, monkeypatch):
 
 @pytest.mark.filterwarnings("error:Dynamo does not know")
 @pytest.mark.parametrize("way", ["wrapped", "in place", pytest.param("layers", marks=pytest.mark.more)])
+@pytest.mark.few(1)
 def test_a_model_that_is_compiled_afterwards(way, tmp_path, dynamo):
     """Graph breaks where parameters are fetched."""
     expected = train(mlp, tmp_path, 2)

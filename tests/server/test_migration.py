@@ -115,6 +115,7 @@ HOWS = {
 
 
 @pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.few(2)
 def test_servers_that_join_and_leave_change_no_bit(how):
     with local_servers(2) as servers:
         expected = train_all(servers, 14, **how)
@@ -136,7 +137,7 @@ def test_servers_that_join_and_leave_change_no_bit(how):
         assert [count[0] for count in counts][1:] == [0, 4]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("seed", range(6))
 def test_tablets_that_move_all_the_time_over_a_bad_network(seed):
     """While batches are pulled and pushed by two trainers."""
@@ -170,7 +171,7 @@ def test_tablets_that_move_all_the_time_over_a_bad_network(seed):
 MOMENTS = [(op, executed) for op in ("fetch_tablet", "stage_tablet", "commit_move", "spec") for executed in (0, 1)]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("log", ["disk", "fsync"])
 @pytest.mark.parametrize("how", ["staleness", "leased rows"])
 @pytest.mark.parametrize(("op", "executed"), MOMENTS)
@@ -220,6 +221,7 @@ class MortalConnection:
 
 @pytest.mark.parametrize("op", ["fetch_tablet", "stage_tablet", "commit_move"])
 @pytest.mark.parametrize("how", ["staleness", "leased rows"])
+@pytest.mark.few(1)
 def test_a_coordinator_that_is_killed_changes_no_bit(op, how, monkeypatch):
     """Training continues without it; another one completes the move or starts again."""
     monkeypatch.setattr(migration, "MAX_SUSPENSION", 0.5)

@@ -25,7 +25,7 @@ OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6,
 SMALL = {"capacity": 50, "eviction": te.EvictionConfig(protect=3)}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("log", ["memory", "disk", "fsync"])
 @pytest.mark.parametrize(
     "how",

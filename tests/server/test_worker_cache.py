@@ -13,7 +13,7 @@ from tritonemb.server import AtMost, flush
 @pytest.mark.parametrize("cache", [32, 64, 10_000])
 @pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 3)])
 @pytest.mark.parametrize("fallback_rows", [0, 9])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_a_cache_changes_no_bit(servers, staleness, cache, fallback_rows):
     """Also of rows that are evicted on servers and come back, and of ids that are not admitted yet."""
     dynamic = {

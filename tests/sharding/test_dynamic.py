@@ -305,7 +305,8 @@ def test_gradients_of_sequences_are_clamped_one_by_one(ranks, tmp_path):
     ranks(2).run(sequences_on_ranks, 2, tmp_path, 0.01)
 
 
-@pytest.mark.parametrize("pooled", [pytest.param(True, marks=pytest.mark.more), False])
+@pytest.mark.more  # in `make test` it is a row of the table in tests/compiler/test_one_graph.py
+@pytest.mark.parametrize("pooled", [True, False])
 def test_prefetched_batches_are_one_graph_and_have_the_same_bits(ranks, pooled):
     ranks(2).run(one_graph, 2, pooled)
 

@@ -136,7 +136,7 @@ def least_largest_sum(values: list[float], ranks: int) -> float:
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("number", [7, pytest.param(10, marks=pytest.mark.more), 12])
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_whole_tables_on_four_ranks_are_placed_as_branch_and_bound_places_them(number, seed):
     random = np.random.default_rng(seed)
     tables = [te.TableConfig(f"t{n}", int(10 ** random.uniform(3, 6)), 32) for n in range(number)]
@@ -300,6 +300,7 @@ def test_plans_with_tight_budgets_fit_and_are_near_the_bound(number, ranks, seed
 
 
 @pytest.mark.parametrize("types", [None, ("column_wise",), ("row_wise",), ("grid", "table_wise")])
+@pytest.mark.few(2)
 def test_the_search_counts_what_the_cost_model_predicts(types, monkeypatch):
     rows = [3_000_000_000, 40_000_000, 9_000_000, 1_000_000, 700]
     tables = [
@@ -473,6 +474,7 @@ def test_an_error_says_what_the_smallest_shard_lacks():
 
 
 @pytest.mark.parametrize("number", [7, 47])  # on one rank; the largest, sharded by rows
+@pytest.mark.few(1)
 def test_a_table_that_grows_moves_little(number):
     tables, stats = zipf_tables(100, 5)
     topology = te.Topology(8)
@@ -553,6 +555,7 @@ def test_a_report_is_the_same_in_json():
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.few(2)
 def test_what_is_next_best_is_worse(seed):
     tables, stats = zipf_tables(30, seed, 1e6)
     plan = te.plan(tables, te.Topology(4, 2, hbm=0.3 * GB), batch_size=512, stats=stats)

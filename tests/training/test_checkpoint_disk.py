@@ -75,7 +75,7 @@ class TestResume:
         ],
     )
     @pytest.mark.parametrize("options", [EVERY, INCREMENTAL])
-    @pytest.mark.few(5)
+    @pytest.mark.few(3)
     def test_tables_may_move_between_tiers(self, data, expected, tmp_path, monkeypatch, before, after, options):
         monkeypatch.setattr(reader, "CHUNK_BYTES", 1000)  # so that there are many pieces
         make_trainer(data, tmp_path / "run", before, epochs=1, checkpoints=options).fit()

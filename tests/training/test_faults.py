@@ -133,6 +133,7 @@ def assert_finite(folder: Path, names: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("value", "asynchronous"), [(math.nan, False), (math.inf, True)])
+@pytest.mark.few(1)
 def test_no_checkpoint_is_written_of_a_run_that_has_diverged(data, tmp_path, value, asynchronous):
     """And the last good one stays; the message names the input."""
     options = CheckpointOptions(checkpoint_steps=1, keep=1, checkpoint_async=asynchronous)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import gc
-import os
 import random
 import re
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +18,7 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.helpers import fewer
+from tests.programs import start_ranks
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema, from_dataframe
 from tritonemb.data.batch import Batch, gather_batch, pad_batch
@@ -82,18 +80,19 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def trained(request, tmp_path_factory) -> tuple[Path, list[dict[str, object]]]:
+PARAMS = [pytest.param(kind, marks=pytest.mark.more if kind == "servers" else ()) for kind in KINDS]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def trained(request, tmp_path_factory, ranks) -> tuple[Path, list[dict[str, object]]]:
     folder, rows, kind = tmp_path_factory.mktemp("run"), make_rows(600), request.param
     data = write_csv(folder / "clicks.csv", rows)
     options = ["train", "--data", data, "--out", folder / "run", *COLUMNS, *SMALL, *KINDS[kind]]
     if kind == "disk":
         options += ["--cache-folder", folder / "tables"]
     if kind == "sharded":
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "tritonemb", *map(str, options)]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, env=environment, timeout=200, capture_output=True)
+        for status, text in [rank.finish() for rank in start_ranks(2, "tritonemb", *map(str, options))]:
+            assert status == 0, text
     else:
         assert run(*options) == 0
     return folder, rows

@@ -76,6 +76,7 @@ def logs(tmp_path):
 
 
 @pytest.mark.parametrize(("placement", "accumulate"), [("device", 1), ("host", 2)])
+@pytest.mark.few(1)
 def test_a_wait_for_rows_ends_at_the_first_signal(logs, tmp_path, placement, accumulate):
     make = partial(trainer_on, logs, placement=placement, accumulate=accumulate)
     num_steps = 250 // (16 * accumulate)  # some rows of the next step have come

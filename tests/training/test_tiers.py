@@ -50,6 +50,7 @@ HOST = {"host_hits", "disk_read", "disk_written"}
     ids=str,
 )
 @pytest.mark.parametrize("placement", ["host", "disk", CACHED])
+@pytest.mark.few(4)
 def test_training_gives_the_bits_of_the_device(placement, options):
     reference, expected, its_result = trained("device", **{k: v for k, v in options.items() if k != "cache_rows"})
     trainer, record, result = trained(placement, **options)

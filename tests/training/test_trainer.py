@@ -192,6 +192,7 @@ def test_steps_of_several_batches_are_those_of_one_large_batch(data, small):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.few(1)
 def test_sixteen_bit_products_learn_and_tables_stay_fp32(data, precision):
     model = make_model(data)
     trainer = make_trainer(data, model, precision=precision)
