@@ -521,7 +521,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["train", "--data", "x.csv", "--delimiter", ",,"], "error: delimiter must be one ASCII character, got ',,';"),
         (
             ["train", "--data", "synthetic", "--model", "dlm"],
-            "two_tower, or MODULE:FUNCTION, got 'dlm'; did you mean 'dlrm'?",
+            "two_tower, mmoe, ple, or MODULE:FUNCTION, got 'dlm'; did you mean 'dlrm'?",
         ),
         (["predict"], "Missing from tritonemb predict: --checkpoint --data; see tritonemb predict --help"),
     ],

@@ -48,15 +48,14 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
 
   --data NAME|PATH      a log, a file or folder; or movielens-100k, adult,
                         synthetic, criteo-kaggle, criteo-terabyte (and --path)
-  --label COLUMN        of a log, 0 or 1, or --labels COLUMN ... of several;
-  --dense COLUMN ...    for numbers, --sparse COLUMN ... for categories,
-  --weight COLUMN       of rows in loss and metrics; --time-column COLUMN --test-from TIME
-                        holds out later rows, else the last sixth
+  --label COLUMN        of a log, 0 or 1; --dense COLUMN ... for numbers,
+  --sparse COLUMN ...   for categories; --time-column COLUMN --test-from TIME
+                        holds out rows, else the last sixth; --labels, --weight
   --preset NAME         start from the preset of another data set
   --config FILE         a TOML file; flags take precedence
   --resume auto|PATH    resume from the newest, or from this, checkpoint
   --out FOLDER          folder of checkpoints, log and report
-  --model NAME          dlrm, dcnv2, deepfm, finalmlp, two_tower or
+  --model NAME          dlrm, dcnv2, deepfm, finalmlp, two_tower, mmoe, ple or
                         MODULE:FUNCTION; and --embedding-dim, --top-mlp
   --epochs N            or --max-steps N; --batch-size N; --accumulate N
   --embedding-lr X      and --embedding-optimizer; --dense-lr X for the rest

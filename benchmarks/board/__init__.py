@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULES = ("amazon", "gowalla")  # of this package
+MODULES = ("amazon", "gowalla", "multi_task")  # of this package
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -27,6 +27,7 @@ class Cell:
         published: figures to reach, by name of metric.
         source: source of these figures, as Markdown.
         seeds: number of seeds that the board asks for.
+        baseline: cell with the same seeds to compare with, in place of published figures.
         tolerance: relative loss of a metric with which it counts as reached.
         notes: what differs from the source.
     """
@@ -40,3 +41,4 @@ class Cell:
     seeds: int = 1
     tolerance: float = 0.0
     notes: str = ""
+    baseline: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from importlib import import_module
@@ -58,10 +59,19 @@ def table() -> str:
             published.append(f"{cell.published[name]:.4f}" if name in cell.published else "-")
             if values and name in cell.published:
                 reached.append(f"{statistics.mean(values) / cell.published[name] - 1:+.1%}")
+            paired = [
+                (result, RESULTS / f"{cell.baseline}-{result['seed']}.json") for result in results if cell.baseline
+            ]
+            if gaps := [
+                r["metrics"][name] - json.loads(p.read_text())["metrics"][name] for r, p in paired if p.exists()
+            ]:
+                error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan
+                reached.append(f"{statistics.mean(gaps):+.4f} ± {error:.4f}")
         seconds = statistics.mean(result["seconds"] for result in results) if results else 0
         commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
         rows.append([
-            cell.data, cell.model, " / ".join(dict.fromkeys(figures)), f"{' / '.join(published)} ({cell.source})",
+            cell.data, cell.model, " / ".join(dict.fromkeys(figures)),
+            f"as {cell.baseline}" if cell.baseline else f"{' / '.join(published)} ({cell.source})",
             " / ".join(reached) or "-", f"{len(results)} of {cell.seeds}", f"{seconds / 60:.0f}" if results else "-",
             commits, cell.notes,
         ])  # fmt: skip

@@ -2,7 +2,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from tritonemb.data import load_adult
+from tritonemb.data import LogOptions, Schema, load_adult, open_dataset
 
 TRAIN = """\
 39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, Cuba, <=50K
@@ -57,3 +57,18 @@ def test_a_bad_line_is_named(tmp_path, old, new, message):
 def test_missing_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"adult\.data"):
         load_adult(tmp_path)
+
+
+def test_marital_status_may_be_a_second_label(tmp_path):
+    data = load_adult(folder(tmp_path), ("income", "marital_status"))
+    assert data.labels == ("income", "marital_status")
+    assert data.train.labels.tolist() == [[0, 1], [1, 0], [0, 0]]
+    assert "marital_status" not in [feature.name for feature in data.features]
+    schema = Schema(labels=("income", "marital_status"))
+    opened = open_dataset("adult", tmp_path, log=LogOptions(schema=schema))
+    assert opened.encoding == data.encoding != load_adult(tmp_path).encoding
+    with pytest.raises(ValueError, match="adult has no label 'age'; its labels are income, marital_status"):
+        load_adult(tmp_path, ("age",))
+    (tmp_path / "log.csv").write_text("income,marital_status\n1,0\n")
+    with pytest.raises(ValueError, match="no sparse columns are named"):
+        open_dataset(str(tmp_path / "log.csv"), log=LogOptions(schema=schema))

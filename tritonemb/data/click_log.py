@@ -96,6 +96,8 @@ class ClickLog(protocol.TablesMixin):
         sizes = log_source.sizes() if log_source.counts_rows else [0] * len(names)
         self._origin = " ".join([kind, *map(str, rule.held_out(kind).values())]), names, sizes
         # Features, and the encoding of their values as ids.
+        if not transforms.schema.sparse:  # the labels of a data set of another kind
+            raise ValueError(f"{self.name}: no sparse columns are named; a click model needs at least one")
         self.schema, ids = transforms.schema, make_numberings(transforms.schema)
         self._vocabulary = vocabulary_digest(self.schema)
         self.labels, self.weighted = self.schema.labels, bool(self.schema.weight)

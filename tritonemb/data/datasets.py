@@ -7,7 +7,7 @@ import sys
 import tempfile
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tritonemb.data.encode import encode_categories
 from tritonemb.data.files import pa, parquet
 from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import SPLITS, Feature, OpenOptions, PositionedBatch, ReadReport, Split, Stream
-from tritonemb.utils import atomic_path
+from tritonemb.utils import atomic_path, join_names
 from tritonemb.utils import cache_dir as user_cache_dir
 
 Table = dict[str, Array]
@@ -161,23 +161,30 @@ class Dataset(protocol.TablesMixin):
         return Stream(batches(), {"of": stream_id, "row": row}, ReadReport(rows=row))
 
 
-def load_adult(folder: str | Path) -> Dataset:
+def load_adult(folder: str | Path, labels: Sequence[str] = ()) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder.
 
-    The label says whether a person earns more than 50,000 dollars per year. Rows have eight
+    The label says whether a person earns more than 50,000 dollars per year. With several labels, "income" is this one,
+    and "marital_status" says whether the person never married, and is not a feature. Rows have eight
     categorical features and six numbers, `capital_gain` and `capital_loss` as `log(1 + x)`; the numbers are
     standardized as the training rows. Raise FileNotFoundError, or ValueError that names line and value."""
     train, test = (_read_adult(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
-    labels = torch.tensor([LABELS[label] for label in fields["label"]], dtype=torch.float32)
+    income = torch.tensor([LABELS[label] for label in fields["label"]], dtype=torch.float32)
+    never_married = torch.tensor([status == "Never-married" for status in fields["marital_status"]]).float()
+    columns_by_label = {"income": income, "marital_status": never_married}
+    if unknown := [name for name in labels if name not in columns_by_label]:
+        raise ValueError(f"adult has no label {unknown[0]!r}; its labels are {join_names(columns_by_label)}")
+    targets = torch.stack([columns_by_label[name] for name in labels], dim=1) if labels else income
     numeric_values = {name: np.array(fields[name], dtype=np.float64) for name in NUMERIC_FIELDS}
     numeric_values |= {name: np.log1p(numeric_values[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardize(values, num_train) for values in numeric_values.values()], axis=1)
-    names = [name for name in ADULT_FIELDS[:-1] if name not in NUMERIC_FIELDS]
+    names = [name for name in ADULT_FIELDS[:-1] if name not in (*NUMERIC_FIELDS, *labels)]
     categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
     features, columns = _encode_columns(categories, num_train)
-    rows = Rows(torch.from_numpy(dense), tuple(columns), labels)
-    return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
+    rows = Rows(torch.from_numpy(dense), tuple(columns), targets)
+    train_rows, test_rows = rows.slice(0, num_train), rows.slice(num_train, len(rows))
+    return Dataset("adult", tuple(features), train_rows, test_rows, labels=tuple(labels))
 
 
 def _read_adult(path: Path) -> list[list[str]]:

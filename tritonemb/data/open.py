@@ -69,7 +69,7 @@ def open_dataset(
     if path is None:
         path_kind = "file" if kind == "criteo-kaggle" else "folder"
         raise ValueError(f"data set {name_or_path!r} needs a path: the {path_kind} to read")
-    return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind)
+    return load_adult(path, log.schema.labels if log else ()) if kind == "adult" else ClickLog(path, log, name=kind)
 
 
 def from_dataframe(

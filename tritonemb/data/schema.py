@@ -73,7 +73,7 @@ class Schema:
             raise ValueError(f"{join_names(duplicates)} named more than once among label, weight, dense and sparse")
         if (self.dense or self.sparse) and not self.label_columns:
             raise ValueError("dense or sparse columns are named, but no label column")
-        if self.label_columns and not self.sparse:
+        if self.label and not self.sparse:
             raise ValueError("no sparse columns are named; a click model needs at least one")
         for option, role in {"log_transform": "dense", "integers": "sparse", "lists": "sparse"}.items():
             names = value if isinstance(value := getattr(self, option), tuple) else ()

@@ -14,12 +14,15 @@ from tritonemb.models.deepfm import DeepFM
 from tritonemb.models.dlrm import DLRM, DotInteraction
 from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
 from tritonemb.models.hstu import HSTU, TimedHSTU
+from tritonemb.models.mmoe import MMoE, MMoEOptions
+from tritonemb.models.ple import PLE
 from tritonemb.models.sasrec import SASRec
 from tritonemb.models.sequence import NextItem
 from tritonemb.models.two_tower import TwoTower, TwoTowerOptions
 
 __all__ = [
-    "DLRM", "HSTU", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "NextItem", "SASRec", "TimedHSTU", "TwoTower",
+    "DLRM", "HSTU", "PLE", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "MMoE", "NextItem", "SASRec", "TimedHSTU",
+    "TwoTower",
 ]  # fmt: skip
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "dlrm": DLRM,
@@ -27,9 +30,11 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "deepfm": DeepFM,
     "finalmlp": FinalMLP,
     "two_tower": TwoTower,
+    "mmoe": MMoE,
+    "ple": PLE,
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(DCNv2Options, FinalMLPOptions, TwoTowerOptions):
+class ModelOptions(DCNv2Options, FinalMLPOptions, TwoTowerOptions, MMoEOptions):
     """Options of single models."""

@@ -180,10 +180,11 @@ class TrainConfig(RunOptions):
     Args:
         data: movielens-100k, synthetic, adult, criteo-kaggle, criteo-terabyte, or the path of a log.
         path: file or folder of criteo-kaggle, criteo-terabyte and adult.
-        model: dlrm, dcnv2, deepfm, finalmlp or two_tower; or MODULE:FUNCTION that builds a model, called as they are.
+        model: name of one of `tritonemb.models.MODELS`, or MODULE:FUNCTION that builds a model, called as they are.
         embedding_dim: columns of every table.
         bottom_mlp: hidden widths of dlrm's bottom MLP; a layer of width embedding_dim follows.
-        top_mlp: hidden widths of the top MLP, of deepfm's MLP, of each stream of finalmlp, of each tower of two_tower.
+        top_mlp: hidden widths of the top MLP, of deepfm's MLP, of each stream of finalmlp, of each tower of two_tower,
+            and of the experts, then the towers, of mmoe and ple.
         embedding_optimizer: optimizer of the tables, fused into their backward pass.
         embedding_lr: learning rate of the tables.
         embedding_weight_decay: weight decay of the tables, applied to the rows of each batch.

@@ -429,7 +429,8 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
     with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)
     if logits.shape != batch.labels.shape:
-        raise ValueError(f"the model must return logits {list(batch.labels.shape)}, got shape {list(logits.shape)}")
+        shape = ", ".join(map(str, batch.labels.shape))
+        raise ValueError(f"the model must return logits [{shape}], got shape {list(logits.shape)}")
     return logits.float() if logits.dtype in DTYPES.values() else logits
 
 
