@@ -99,7 +99,7 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,tensorboard,dev,docs,frameworks,serve,onnx,kafka,wandb,mlflow,optuna]"
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,tensorboard,dev,docs,frameworks,serve,faiss,onnx,kafka,wandb,mlflow,optuna]"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

@@ -33,6 +33,7 @@ NEEDS = {
     "docs/lightning.md": "lightning",
     "docs/migrate.md": "uvicorn",
     "docs/offload.md": "safetensors",
+    "docs/retrieval.md": "faiss",
     "docs/serving.md": "uvicorn",
     "docs/tracking.md": "wandb mlflow optuna",
     "docs/transformers.md": "transformers",

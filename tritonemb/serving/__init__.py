@@ -6,11 +6,13 @@ from tritonemb.serving.follower import Follower, ModelFollower, look_up
 from tritonemb.serving.package import check_contents, replace_table
 from tritonemb.serving.publisher import Publisher
 from tritonemb.serving.quantized_tables import ByFrequency, QuantizedCollection, QuantizedTable, quantize
+from tritonemb.serving.retrieval import ItemIndex, encode_rows
 from tritonemb.serving.run import Run, load_run
 
 __all__ = [
     "ByFrequency",
     "Follower",
+    "ItemIndex",
     "ModelFollower",
     "Publisher",
     "QuantizedCollection",
@@ -18,6 +20,7 @@ __all__ = [
     "Run",
     "check_contents",
     "dequantize_rows",
+    "encode_rows",
     "export",
     "from_aten",
     "load_run",

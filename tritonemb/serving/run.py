@@ -32,6 +32,7 @@ from tritonemb.server.attach import Servers, attach, attach_for_reading, collect
 from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
 from tritonemb.serving.package import load_package, read_package
 from tritonemb.serving.quantized_tables import QuantizedCollection
+from tritonemb.serving.retrieval import top_rows
 from tritonemb.training.callbacks.report import METRICS
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
@@ -147,6 +148,7 @@ class Run:
         labels, score_names: names of several labels, none if there is one; names of the scores of a row.
         schema: label, dense and sparse columns of a row; None if the model was not trained on a log.
         options: options of `tritonemb train`; None for a run of `te.Trainer`.
+        device: device of the model.
         transforms: names of the functions that map Arrow batches of raw rows before they are encoded.
     """
 
@@ -156,7 +158,7 @@ class Run:
     ) -> None:  # fmt: skip
         # What `te.export` writes of the run.
         self.description = {**{name: manifest[name] for name in ("config", "run")}, "reading": dict(reading)}
-        self.path, self.model, self.features, self.options, self._device = path, model, features, options, device
+        self.path, self.model, self.features, self.options, self.device = path, model, features, options, device
         self._precision, self._num_dense = reading.get("precision", "fp32"), reading.get("num_dense", 0)
         self.labels = tuple(reading.get("labels", ()))
         self.score_names = [f"score[{label}]" for label in self.labels] or ["score"]
@@ -214,7 +216,7 @@ class Run:
         check_group_by(group_by, rows.features)
         with rows.open("test", batch_size) as stream:
             batches = GroupRecorder(stream, group_by, getattr(rows, "weighted", False))
-            pair = predict_logits(self.model, map(pad_batch, batches), self._device, self._precision)
+            pair = predict_logits(self.model, map(pad_batch, batches), self.device, self._precision)
             return label_metrics(*pair, self.labels, None, batches.groups, batches.weights)
 
     @cached_property
@@ -222,7 +224,7 @@ class Run:
         """Tables of the model by name."""
         kinds = TableCollection, QuantizedCollection
         collections = [module for module in self.model.modules() if isinstance(module, kinds)]
-        return {config.name: RunTable(config, c, self._device) for c in collections for config in c.configs}
+        return {config.name: RunTable(config, c, self.device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
         """Encode raw values of a feature as ids int64 `[N]`, for `tables[...].lookup`; unknown values as in training.
@@ -309,7 +311,7 @@ class Run:
         return probabilities(logits)
 
     def _logits(self, batches: Iterable[Batch]) -> Tensor:
-        return predict_logits(self.model, batches, self._device, self._precision)[0]
+        return predict_logits(self.model, batches, self.device, self._precision)[0]
 
 
 class RunTable(NamedTuple):
@@ -365,6 +367,8 @@ class PredictOptions(LoadOptions):
         data: log to score: a file or a folder.
         out: .parquet or .csv file to write: one row per row of the log, in the same order.
         keep: columns of the log to write before the scores, without encoding.
+        top: for a two-tower model, number of items to write per row of `data`, which then has users, best first.
+        items: file of the items to rank, with `top`.
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer or of such a model.
         batch_size: maximum number of rows per batch.
         device: device of the model.
@@ -374,6 +378,8 @@ class PredictOptions(LoadOptions):
     data: str
     out: Path = Path("scores.parquet")
     keep: tuple[str, ...] = ()
+    top: int | None = number(None, least=1)
+    items: str | None = None
 
 
 def predict(options: PredictOptions) -> str:
@@ -383,10 +389,11 @@ def predict(options: PredictOptions) -> str:
         raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
     if len({*options.keep, "score"}) <= len(options.keep):
         raise ValueError(f"keep must name each column once, and not 'score', got {list(options.keep)}")
-    run = options.load()
+    run, num_rows = options.load(), 0
     blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, *run.score_names]
     tables = (pa.table([*arrays, *scores.view(len(scores), -1).numpy().T], names) for arrays, scores in blocks)
-    num_rows = 0
+    if options.top or options.items:
+        tables = top_rows(run, options.data, options.items, options.top, options.keep, options.batch_size)
     if (first := next(tables, None)) is None:
         raise ValueError(f"{options.out} is not written: {options.data} has no rows to score")
     writer_class = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
