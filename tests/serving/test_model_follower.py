@@ -16,6 +16,9 @@ from tests.serving.models import KINDS, Model, scores, train
 from tritonemb.serving import ModelFollower, Publisher
 from tritonemb.serving.publisher import PUBLISHED
 from tritonemb.storage import StorageError
+from tritonemb.training.checkpoint import CheckpointFolder
+from tritonemb.training.checkpoint.manager import services_of
+from tritonemb.training.train_state import model_tensors
 from tritonemb.utils import atomic_write, read_sealed, seal
 
 
@@ -75,6 +78,45 @@ def test_served_tables_on_other_tiers(kind, tmp_path):
         assert follower.refresh(), follower.problem
         follower.apply()
         assert torch.equal(scores(served), scores(trainer))
+
+
+def save(model: Model, folder: Path, step: int) -> None:
+    checkpoints, manifest = CheckpointFolder(folder / "checkpoints", keep=2), {"progress": {"step": step}}
+    checkpoints.save(step, model_tensors(model), manifest, services=services_of(model))
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("trainer", KINDS, indirect=True)
+def test_checkpoints_of_a_run(trainer, tmp_path):
+    """Dense layers and rows of one step; a damaged one is refused, and the one before it served on."""
+    kind = "dynamic" if trainer.tables.configs[1].is_dynamic else "device"
+    served = Model(kind, seed=1)
+    follower = ModelFollower(served, tmp_path / "run", poll=None)
+    for step in (1, 2, 9, 10):
+        train(trainer, step)
+        save(trainer, tmp_path / "run", step)
+        previous, expected = scores(served), scores(trainer)
+        assert follower.refresh(), follower.problem
+        assert torch.equal(scores(served), previous)
+        follower.apply()
+        assert (follower.step, follower.problem) == (step, None)
+        assert torch.equal(scores(served), expected)
+        assert not follower.refresh()
+    assert follower.age < 600
+    train(trainer, 11)
+    save(trainer, tmp_path / "run", 11)
+    for path in (tmp_path / "run/checkpoints/step-11").iterdir():
+        content = path.read_bytes()
+        for bad in (content[: len(content) // 2], content[:-9] + b"x" + content[-8:]):
+            path.write_bytes(bad)
+            assert not follower.refresh()
+            assert follower.problem is not None
+        path.write_bytes(content)
+    (tmp_path / "run/checkpoints/.writing-step-12").mkdir()
+    assert torch.equal(scores(served), expected)
+    assert follower.refresh()
+    follower.apply()
+    assert torch.equal(scores(served), scores(trainer))
 
 
 @pytest.fixture

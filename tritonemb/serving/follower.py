@@ -30,7 +30,7 @@ from tritonemb.serving.publisher import PUBLISHED, contents_of
 from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.serving.updates import FollowedTable, Update
 from tritonemb.sharding.sharded_tensor import dtype_and_shape
-from tritonemb.storage.checkpoint import read_manifest_text
+from tritonemb.storage.checkpoint import MANIFEST, read_manifest_text
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup_tables import make_table
@@ -52,7 +52,7 @@ class ModelFollower(Closeable):
     Args:
         model: model, or `Run`, with tables in this process, which may be quantized; the newest state is applied at
             once, if there is one.
-        folder: folder of a `Publisher`.
+        folder: folder of a `Publisher`, or of a run, or its `checkpoints`, of which the newest one is served.
         poll: seconds between checks of the folder, by a thread; None: only `refresh` checks it.
 
     Attributes:
@@ -142,30 +142,33 @@ class ModelFollower(Closeable):
 
     def _prepare(self, path: Path, manifest: Values) -> Update | None:
         """Read and check the changes from the served state to that of a manifest; None if it is served."""
-        prefixes, entries = zip(*self._chains(path, manifest), strict=True)
+        prefixes, entries = zip(*self._chains(path, manifest), strict=True)  # the last one may be that of a checkpoint
         if self._names == (names := tuple(entry["snapshot"] for entry in entries)):
             return None
         paths = [[path / name for name in entry["files"]] for entry in entries]
         chains = [[(file, next(read_snapshot(file))[0]) for file in files] for files in paths]
-        ends = [chain[-1][1] for chain in chains]
+        ends, is_checkpoint = [chain[-1][1] for chain in chains if chain], [] in chains
+        times = [*(end["time"] for end in ends), *([(path / MANIFEST).stat().st_mtime] if is_checkpoint else [])]
         step = manifest["step"] if "step" in manifest else manifest["progress"]["step"]
         steps = defaultdict[str | None, set[Any]](set)
-        for prefix, end in zip(prefixes, ends, strict=True):
+        for prefix, end in zip(prefixes, ends, strict=False):
             steps[prefix if "spec" in end else None].add((end["pulls"], end["steps"]) if "spec" in end else end["step"])
-        if max(map(len, steps.values())) > 1 or steps.get(None, {step}) != {step}:
+        if max(map(len, steps.values()), default=1) > 1 or steps.get(None, {step}) != {step}:
             raise StorageError(f"the files in {path} do not belong to one step of a model")
         # Read the successors of the served state, else full snapshots and their successors; the newest file first.
         files = [*map(successors, chains, self._names)] if len(self._names) == len(chains) else [None]
         if is_full := None in files:
             files = [successors(chain) for chain in chains]
         specs = [CollectionSpec.from_json(end["spec"]).tables if "spec" in end else () for end in ends]
-        named = [{f"{prefix}{spec.name}": spec for spec in s} for prefix, s in zip(prefixes, specs, strict=True)]
+        named = [{f"{prefix}{spec.name}": spec for spec in s} for prefix, s in zip(prefixes, specs, strict=False)]
         all_specs = {name: spec for specs in named for name, spec in specs.items()}
         update = Update(self._targets(all_specs, is_full), all_specs, is_full)
-        update.names, update.step, update.time = names, step, min(end["time"] for end in ends)
-        for names_of_tables, chain in zip(map(list, named), files, strict=True):
+        update.names, update.step, update.time = names, step, min(times)
+        for names_of_tables, chain in zip(map(list, named), files, strict=False):
             for file, header in reversed(chain or []):
                 update.read(file, header, names_of_tables)
+        if is_checkpoint:
+            update.read_checkpoint(path, self._dense)
         update.finish()
         # Check dense layers.
         kinds = [
@@ -182,6 +185,8 @@ class ModelFollower(Closeable):
         for name, servers in manifest.get("servers", {}).items():
             is_path = any(table.startswith(f"{name}.") for table in self._tables)  # else the model is the collection
             chains += [(f"{name}." if is_path else "", chain) for chain in servers]
+        if "progress" in manifest:  # a checkpoint
+            chains.append(("", {"snapshot": manifest.get("sha256", path.name), "files": []}))
         return chains
 
     def _targets(self, specs: Mapping[str, TableSpec], is_full: bool) -> Mapping[str, FollowedTable]:
@@ -191,8 +196,9 @@ class ModelFollower(Closeable):
 
 def newest_manifest(folder: Path) -> tuple[Path, Values]:
     """Return folder and manifest of a run's newest checkpoint, or of what a publisher has written."""
-    if (newest := CheckpointFolder(folder).latest()) is not None:
-        return newest, read_manifest_text(newest)[1]
+    for checkpoints in (CheckpointFolder(folder), CheckpointFolder(folder / "checkpoints")):
+        if (newest := checkpoints.latest()) is not None:
+            return newest, read_manifest_text(newest)[1]
     if not (folder / PUBLISHED).exists():
         raise FileNotFoundError(f"{folder} has no checkpoint, and no {PUBLISHED} of a publisher")
     return folder, json.loads(read_sealed(folder / PUBLISHED))

@@ -241,7 +241,7 @@ class ServeOptions(LoadOptions):
         address: http://HOST:PORT on this machine only, or https://HOST:PORT; port 0 selects a free port.
         certificate: PEM file of the certificate, for TLS.
         key: PEM file of the private key, for TLS.
-        follow: folder of a publisher, whose updates are applied to the model between batches.
+        follow: folder of a publisher, or of a run with checkpoints, whose newest state is applied between batches.
         name: name of the model in the paths of the Open Inference Protocol, /v2/models/NAME.
         warm_up: log whose rows are scored before the server is ready.
         batch_size: rows of a batch; a larger request is scored alone.

@@ -1,7 +1,7 @@
 """Updates of models by followers: new rows of tables, compared with those that are served, and new dense tensors."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +16,16 @@ from tritonemb.server.transport import Values
 from tritonemb.serving.quantized_tables import QuantizedTable, plain_table
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
-from tritonemb.tables.table import WEIGHT, Table
+from tritonemb.tables.table import BLOCK_ELEMENTS, WEIGHT, Table
+from tritonemb.training.checkpoint import load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.manager import rows_by_id
 
 Change = tuple[Tensor, Tensor | None, int]
 """Distinct ids, their rows or None for removed ones, and the first column."""
 Parts = Sequence[Mapping[str, Tensor]]
 """Seed and fallback rows of a dynamic table, by rank or server."""
+# Tensors of a table in checkpoints that followers read; those of a dynamic table on disk are in the order of its file.
+ROW_FIELDS = ("weight", "ids", "seed", f"{FALLBACK}weight", "row", "rows.weight", "rows.id")
 
 
 class FollowedTable:
@@ -149,6 +153,34 @@ class Update:
         for name, ids in removed:
             self._add(name, ids, None, 0)
         self._newer = {key: torch.cat(ids) for key, ids in self._decided.items()}
+
+    def read_checkpoint(self, path: Path, dense: Container[str]) -> None:
+        """Read a run's checkpoint, but for tables on servers: dense tensors, those of the model at least, and all rows.
+        ValueError if it is damaged."""
+        read_manifest(path)
+        prefix, collections = "model.", tuple(name[: name.rfind(".") + 1] for name in self.tables)
+        stored = {name[len(prefix) :]: e for name, e in stored_tensors(path).items() if name.startswith(prefix)}
+
+        def load(names: Iterable[str]) -> dict[str, Tensor]:
+            entries = {prefix + name: stored[name] for name in names if name in stored}
+            tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+            load_tensors(path, tensors, ("",))
+            return {name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+
+        self.dense = load(name for name in stored if name in dense or not name.startswith(collections))
+        for name, table in self.tables.items():
+            fields = {key[len(name) + 1 :]: t for key, t in load(f"{name}.{field}" for field in ROW_FIELDS).items()}
+            if not fields:
+                continue  # on servers, or missing
+            if ("ids" in fields) != (table.dynamic is not None):
+                raise ValueError(f"table {name!r} is dynamic either in {path} or in the model, and static in the other")
+            fields = rows_by_id(fields, path)
+            ids, rows = fields.get("ids", torch.arange(len(fields["weight"]))), fields["weight"]
+            if "ids" in fields:
+                self._parts[name][0] = fields
+            for at in torch.arange(len(ids)).split(max(1, BLOCK_ELEMENTS // rows.shape[1])):
+                self._add(name, ids[at], table.encode(ids[at], rows[at], 32, 0), 0)
+        self._newer = {key: torch.cat(values) for key, values in self._decided.items()}
 
     def finish(self) -> None:
         """Add rows that no file has, and check that there is room for all."""

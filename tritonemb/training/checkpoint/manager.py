@@ -157,7 +157,7 @@ def load_model(
     reader.load_tensors(path, tensors | {**extra_tensors}, ignore, group)
     train_state.write_offloaded(model, tensors)
     for table, fields in dynamic.items():
-        table.load_state(_rows_by_id(fields, path))
+        table.load_state(rows_by_id(fields, path))
     if local_tables:
         model.load_state_dict(local_tables, strict=False)
 
@@ -208,7 +208,7 @@ def _allocate(entry: TensorStorageMetadata) -> Tensor:
     return torch.empty(entry.size, dtype=entry.properties.dtype)
 
 
-def _rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tensor]:
+def rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tensor]:
     """Order the rows of a saved dynamic table as its ids, if they were saved on disk and read into memory."""
     fields = {name.removeprefix("rows."): value for name, value in tensors.items() if name.startswith("rows.")}
     result = {name: value for name, value in tensors.items() if not name.startswith("rows.")}
