@@ -102,7 +102,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     training = "--top-mlp 8 --num-embeddings 1000 --batch-size 64 --epochs 6 --embedding-lr 0.1 --dense-lr 0.01"
     command = ["train", "--data", str(folder / "log.parquet"), *options.split(), *training.split()]
-    assert main([*command, "--out", str(folder / "run")]) == 0
+    # Dense layers and their states offloaded, as no other test has towers there.
+    offload = ["--offload-states", "host", "--offload-params", "host"]
+    assert main([*command, *offload, "--out", str(folder / "run")]) == 0
     parquet.write_table(
         pa.table({"user": list(range(USERS)), "age": [float(u) for u in range(USERS)]}), folder / "users.parquet"
     )
@@ -122,6 +124,18 @@ def test_vectors_of_rows_give_the_scores_of_the_model(run_folder: Path):
     with pytest.raises(ValueError, match="missing columns of the items: tags; the rows have item"):
         encode_rows(run, "items", items.select(["item"]))
     assert encode_rows(run, "items", items.slice(0, 0)).shape == (0, 8)
+
+
+@pytest.mark.more
+def test_exported_and_quantized_runs_have_towers(run_folder: Path):
+    run, items = te.load_run(run_folder / "run"), parquet.read_table(run_folder / "items.parquet")
+    vectors = encode_rows(run, "items", items)
+    te.export(run, run_folder / "exported")
+    assert torch.equal(encode_rows(te.load_run(run_folder / "exported"), "items", items), vectors)
+    run.model = te.quantize(run.model, "int8")
+    quantized = encode_rows(run, "items", items)
+    assert not torch.equal(quantized, vectors)
+    assert (quantized - vectors).abs().max() < 0.01 * vectors.abs().max()
 
 
 @pytest.mark.more
