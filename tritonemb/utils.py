@@ -115,16 +115,23 @@ def join_names(names: Iterable[str], limit: int = 60, separator: str = ", ", las
 
 
 def numbers_by_name(option: str, entries: Iterable[str]) -> dict[str, int]:
-    """Parse the entries of an option, "name=number"; raise ValueError for others, and for duplicate names."""
-    numbers = dict[str, int]()
+    """Parse the entries of an option, "name=number", as `pairs_by_name` does."""
+    return {name: int(digits) for name, digits in pairs_by_name(option, entries).items()}
+
+
+def pairs_by_name(
+    option: str, entries: Iterable[str], expected: str = "number", pattern: str = "[0-9]+"
+) -> dict[str, str]:
+    """Parse the entries of an option, "name=value"; raise ValueError for others, and for duplicate names."""
+    pairs = dict[str, str]()
     for entry in entries:
-        name, separator, digits = entry.rpartition("=")
-        if not separator or not re.fullmatch("[0-9]+", digits):
-            raise ValueError(f'{option} has {entry!r}, expected "name=number"')
-        if name in numbers:
+        name, separator, value = entry.rpartition("=")
+        if not separator or not re.fullmatch(pattern, value):
+            raise ValueError(f'{option} has {entry!r}, expected "name={expected}"')
+        if name in pairs:
             raise ValueError(f"{option} names {name!r} twice")
-        numbers[name] = int(digits)
-    return numbers
+        pairs[name] = value
+    return pairs
 
 
 def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:

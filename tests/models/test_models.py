@@ -85,10 +85,10 @@ def test_a_model_is_one_graph(name):
 
 
 def test_a_model_may_start_on_the_meta_device(name):
-    tables = [te.TableConfig("user", 5, 8), te.TableConfig("item", 5, 8)]
+    tables = [te.TableConfig("user", 5, 8), te.TableConfig("item", 5, 8, features=["item", "history"])]
     model = MODELS[name](tables, 3, optimizer=te.optim.SGD(lr=0.1), device="meta", **OPTIONS.get(name, {}))
     model = te.HybridParallel(model)
-    sparse = te.KeyedJaggedTensor.from_lengths(["user", "item"], torch.tensor([1, 2]), torch.tensor([1, 1]))
+    sparse = te.KeyedJaggedTensor.from_lists({"user": [[1]], "item": [[2]], "history": [[3, 4]]})
     assert model(torch.randn(1, 3), sparse).isfinite().all()
 
 

@@ -101,9 +101,15 @@ class ClickLog(protocol.TablesMixin):
         self.schema, ids = transforms.schema, make_numberings(transforms.schema)
         self._vocabulary = vocabulary_digest(self.schema)
         self.labels, self.weighted = self.schema.labels, bool(self.schema.weight)
-        lists, kinds = transforms.multi_hot, transforms.kinds
-        entries = ((n, ids[n].num_embeddings, n in lists, self.schema.dynamic, kinds.get(n, "")) for n in ids)
-        self.features = tuple(Feature(*entry) for entry in entries)
+        lists, kinds, tables = transforms.multi_hot, transforms.kinds, self.schema.shared_tables()
+        for feature, table in tables.items():
+            if kinds.get(feature) != kinds.get(table):
+                text = f"{feature!r} has {kinds.get(feature)}, {table!r} has {kinds.get(table)}"
+                raise ValueError(f"{self.name}: {text}; features that share ids need values of one kind")
+        self.features = tuple(
+            Feature(n, ids[n].num_embeddings, n in lists, self.schema.dynamic, kinds.get(n, ""), tables.get(n, ""))
+            for n in ids
+        )
         self.encode = partial(encode, schema=self.schema, features=self.features, numberings=ids, labelled=labelled)
         # Parts of the files that each split reads.
         parts = cuts.parts_of_files(by_split) if kind == "files" else _split_parts(self.name, options, kind, log_source)
@@ -282,7 +288,8 @@ def encoding_digest(schema: Schema, features: tuple[Feature, ...], vocabulary: s
     """Hash the encoding of a log, see `tritonemb.data.protocol.Data.encoding`; `vocabulary`: digest of its file."""
     dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
     kind = "dynamic log" if schema.dynamic else "log"
-    return protocol.digest(kind, schema.labels or schema.label, dense, features, vocabulary, *transforms)
+    sequences = [pairs for pairs in (schema.shared_tables(), schema.lengths_by_name()) if pairs]
+    return protocol.digest(kind, schema.labels or schema.label, dense, features, vocabulary, *transforms, *sequences)
 
 
 def _log_name(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

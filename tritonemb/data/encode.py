@@ -32,6 +32,7 @@ from tritonemb.data.batch import Array, Column, Rows, lengths_to_offsets
 from tritonemb.data.files import LogFile, compute, fs, open_parquet, pa
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, quote_value
+from tritonemb.data.sequences import keep_last
 from tritonemb.utils import join_names
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -310,17 +311,18 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
 
 def make_numberings(schema: Schema) -> dict[str, Numbering]:
     """Return the numbering of each sparse column. Raise FileNotFoundError; ValueError if the vocabulary lacks one."""
-    sizes = schema.sizes_by_name()
+    sizes, shared = schema.sizes_by_name(), schema.shared_tables()
+    tables = {name: shared.get(name, name) for name in schema.sparse}
     if schema.vocabulary is None:
         default, dynamic = schema.num_embeddings, schema.dynamic
-        return {name: Numbering(name, sizes.get(name, default), dynamic=dynamic) for name in schema.sparse}
+        return {name: Numbering(t, sizes.get(t, default), dynamic=dynamic) for name, t in tables.items()}
     if sizes:
         raise ValueError("schema: sizes are for hashed categories; the vocabulary determines its sizes")
     vocabulary = load_vocabulary(schema.vocabulary)
-    if unknown := [name for name in schema.sparse if name not in vocabulary]:
+    if unknown := [table for table in tables.values() if table not in vocabulary]:
         known = join_names(vocabulary)
         raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {known}")
-    return {name: vocabulary[name] for name in schema.sparse}
+    return {name: vocabulary[table] for name, table in tables.items()}
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
@@ -361,12 +363,16 @@ def encode(batch: Any, schema: Schema, features: Sequence[Feature], numberings: 
         labels[:, label_index] = np.where(absent, np.nan, numeric_values(column))
     if labelled and schema.weight:
         weights = torch.from_numpy(numeric_values(batch.column(schema.weight)).astype(np.float32))
-    columns = tuple(_encode_column(batch.column(f.name), numberings[f.name], f.kind) for f in features)
+    lengths = schema.lengths_by_name()
+    columns = tuple(
+        _encode_column(batch.column(f.name), numberings[f.name], f.kind, lengths.get(f.name)) for f in features
+    )
     return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels), weights)
 
 
-def _encode_column(array: Any, numbering: Numbering, kind: str) -> Column:
+def _encode_column(array: Any, numbering: Numbering, kind: str, max_length: int | None) -> Column:
     if not is_list(array.type):
         return Column(torch.from_numpy(numbering.ids(array, kind)))
     offsets = lengths_to_offsets(integer_values(compute.list_value_length(array)))
-    return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array), kind)), torch.from_numpy(offsets))
+    column = Column(torch.from_numpy(numbering.ids(compute.list_flatten(array), kind)), torch.from_numpy(offsets))
+    return column if max_length is None else keep_last(column, max_length)

@@ -43,6 +43,7 @@ class Feature:
     """Categorical feature with ids in `[0, num_embeddings)`, exactly one per row unless `multi_hot`.
 
     If `dynamic`, any int64 is an id and `num_embeddings` a capacity. `kind`: "integers", "strings", or empty: unknown.
+    `table`: the feature whose ids and table this one has; empty: its own.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Feature:
     multi_hot: bool = False
     dynamic: bool = field(default=False, repr=False)  # not in repr: digests of older checkpoints lack it
     kind: str = field(default="", compare=False, repr=False)
+    table: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -383,12 +385,16 @@ class Data(Protocol):
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
-    def config(feature: Feature) -> TableConfig:
-        pooling: Pooling = "mean" if feature.multi_hot else "sum"
-        size, capacity = (None, feature.num_embeddings) if feature.dynamic else (feature.num_embeddings, None)
-        return TableConfig(feature.name, size, embedding_dim, pooling=pooling, capacity=capacity)
+    """Return one table config per feature but those that have the table of another one, in order."""
 
-    return list(map(config, features))
+    def config(feature: Feature) -> TableConfig:
+        users = [feature, *(f for f in features if f.table == feature.name)]
+        pooling: Pooling = "mean" if any(user.multi_hot for user in users) else "sum"
+        size, capacity = (None, feature.num_embeddings) if feature.dynamic else (feature.num_embeddings, None)
+        names = [user.name for user in users]
+        return TableConfig(feature.name, size, embedding_dim, names, pooling, capacity=capacity)
+
+    return [config(feature) for feature in features if not feature.table]
 
 
 class TablesMixin:
@@ -397,7 +403,7 @@ class TablesMixin:
     features: tuple[Feature, ...]
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """Return one table config per feature, all of one dimension; multi-hot features are mean-pooled."""
+        """Return one table config per feature with a table of its own; multi-hot features are mean-pooled."""
         return tables_of(self.features, embedding_dim)
 
 

@@ -52,7 +52,8 @@ class RequestEncoder:
         self._keys = tuple(feature.name for feature in features)
         self._label_shape = [len(schema.labels)] * bool(schema.labels)
         self._names, self._multi_hot = (*schema.dense, *self._keys), any(feature.multi_hot for feature in features)
-        self._seeds = np.array(list(map(encode.feature_seed, self._keys)), dtype=np.uint64)
+        seeds = [encode.feature_seed(feature.table or feature.name) for feature in features]
+        self._seeds, self._max_lengths = np.array(seeds, dtype=np.uint64), schema.lengths_by_name()
         self._sizes = np.array([feature.num_embeddings for feature in features])
         self._logarithmic = np.array(list(map(schema.is_logarithmic, schema.dense)), dtype=bool)
         nonnegative = [schema.is_logarithmic(name) and not schema.clamps(name) for name in schema.dense]
@@ -171,7 +172,8 @@ class RequestEncoder:
             return ()
         if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
             raise _value_error(feature.name, value, "a list of values, or nothing")
-        return list(value)
+        values = list(value)
+        return values[-self._max_lengths.get(feature.name, len(values)) :]
 
     def _item(self, value: Any, feature: Feature) -> Any:
         if value is None or (isinstance(value, float) and math.isnan(value)) or (self._from_text and value == ""):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from tritonemb.utils import Options, did_you_mean, join_names, number, numbers_by_name
+from tritonemb.utils import Options, did_you_mean, join_names, number, pairs_by_name
 
 Names = tuple[str, ...]
 Kind = Literal["end", "random", "files", "time"]
@@ -32,6 +32,8 @@ class Schema:
         labels: names of several columns of labels, instead of `label`: 0, 1, or missing, in which case the row is left
             out of this label's loss and metrics; a row needs at least one.
         weight: name of the column of row weights, of 0 or more, in loss and metrics; 1 if not given.
+        share: categories with the ids and the table of another one, as "history=item".
+        max_lengths: values of a list to keep, the last ones, as "history=50"; lists are in time order.
         dense: names of the columns of numbers.
         sparse: names of the columns of categories: integers, strings, or lists of them (multi-hot).
         log_transform: whether numbers x become log(1 + x), or the names of the columns where they do; negative numbers
@@ -59,6 +61,8 @@ class Schema:
     clamp_negative: bool = False
     labels: tuple[str, ...] = ()
     weight: str = ""
+    share: tuple[str, ...] = ()
+    max_lengths: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.label and self.labels:
@@ -84,16 +88,40 @@ class Schema:
             raise ValueError("dynamic tables use no vocabulary; set only one of dynamic and vocabulary")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
+        self.shared_tables()
+        self.lengths_by_name()
 
     def sizes_by_name(self) -> dict[str, int]:
         """Parse `sizes`: number of ids by column."""
-        sizes = numbers_by_name("sizes", self.sizes)
-        if unknown := [name for name in sizes if self.sparse and name not in self.sparse]:
-            entry = f"{unknown[0]}={sizes[unknown[0]]}"
-            raise ValueError(f"sizes has {entry!r}, but sparse has no {unknown[0]!r}: {join_names(self.sparse)}")
+        sizes = {name: int(size) for name, size in self._pairs("sizes").items()}
         for name, size in sizes.items():
             _check_size(f"the size of {name!r}", size)
         return sizes
+
+    def shared_tables(self) -> dict[str, str]:
+        """Parse `share`: the column whose ids and table a column has, for all that have those of another one."""
+        tables = self._pairs("share", "column", ".+")
+        for name, table in tables.items():
+            if self.sparse and table not in self.sparse:
+                near = did_you_mean(table, self.sparse)
+                raise ValueError(f"share has {table!r}, not among sparse: {join_names(self.sparse)}{near}")
+            if table in tables or name in self.sizes_by_name():
+                text = (
+                    f"{table!r} has a table of another column itself" if table in tables else f"sizes has {name!r}, too"
+                )
+                raise ValueError(f"share has {name}={table}, but {text}")
+        return tables
+
+    def lengths_by_name(self) -> dict[str, int]:
+        """Parse `max_lengths`: values to keep by column."""
+        return {name: int(length) for name, length in self._pairs("max_lengths", pattern="[1-9][0-9]*").items()}
+
+    def _pairs(self, option: str, expected: str = "number", pattern: str = "[0-9]+") -> dict[str, str]:
+        pairs = pairs_by_name(option, getattr(self, option), expected, pattern)
+        if unknown := [name for name in pairs if self.sparse and name not in self.sparse]:
+            entry = f"{unknown[0]}={pairs[unknown[0]]}"
+            raise ValueError(f"{option} has {entry!r}, but sparse has no {unknown[0]!r}: {join_names(self.sparse)}")
+        return pairs
 
     def is_logarithmic(self, name: str) -> bool:
         """Return whether numbers x of a column become log(1 + x)."""

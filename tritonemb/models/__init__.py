@@ -11,6 +11,7 @@ from torch import nn
 
 from tritonemb.models.dcnv2 import DCNv2, DCNv2Options
 from tritonemb.models.deepfm import DeepFM
+from tritonemb.models.din import DIN, DINOptions
 from tritonemb.models.dlrm import DLRM, DotInteraction
 from tritonemb.models.finalmlp import FinalMLP, FinalMLPOptions
 from tritonemb.models.hstu import HSTU, TimedHSTU
@@ -21,14 +22,26 @@ from tritonemb.models.sequence import NextItem
 from tritonemb.models.two_tower import TwoTower, TwoTowerOptions
 
 __all__ = [
-    "DLRM", "HSTU", "PLE", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "MMoE", "NextItem", "SASRec", "TimedHSTU",
+    "DIN",
+    "DLRM",
+    "HSTU",
+    "PLE",
+    "DCNv2",
+    "DeepFM",
+    "DotInteraction",
+    "FinalMLP",
+    "MMoE",
+    "NextItem",
+    "SASRec",
+    "TimedHSTU",
     "TwoTower",
-]  # fmt: skip
+]
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "dlrm": DLRM,
     "dcnv2": DCNv2,
     "deepfm": DeepFM,
     "finalmlp": FinalMLP,
+    "din": DIN,
     "two_tower": TwoTower,
     "mmoe": MMoE,
     "ple": PLE,
@@ -36,5 +49,5 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(DCNv2Options, FinalMLPOptions, TwoTowerOptions, MMoEOptions):
+class ModelOptions(DCNv2Options, DINOptions, FinalMLPOptions, TwoTowerOptions, MMoEOptions):
     """Options of single models."""
