@@ -147,6 +147,7 @@ def test_batches_pack_pickle_pad_and_flatten():
     assert replace(one, weights=batch.weights).label_weights().tolist() == [0.5, 0, 0, 1]
 
 
+@pytest.mark.more
 def test_workers_and_reader_hosts_have_the_same_batches(tmp_path):
     log = ClickLog(csv(tmp_path), OPTIONS)
     with ReaderHost(log) as host:

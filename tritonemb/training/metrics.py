@@ -272,7 +272,7 @@ def first_rows(state: TrainState, split: Split, max_rows: int) -> Iterator[int]:
 
 def row_hashes(batch: Batch) -> list[int]:
     """Hash rows: uint64 sums of the hashes of label, dense features and ids; equal for equal rows."""
-    columns = torch.cat([batch.labels.view(len(batch), -1), batch.dense], 1).T.contiguous().view(torch.int32).numpy()
+    columns = torch.cat([batch.labels[:, None].flatten(1), batch.dense], 1).T.contiguous().view(torch.int32).numpy()
     hashes = np.sum([hash_integers(column, feature_seed(f"dense {i}")) for i, column in enumerate(columns)], axis=0)
     offsets, ids = batch.sparse.offsets().numpy(), batch.sparse.values().numpy()
     for index, key in enumerate(batch.sparse.keys()):
