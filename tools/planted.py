@@ -30,7 +30,7 @@ from pathlib import Path
 from run_tests import NO_TESTS, Pass, selections
 
 ROOT = Path(__file__).parents[1]
-FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?:@[\w/.]+)?(?: - |$)", re.MULTILINE)  # without pytest-xdist's group
+FAILED = re.compile(r"^(?:FAILED|ERROR) (tests/.+?)(?:@[\w/.]+)?(?: - |$)", re.MULTILINE)  # without a group
 
 
 @dataclass

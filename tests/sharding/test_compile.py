@@ -54,8 +54,9 @@ def both(rank, world, model, codec, backend, local):
     ]
 
 
+# In `make test` a model on two ranks is a row of the table in tests/compiler/test_one_graph.py.
 CASES = [
-    ("dlrm", "fp16", "aot_eager", 2, 0),
+    pytest.param("dlrm", "fp16", "aot_eager", 2, 0, marks=pytest.mark.more),
     pytest.param("dlrm", "fp32", "tritonemb", 2, 0, marks=pytest.mark.more),
     pytest.param("dcn", "int8", "inductor", 2, 0, marks=pytest.mark.slow),
     pytest.param("dlrm", "bf16", "inductor", 4, 2, marks=pytest.mark.slow),

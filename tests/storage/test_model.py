@@ -74,7 +74,7 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, store, monkeypatch):
     # Two pages of the smallest records and a part of a third; few of those that take pages each.
     num_rows = 1700 if num_bytes == 5 else 200 if num_bytes < 4000 else 80
 
-    @settings(max_examples=12)
+    @settings(max_examples=min(12, settings().max_examples))
     @given(streams(num_rows))
     def check(stream):
         cached, operations = stream
