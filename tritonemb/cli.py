@@ -168,7 +168,8 @@ def _train(arguments: list[str]) -> int:
         if options.publish is not None:
             from tritonemb.serving.publisher import Publisher
 
-            publishers = [Publisher(options.publish, steps=options.publish_steps, rows=options.publish_rows)]
+            values = {name: getattr(options, f"publish_{name}") for name in ("steps", "rows", "seconds", "priority")}
+            publishers = [Publisher(options.publish, **values)]
         train(config, known.resume, publishers)
     except Interrupted as interruption:
         print(f"{interruption}; resume with --resume auto", file=sys.stderr)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import pairwise
 
 import pytest
 import torch
 
-from tests.serving.models import KINDS, Model, publish, published_rows, train
+from tests.serving.models import KINDS, Model, publish, published_rows, scores, train
 from tritonemb.server.snapshot import read_snapshot
-from tritonemb.serving import Publisher
+from tritonemb.serving import ModelFollower, Publisher
+from tritonemb.serving import publisher as publishing
 from tritonemb.serving.publisher import PUBLISHED, fingerprint_rows
 from tritonemb.storage import StorageError
+from tritonemb.training.callbacks import StepEnd
 from tritonemb.utils import read_sealed
 
 
@@ -66,6 +69,46 @@ def test_only_changed_rows_are_written(tmp_path):
     rows = [tensors for values, tensors in read_snapshot(tmp_path / files[3]) if values.get("kind") == "rows"]
     assert [ids.tolist() for ids, _ in rows] == [[7]]
     assert torch.equal(rows[0][1], model.tables["a"].weight[7:8])
+
+
+@pytest.mark.parametrize("kind", ["device", "dynamic"])
+def test_rows_that_differ_most_come_first(kind, tmp_path):
+    """The others come later, at the latest in the next full snapshot."""
+    model, publisher = Model(kind), Publisher(tmp_path, most=4, priority=5)
+    for step in range(3):
+        train(model, step)
+    publisher.publish(model)
+    first = model.tables["a"].weight.detach().clone()
+    for step in range(3, 9):
+        train(model, step)
+    norms = (model.tables["a"].weight.detach() - first).norm(dim=1)
+    order = norms.argsort(descending=True)[: int((norms > 0).sum())].tolist()
+    assert len(order) > 10
+    for number in range(2):
+        publisher.publish(model)
+        files = json.loads(read_sealed(tmp_path / PUBLISHED))["model"][0]["files"]
+        records = [(v, t) for v, t in read_snapshot(tmp_path / files[-1]) if v.get("kind") == "rows"]
+        ids = {values["table"]: tensors[0].tolist() for values, tensors in records}
+        assert set(ids["tables.a"]) == set(order[5 * number : 5 * number + 5])
+        assert len(ids["tables.b"]) == 5
+    for _ in range(2):
+        publisher.publish(model)
+    served = Model(kind, seed=1)
+    ModelFollower(served, tmp_path, poll=None)
+    assert torch.equal(scores(served), scores(model))
+
+
+def test_seconds_between_publications(tmp_path, monkeypatch):
+    model, now, steps = Model(), [0.0], []
+    publisher = Publisher(tmp_path, steps=50, seconds=2.0)
+    publisher.model = model
+    monkeypatch.setattr(publishing.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(publisher, "publish", lambda _, step, wait: steps.append(step))
+    for step in range(1, 90):
+        now[0] += 0.125 if step < 50 else 1.0
+        publisher.on_step(StepEnd(step, 0, 0))
+    assert steps[:5] == [1, 2, 18, 34, 50]  # 16 steps of 0.125 seconds
+    assert all(second - first < 20 for first, second in pairwise(steps[4:]))
 
 
 def test_a_full_disk(small_disk):

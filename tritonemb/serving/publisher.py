@@ -46,8 +46,8 @@ from tritonemb.utils import atomic_write, on_error, read_sealed, seal
 
 PUBLISHED = "servers.json"  # manifest
 CHAIN = "published"  # name of the publisher's chain of snapshots; checkpoints have another one
-Published = tuple[Tensor, Tensor]
-"""Fingerprints of rows that followers have, by slot, 0 without one; and their ids, if the table is dynamic."""
+Published = tuple[Tensor, Tensor, Tensor | None]
+"""Fingerprints of rows that followers have, by slot, 0 without one; their ids, if the table is dynamic; and copies."""
 
 
 class TableRows(NamedTuple):
@@ -70,32 +70,51 @@ class TableRows(NamedTuple):
         used_mask[index.rows[nonzero(index.digests != 0)].long()] = True
         return nonzero(used_mask).cpu(), index.ids[: self.num_slots].cpu()
 
-    def published(self) -> Published:
-        """Return the fingerprints and ids before anything is published."""
+    def published(self, copies: bool) -> Published:
+        """Return the fingerprints and ids before anything is published, and the copies of rows, zeros, if wanted."""
         sizes = self.num_slots, 0 if self.dynamic is None else self.num_slots
-        return torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.int64)
+        first = self.read(torch.zeros(1, dtype=torch.int64)) if copies and self.num_slots else None
+        rows = None if first is None else first.new_zeros(self.num_slots, first.shape[1])
+        return torch.zeros(sizes[0], dtype=torch.int64), torch.zeros(sizes[1], dtype=torch.int64), rows
 
-    def changes(self, published: Published) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yield removed ids with None, then ids with changed rows, and note that they are published."""
-        (slots, ids), (fingerprints, published_ids) = self.used_slots(), published
+    def changes(self, published: Published, limit: int | None = None) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yield removed ids with None, then ids with changed rows, and note that they are published.
+
+        With a limit, only that many rows, those that differ most from their published copies by the Euclidean norm.
+        """
+        (slots, ids), (fingerprints, published_ids, copies) = self.used_slots(), published
         if self.dynamic is not None:
             free_mask = torch.ones(self.num_slots, dtype=torch.bool).index_fill_(0, slots, False)
             removed = nonzero((fingerprints != 0) & (free_mask | (published_ids != ids)))
             yield published_ids[removed], None
             fingerprints[removed] = 0
+            if copies is not None:
+                copies[removed] = 0
         if not len(slots):
             return
+        top: list[Tensor] = []  # of the rows of earlier chunks: norms, slots, fingerprints, rows
         for chunk in slots.split(max(1, RECORD_BYTES // self.read(slots[:1]).nbytes)):
             first, last = int(chunk[0]), int(chunk[-1]) + 1
             span = slice(first, last) if last - first == len(chunk) else chunk  # a slice is not copied
             rows = self.read(chunk)
             new_fingerprints = fingerprint_rows(rows, ids[span])
             changed = nonzero(new_fingerprints != fingerprints[span])
-            fingerprints[chunk[changed]] = new_fingerprints[changed]
+            new = [chunk[changed], new_fingerprints[changed], rows[changed]]
+            if limit is not None and copies is not None:
+                norms = (new[2].float() - copies[new[0]].float()).norm(dim=1)
+                top = [torch.cat(pair) for pair in zip(top, [norms, *new], strict=True)] if top else [norms, *new]
+                best = top[0].topk(min(limit, len(top[0]))).indices
+                top = [values[best] for values in top]
+                if last <= int(slots[-1]):
+                    continue
+                new = top[1:]
+            at, fingerprints[new[0]] = new[0], new[1]
+            if copies is not None:
+                copies[at] = new[2]
             if self.dynamic is not None:
-                published_ids[chunk[changed]] = ids[chunk[changed]]
-            if len(changed):
-                yield ids[chunk[changed]], rows[changed]
+                published_ids[at] = ids[at]
+            if len(at):
+                yield ids[at], new[2]
 
 
 def fingerprint_rows(rows: Tensor, ids: Tensor) -> Tensor:
@@ -145,7 +164,7 @@ def _dynamic_reader(table: DynamicTable) -> Callable[[Tensor], Tensor]:
 
 
 def model_records(
-    dense: dict[str, Tensor], tables: Iterable[tuple[TableRows, Published]], bits: int = 32
+    dense: dict[str, Tensor], tables: Iterable[tuple[TableRows, Published]], bits: int = 32, limit: int | None = None
 ) -> Iterator[Message]:
     """Yield the records of a model after the header: dense tensors, then the changes of each table."""
     if dense:
@@ -158,7 +177,7 @@ def model_records(
                 names = [name for name in ("seed", f"{FALLBACK}weight") if name in state]
                 part = {"kind": "others", "names": names, "part": table.dynamic.index.shard[1]}
                 yield common | part, [state[name].cpu() for name in names]
-            for ids, rows in table.changes(published):
+            for ids, rows in table.changes(published, limit):
                 kind: dict[str, Any] = {"kind": "removed", "names": ["ids"]}
                 if rows is not None:
                     kind = {"kind": "rows", "names": ["ids", "weight"]}
@@ -176,15 +195,28 @@ class Publisher(Callback):
         most: maximum number of files in a chain, a full snapshot and changes; a full one follows.
         steps: of a callback, steps between two snapshots; the last step is published, too.
         rows: format of rows, as trained ("fp32") or "int8"; rows on servers are published as trained.
+        seconds: of a callback, seconds between two snapshots, about, if these are fewer than `steps`.
+        priority: rows of a table and rank in a file of changes, at most: those that differ most from what is published;
+            the others are in later files, at the latest in the next full snapshot. The publisher keeps a copy of all
+            rows for that. Rows on servers are not limited.
     """
 
     essential = False
 
     def __init__(
-        self, folder: str | Path, most: int = 16, *, steps: int = 1, rows: Literal["fp32", "int8"] = "fp32"
+        self,
+        folder: str | Path,
+        most: int = 16,
+        *,
+        steps: int = 1,
+        rows: Literal["fp32", "int8"] = "fp32",
+        seconds: float | None = None,
+        priority: int | None = None,
     ) -> None:
-        if rows not in ("fp32", "int8") or min(most, steps) < 1:
-            raise ValueError(f"expected rows='fp32' or 'int8', and positive numbers; got {rows=}, {most=}, {steps=}")
+        if rows not in ("fp32", "int8") or min(most, steps, seconds or 1, 1 if priority is None else priority) <= 0:
+            text = f"got {rows=}, {most=}, {steps=}, {seconds=}, {priority=}"
+            raise ValueError(f"expected rows='fp32' or 'int8', and positive numbers; {text}")
+        self._seconds, self._limit, self._start, self._due = seconds, priority, (0, 0.0), 0
         self._folder, self._max_files, self._steps = Path(folder).absolute(), most, steps
         self._bits, self._step, self._group = 8 if rows == "int8" else 32, 0, cast(RankGroup, None)
         self._chains: dict[str, list[dict[str, Any]]] = {}  # of servers, by collection
@@ -210,10 +242,11 @@ class Publisher(Callback):
             dense, tables = contents_of(model, group.rank)
             is_full = not self._model_chains or len(self._model_chains[0]["files"]) >= self._max_files
             if is_full:
-                self._published = [table.published() for table in tables]
+                self._published = [table.published(self._limit is not None) for table in tables]
             after = None if is_full else self._model_chains[group.rank]["snapshot"]
             header = {"snapshot": uuid.uuid4().hex, "after": after, "server": group.rank, "step": self._step}
-            contents = model_records(dense, zip(tables, self._published, strict=True), self._bits)
+            limit = None if is_full else self._limit
+            contents = model_records(dense, zip(tables, self._published, strict=True), self._bits, limit)
             records: Iterable[Message] = chain([(header | {"time": time.time()}, [])], contents, [({"end": after}, [])])
             # Training waits for a full snapshot, which would need memory for a copy of the model.
             records = records if is_full else on_each_rank(group, lambda: list(records))
@@ -230,8 +263,16 @@ class Publisher(Callback):
 
     def on_step(self, step: StepEnd) -> None:
         """See `Callback`."""
-        if step.step % self._steps == 0:
+        if step.step % self._steps == 0 or (self._seconds is not None and step.step >= self._due):
             self.publish(self.model, step.step, wait=False)
+            if self._seconds is not None:
+                self._due = on_rank_zero(self._group, lambda: self._next_step(step.step))
+
+    def _next_step(self, step: int) -> int:
+        """Return the step that will end `seconds` later, by the steps per second since the first publication."""
+        first, start = self._start = self._start if self._start[1] else (step, time.monotonic())
+        assert self._seconds is not None
+        return step + max(1, int(self._seconds * (step - first) / max(1e-9, time.monotonic() - start)))
 
     def on_end(self, end: FitEnd | None) -> None:
         """Publish the last step, unless training failed."""

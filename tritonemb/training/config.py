@@ -138,11 +138,15 @@ class PublishOptions(Options):
         publish: folder to publish to; not published if not given.
         publish_steps: steps between two publications; the last step is published, too.
         publish_rows: format of rows of tables that are not on servers.
+        publish_seconds: seconds between two publications, about, if these are fewer than publish_steps.
+        publish_priority: changed rows of a table in a publication, at most: those that changed most; later the others.
     """
 
     publish: Path | None = None
     publish_steps: int = number(1000, least=1)
     publish_rows: Literal["fp32", "int8"] = "fp32"
+    publish_seconds: float | None = number(None, positive=True)
+    publish_priority: int | None = number(None, least=1)
 
 
 @dataclass(frozen=True)
