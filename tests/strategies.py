@@ -125,7 +125,7 @@ def problems(draw: st.DrawFn, pooled: bool = True, **options: Any) -> tuple[list
 
 @st.composite
 def optimizers(draw: st.DrawFn, name: str, **fixed: Any) -> te.optim.Optimizer:
-    """An optimizer with any weight decay, gradient clipping and limit of norms.
+    """An optimizer with any weight decay, gradient clipping, limit of norms, and CowClip.
 
     LAMB's rows grow by the factor 1 + lr a step, and rounding errors with them: its learning rates stay small.
     """
@@ -136,6 +136,8 @@ def optimizers(draw: st.DrawFn, name: str, **fixed: Any) -> te.optim.Optimizer:
         "weight_decay": 0.0 if mode == "none" else draw(st.sampled_from((0.01, 0.1))),
         "max_gradient": draw(st.sampled_from((None, 0.3))),
         "max_norm": draw(st.sampled_from((None, 0.7))),
+        "cow_clip": draw(st.sampled_from((None, 0.2))),
+        "cow_clip_floor": draw(st.sampled_from((0.0, 0.1))),
     }
     if name == "ftrl":
         options |= {"l1": draw(st.sampled_from((0.0, 0.05))), "l2": draw(st.sampled_from((0.0, 0.1)))}

@@ -65,6 +65,8 @@ def test_hyperparameters_are_flat_and_in_order(kind):
     assert isinstance(plain, Hyperparameters)
     assert all(type(value) is float for value in plain)
     assert (plain.max_gradient, plain.max_norm, plain.weight_decay) == (math.inf, math.inf, 0.0)
+    assert plain.cow_clip == math.inf
+    assert kind(cow_clip=2, cow_clip_floor=0.5).hyperparameters[-2:] == (2.0, 0.5)
     for part in ("eps", "beta1", "beta2", "momentum", "eta", "beta", "l1", "l2"):
         assert getattr(plain, part) == getattr(kind(), part, 0.0)
     options = {
@@ -94,6 +96,8 @@ BAD = [
     ({"max_gradient": 0.0}, r"max_gradient must lie in \(0.0, inf\)"),
     ({"max_gradient": -1}, r"max_gradient must lie in \(0.0, inf\)"),
     ({"max_norm": 0}, r"max_norm must lie in \(0.0, inf\)"),
+    ({"cow_clip": 0.0}, r"cow_clip must lie in \(0.0, inf\)"),
+    ({"cow_clip_floor": -1e-5}, r"cow_clip_floor must lie in \[0.0, inf\)"),
     ({"max_norm": NAN}, r"max_norm must lie in \(0.0, inf\)"),
     ({"weight_decay_mode": "L2"}, "weight_decay_mode must be one of .*, got 'L2'"),
     ({"on_nonfinite": "propagate"}, "on_nonfinite must be one of .*, got 'propagate'"),

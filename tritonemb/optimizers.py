@@ -1,9 +1,10 @@
 """Optimizers of embedding tables: frozen dataclasses that define the update of a row.
 
 An optimizer is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order;
-gradients are clamped to ±`max_gradient` before they are summed. Arithmetic is float32 for any dtype of the table; `t`
-counts steps from 1; `D` is the embedding dim; sums and norms are over one row. The kernels are in
-`kernels/row_update.py`.
+gradients are clamped to ±`max_gradient` before they are summed. With `cow_clip`, the sum is then scaled down to the
+norm `n · max(cow_clip · ‖w‖, cow_clip_floor)`, where `n` is the number of the row's occurrences in the batch (Zheng et
+al., AAAI 2023, algorithm 1). Arithmetic is float32 for any dtype of the table; `t` counts steps from 1; `D` is the
+embedding dim; sums and norms are over one row. The kernels are in `kernels/row_update.py`.
 """
 
 import itertools
@@ -17,7 +18,8 @@ WeightDecayMode = Literal["none", "l2", "decoupled"]
 NonFinite = Literal["ignore", "raise", "skip"]
 DECAY_MODES = (*get_args(WeightDecayMode), "trust_ratio")  # in kernels; "trust_ratio": the ratio includes the decay
 _DECAYS = ("beta1", "beta2")
-_NUMBERS = ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2", "max_gradient", "max_norm", *_DECAYS)
+_LIMITS = ("max_gradient", "max_norm", "cow_clip")  # None for no limit
+_NUMBERS = ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2", *_LIMITS, "cow_clip_floor", *_DECAYS)
 
 
 class StateSpec(NamedTuple):
@@ -44,6 +46,8 @@ class Hyperparameters(NamedTuple):
     beta: float = 0.0
     l1: float = 0.0
     l2: float = 0.0
+    cow_clip: float = math.inf
+    cow_clip_floor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,10 @@ class Optimizer:
             in addition to the step (inside the trust ratio for the LAMB family, as in its paper); "none" forbids decay.
         max_gradient: each element of the incoming gradient is clamped to ±max_gradient before rows are summed.
         max_norm: after the step, a row with a larger L2 norm is scaled down to it.
+        cow_clip: ratio of CowClip, which keeps the quality of small batches in large ones: a row's gradient, without
+            weight decay, is scaled down to the norm `n · max(cow_clip · ‖w‖, cow_clip_floor)`. `n` counts the row's
+            occurrences in the step's batch over all features, micro-batches and ranks, whatever their weights.
+        cow_clip_floor: least bound of a gradient's norm per occurrence with `cow_clip`, at least 0.
         stochastic_rounding: for 16-bit tables, round up or down at random in proportion to the distance, by a
             counter-based generator keyed on (table, row, step, element), so that small steps are not lost.
         on_nonfinite: action for a NaN or infinity in a row's gradient: "skip" the row, count it and warn; "raise"
@@ -71,6 +79,8 @@ class Optimizer:
     weight_decay_mode: WeightDecayMode = field(default="l2", kw_only=True)
     max_gradient: float | None = field(default=None, kw_only=True)
     max_norm: float | None = field(default=None, kw_only=True)
+    cow_clip: float | None = field(default=None, kw_only=True)
+    cow_clip_floor: float = field(default=1e-5, kw_only=True)
     stochastic_rounding: bool = field(default=True, kw_only=True)
     on_nonfinite: NonFinite = field(default="skip", kw_only=True)
 
@@ -90,7 +100,7 @@ class Optimizer:
     def __post_init__(self) -> None:
         class_name = type(self).__name__
         for name in (spec.name for spec in fields(self) if spec.name in _NUMBERS):
-            value, optional, high = getattr(self, name), name.startswith("max_"), 1.0 if name in _DECAYS else math.inf
+            value, optional, high = getattr(self, name), name in _LIMITS, 1.0 if name in _DECAYS else math.inf
             if optional and value is None:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool):
@@ -115,7 +125,7 @@ class Optimizer:
         mode = "trust_ratio" if self.weight_decay_mode == self.trust_ratio_decay else self.weight_decay_mode
         values["weight_decay_mode"] = DECAY_MODES.index(mode)
         values["on_nonfinite"] = get_args(NonFinite).index(self.on_nonfinite)
-        values |= {name: math.inf for name in ("max_gradient", "max_norm") if values[name] is None}
+        values |= {name: math.inf for name in _LIMITS if values[name] is None}
         return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
 
 
@@ -246,7 +256,7 @@ class Custom(Optimizer):
         whole_row: whether the update of an element depends on other elements of its row. If not, column-wise shards
             exchange less.
 
-    Weight decay, clamping, `max_norm` and rounding are applied around the function, as for SGD.
+    Weight decay, clamping, `cow_clip`, `max_norm` and rounding are applied around the function, as for SGD.
     """
 
     step: Callable[..., Any] = field(kw_only=True)

@@ -389,6 +389,7 @@ def update_cases() -> Iterator[Case]:
     yield Case("update-none", functools.partial(_update, adagrad, (128,), torch.float32, "none"), True)
     clipped = te.optim.Adam(lr=0.1, weight_decay=0.1, max_gradient=1.0, max_norm=1.0, on_nonfinite="skip")
     yield Case("update-clipped", functools.partial(_update, clipped), True)
+    yield Case("update-cow-clip", functools.partial(_update, te.optim.Adam(lr=0.1, cow_clip=1.0)), True)
     for name, dtype in (("adam", torch.float32), ("partial_row_wise_lamb", torch.bfloat16)):
         case = functools.partial(_update, OPTIMIZERS[name](lr=0.1), dtype=dtype, own_steps=True)
         yield Case(f"update-own-steps-{name}-{short(dtype)}", case, True)
@@ -413,7 +414,13 @@ def update_cases() -> Iterator[Case]:
 def _everything(kind: type[te.optim.Optimizer]) -> te.optim.Optimizer:
     """An optimizer with every option that all have."""
     return kind(
-        lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled", max_gradient=1, max_norm=1, on_nonfinite="skip"
+        lr=0.1,
+        weight_decay=0.1,
+        weight_decay_mode="decoupled",
+        max_gradient=1,
+        max_norm=1,
+        on_nonfinite="skip",
+        cow_clip=1,
     )
 
 

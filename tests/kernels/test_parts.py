@@ -111,7 +111,7 @@ def check_parts_have_the_wholes_bits(
 def test_rectangles_are_updated_as_the_whole_table(device, name, dtype, implementation, data, seed):
     config = te.TableConfig("whole", 23, data.draw(st.sampled_from((7, 20, 24, 60))), dtype=dtype)
     rows, columns = data.draw(runs(23, 1)), data.draw(runs(config.embedding_dim, 8))
-    optimizer = data.draw(optimizers(name, max_norm=None))
+    optimizer = data.draw(optimizers(name, max_norm=None, cow_clip=None))
     check_parts_have_the_wholes_bits(device, implementation, config, optimizer, rows, columns, seed)
 
 

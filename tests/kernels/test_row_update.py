@@ -266,6 +266,39 @@ def test_every_decay_clipping_and_limit(name, mode, max_gradient, max_norm):
     assert differs == has_effect
 
 
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+@pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
+def test_cow_clip_bounds_a_gradient_by_the_rows_norm_and_occurrences(implementation, dtype, request):
+    """Rows of norms 5, 5 and 0 that occur 1, 2 and 3 times, with zeros among the weights of bags."""
+    if implementation == "triton":
+        request.getfixturevalue("device")
+    table = te.TableConfig("t", 4, 2, dtype=dtype)
+    optimizer = te.optim.SGD(lr=1.0, cow_clip=1.0, cow_clip_floor=0.5, stochastic_rounding=False)
+    collection = make_collection([table], optimizer)
+    collection.load_state_dict({"t.weight": torch.tensor([[3, 4], [3, 4], [0, 0], [3, 4]]).to(dtype)}, strict=False)
+    ids, weights = torch.tensor([0, 1, 1, 2, 2, 2]), torch.tensor([1.0, 1.0, 1.0, 2.0, 0.0, 0.0])
+    batch = te.KeyedJaggedTensor.from_lengths(["t"], ids, torch.tensor([2, 4]), weights)
+    with use_kernels(implementation):
+        train(collection, [(batch, torch.tensor([[0.0, 40.0], [80.0, 0.0]]))])
+    # Sums [0, 40], [80, 40] and [160, 0]; bounds 5, 10 and 1.5.
+    scale = 10 / np.hypot(80, 40)
+    expected = torch.tensor([[3, -1], [3 - 80 * scale, 4 - 40 * scale], [-1.5, 0], [3, 4]]).to(dtype)
+    # The result is rounded to the table's dtype.
+    torch.testing.assert_close(contents(collection)["t.weight"], expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("optimizer", [te.optim.Adam, te.optim.LAMB])
+def test_cow_clip_counts_occurrences_in_all_accumulated_batches(optimizer):
+    collection = make_collection([te.TableConfig("t", 5, 8)], optimizer(lr=0.1, cow_clip=0.1))
+    twin = copy.deepcopy(collection)
+    grad, lists = torch.randn(4, 8), [[0, 1], [1], [1, 2], [0, 1, 4]]
+    train(twin, [(te.KeyedJaggedTensor.from_lists({"t": lists}), grad)])
+    with collection.accumulate():
+        for half in (slice(2), slice(2, 4)):
+            train(collection, [(te.KeyedJaggedTensor.from_lists({"t": lists[half]}), grad[half])])
+    assert_same_bits(contents(collection), contents(twin))
+
+
 @pytest.mark.parametrize("stochastic", [True, False])
 @pytest.mark.parametrize("dtype", TABLE_DTYPES[1:])
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
@@ -297,7 +330,7 @@ class ByHand:
     """One table trained row by row with the formulas in float64."""
 
     def __init__(self, spec: Any, weight: torch.Tensor) -> None:
-        self.spec, self.weight, self.t = spec, weight.double().numpy().copy(), 0
+        self.spec, self.weight, self.t, self.num_clipped = spec, weight.double().numpy().copy(), 0, 0
         size = weight.shape[1]
         self.states = [
             {state.name: np.zeros(size) if state.per_element else np.zeros(1) for state in spec.states} for _ in weight
@@ -308,12 +341,19 @@ class ByHand:
         grads = grad.double().numpy()
         bound = np.inf if self.spec.max_gradient is None else self.spec.max_gradient
         sums: defaultdict[int, Any] = defaultdict(lambda: 0.0)
+        counts: defaultdict[int, int] = defaultdict(int)
         scales = iter(batch.weights().tolist())
         for sample, ids in enumerate(batch.to_lists()["table"]):
             for row in ids:
                 scale = next(scales) / (len(ids) if mean else 1)
                 sums[row] = sums[row] + np.clip(grads[sample], -bound, bound) * scale
+                counts[row] += 1
         for row, g in sums.items():
+            if self.spec.cow_clip is not None:
+                norms = np.linalg.norm(self.weight[row]), np.linalg.norm(g)
+                limit = counts[row] * max(self.spec.cow_clip * norms[0], self.spec.cow_clip_floor)
+                g = g * min(1.0, limit / norms[1]) if norms[1] else g
+                self.num_clipped += norms[1] > limit
             self.weight[row] = formulas.step(self.spec, self.weight[row], self.states[row], g, lr, self.t)
 
 
@@ -331,6 +371,10 @@ FORMULAS = [
     te.optim.PartialRowWiseAdam(lr=0.1, weight_decay_mode="l2", **DECAYING),
     te.optim.RowWiseAdagrad(lr=0.1, eps=0.01, weight_decay_mode="decoupled", **DECAYING),
     te.optim.Adagrad(lr=0.1, eps=0.01, **DECAYING),
+    te.optim.SGD(lr=0.1, cow_clip=0.1, cow_clip_floor=0.2, weight_decay=0.02),
+    te.optim.Adam(lr=0.1, eps=0.1, cow_clip=0.1, max_gradient=2.0, **DECAYING),
+    te.optim.RowWiseAdagrad(lr=0.1, eps=0.01, cow_clip=0.2, cow_clip_floor=0.1, max_norm=2.0),
+    formulas.custom("adagrad", lr=0.1, cow_clip=0.1, cow_clip_floor=0.1, **DECAYING),
 ]
 
 
@@ -349,6 +393,7 @@ def test_twenty_steps_follow_the_formula(spec, pooling, implementation):
             collection.set_learning_rate(lr)
             train(collection, [(batch, grad)])
             by_hand.step(batch, grad, pooling == "mean", float(np.float32(lr)))
+    assert by_hand.num_clipped > NUM_STEPS or spec.cow_clip is None
     actual = contents(collection)
     expected = {"step": torch.tensor(NUM_STEPS), "table.weight": torch.from_numpy(by_hand.weight)}
     for state in spec.states:
@@ -480,6 +525,7 @@ def test_triton_updates_small_tables_with_the_references_bits(device, index):
     optimizer = list(OPTIMIZERS.values())[index](
         lr=0.05, weight_decay_mode=decay, weight_decay=0.0 if decay == "none" else 0.1,
         max_gradient=(None, 0.5)[index % 2], max_norm=(None, 1.5)[index // 2 % 2], stochastic_rounding=index % 2 == 0,
+        cow_clip=(0.2, None, 0.3)[index % 3], cow_clip_floor=0.1,
     )  # fmt: skip
     configs = [
         te.TableConfig("a", 9, 20, features=["x", "y"], pooling="mean"),
@@ -494,7 +540,8 @@ def test_triton_updates_small_tables_with_the_references_bits(device, index):
 @pytest.mark.usefixtures("poisoned")
 def test_triton_updates_by_a_custom_step_with_the_references_bits(device, name):
     """Several dims and dtypes, a feature of two tables, rows that are skipped."""
-    optimizer = formulas.custom(name, weight_decay=0.1, max_gradient=0.5, max_norm=1.5, on_nonfinite="skip")
+    limits = {"max_gradient": 0.5, "max_norm": 1.5, "cow_clip": 0.2}
+    optimizer = formulas.custom(name, weight_decay=0.1, on_nonfinite="skip", **limits)
     configs = [
         te.TableConfig("a", 9, 20, features=["x", "y"], pooling="mean"),
         te.TableConfig("b", 5, 3, features=["y"], dtype=torch.bfloat16),

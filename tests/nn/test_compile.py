@@ -52,12 +52,12 @@ CONFIGS = [te.TableConfig("a", 30, 7), te.TableConfig("b", 11, 16, features=["a"
 @pytest.mark.parametrize("mode", ["none", "l2", "decoupled"])
 @pytest.mark.few(1)
 def test_compiled_steps_equal_the_references(mode):
-    """Every optimizer, with each decay; clipping and limits of norms with half of them."""
+    """Every optimizer, with each decay; clipping, limits of norms and CowClip with a third of them each."""
     decay = {"weight_decay": 0.0 if mode == "none" else 0.1, "weight_decay_mode": mode}
-    limits = ({"max_gradient": 0.3}, {"max_norm": 0.7})
+    limits = ({"max_gradient": 0.3}, {"max_norm": 0.7}, {"cow_clip": 0.1})
     models = []
     for _ in range(2):
-        specs = [kind(lr=0.05, **decay, **limits[i % 2]) for i, kind in enumerate(KINDS)]
+        specs = [kind(lr=0.05, **decay, **limits[i % 3]) for i, kind in enumerate(KINDS)]
         models.append(Several([make_collection(CONFIGS, spec) for spec in specs]))
     model, twin = models
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")

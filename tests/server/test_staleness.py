@@ -17,7 +17,7 @@ from tritonemb.server.transport import LocalTransport
 
 OPTIMIZERS = [
     te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.01, weight_decay=0.1),
-    te.optim.PartialRowWiseLAMB(lr=0.01), te.optim.LARSSGD(lr=0.1), te.optim.FTRL(lr=0.1),
+    te.optim.PartialRowWiseLAMB(lr=0.01), te.optim.LARSSGD(lr=0.1), te.optim.FTRL(lr=0.1, cow_clip=0.5),
 ]  # fmt: skip
 DYNAMIC = {"capacity": 50, "eviction": te.EvictionConfig(protect=2)}
 LFU = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
@@ -32,6 +32,12 @@ def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
     with local_servers(servers) as subset:
         same(train_all(subset, 9, optimizer=optimizer, dynamic=DYNAMIC), expected)
     assert single["d"].statistics().evictions > 0
+
+
+@pytest.mark.parametrize("staleness", [1, AtMost(2), None])
+def test_cow_clip_needs_staleness_0(staleness):
+    with local_servers(1) as servers, pytest.raises(ValueError, match=r"cow_clip counts .* use staleness 0"):
+        make(servers, staleness, te.optim.Adam(lr=0.1, cow_clip=1.0))
 
 
 @pytest.mark.few(1)

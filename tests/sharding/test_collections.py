@@ -148,6 +148,30 @@ def test_every_optimizer_with_its_options(ranks, name, world):
     assert not run(ranks, cases)
 
 
+@pytest.mark.more
+def test_cow_clip_counts_the_occurrences_of_all_ranks(ranks):
+    """Rows that occur on both ranks, and in several micro-batches; ids of sequences are not deduplicated."""
+    optimizer = te.optim.RowWiseAdagrad(lr=0.05, cow_clip=0.01, cow_clip_floor=1e-4)
+    cases = [
+        case_of(kind, 2, pooled, optimizer, 2, 1 + pooled, weighted=pooled, seed=4)
+        for kind, pooled in (("table-wise", True), ("row-wise", True), ("row-wise", False), ("table-row-wise", True))
+    ]
+    for case in cases[1:3]:
+        unclipped = alone(replace(case, optimizer=replace(optimizer, cow_clip=None)))
+        assert not torch.equal(alone(case).state["table0.weight"], unclipped.state["table0.weight"])
+    assert not run(ranks, cases)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kind": "data-parallel"}, {"kind": "column-wise"}, {"kind": "table-wise", "local": 0, "copies": 2}]
+)
+def test_cow_clip_raises_where_occurrences_are_not_exchanged(ranks, options):
+    world = 2 // options.get("copies", 1)
+    case = case_of(world=world, pooled=True, optimizer=te.optim.SGD(lr=0.1, cow_clip=1.0), steps=1, **options)
+    with pytest.raises(Exception, match="'table0': cow_clip counts a row's occurrences over all ranks"):
+        ranks(2).run(together, [case])
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.few(1)
 @pytest.mark.more

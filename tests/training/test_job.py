@@ -28,7 +28,9 @@ def test_every_optimizer_can_be_named():
     for name in get_args(EmbeddingOptimizer):
         spec = build_optimizer(TrainConfig(embedding_optimizer=name, embedding_lr=0.125, embedding_weight_decay=0.25))
         assert type(spec) is OPTIMIZERS[name]
-        assert (spec.lr, spec.weight_decay) == (0.125, 0.25)
+        assert (spec.lr, spec.weight_decay, spec.cow_clip) == (0.125, 0.25, None)
+    spec = build_optimizer(TrainConfig(cow_clip=1.0, cow_clip_floor=0.5))
+    assert (spec.cow_clip, spec.cow_clip_floor) == (1.0, 0.5)
 
 
 def test_every_data_set_has_a_preset():

@@ -15,7 +15,7 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cross import cross_gradient_reference as cross_gradient  # noqa: F401
 from tritonemb.kernels.cross import cross_reference as cross  # noqa: F401
-from tritonemb.kernels.optimizers import NONFINITE_MODES, step_by_torch
+from tritonemb.kernels.optimizers import NONFINITE_MODES, cow_clip_by_torch, step_by_torch
 from tritonemb.kernels.random import narrow_by_torch, narrow_stochastic_by_torch, random16_by_torch
 from tritonemb.layout import MEAN, PIECE, SPAN, BatchGradient, FusedTables, Layout, TableRow, unpack_names, view_int64
 from tritonemb.optimizers import Hyperparameters
@@ -100,11 +100,16 @@ def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
     # Compute all updates.
     steps = (fused.steps + 1).expand(num_tables).tolist()
     names, updates = unpack_names(layout.table_names), []
+    num_rows = [table_rows.numel() for table_rows in rows]
+    counts = [*batch.groups[1][: sum(num_rows) + 1].diff().split(num_rows)]
     for index, (weight, table_rows, gradient) in enumerate(zip(fused.weights, rows, sums, strict=True)):
         if on_nonfinite == "skip":
             table_rows, gradient = table_rows[finite_masks[index]], gradient[finite_masks[index]]
+            counts[index] = counts[index][finite_masks[index]]
         states = [state.view(state.shape[0], -1) for state in fused.states_of(index)]
         old_rows = [tensor[table_rows].to(gradient.dtype) for tensor in (weight, *states)]
+        if h.cow_clip < torch.inf:
+            gradient = cow_clip_by_torch(gradient, old_rows[0], counts[index], h)
         rate = fused.learning_rate.to(gradient.dtype)
         row, new_states = step_by_torch(
             fused.optimizer, old_rows[0], old_rows[1:], gradient, rate, steps[index], h, table=names[index]

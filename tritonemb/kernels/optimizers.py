@@ -36,6 +36,7 @@ _READ = "weight_decay max_norm eps beta1 beta2 momentum eta beta l1 l2 one_minus
 WEIGHT_DECAY, MAX_NORM, EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2, ONE_MINUS_BETA1, ONE_MINUS_BETA2 = (
     tl.constexpr(_CONSTANTS.index(name)) for name in _READ.split()
 )
+COW_CLIP, COW_CLIP_FLOOR = (tl.constexpr(_CONSTANTS.index(name)) for name in ("cow_clip", "cow_clip_floor"))
 NONFINITE_MODES = get_args(NonFinite)
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = (tl.constexpr(mode) for mode in range(len(DECAY_MODES)))
 
@@ -44,6 +45,15 @@ NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = (tl.constexpr(mode) for mode 
 def _norm(x):
     """L2 norms `[ROWS]` of rows whose columns beyond their dim are zero."""
     return tl.sqrt_rn(row_sum(x * x))
+
+
+@jit
+def cow_clip_rows(g, w, counts, h):
+    """Scale gradients `g` `[ROWS, BLOCK]` of rows `w` down to `counts` `[ROWS]` times the bound per occurrence."""
+    norm, per_count, floor = _norm(g), tl.load(h + COW_CLIP) * _norm(w), tl.load(h + COW_CLIP_FLOOR)
+    bound = counts.to(tl.float32) * tl.where(per_count > floor, per_count, floor)
+    scale = tl.div_rn(bound, tl.where(norm > bound, norm, 1.0))
+    return tl.where((norm > bound)[:, None], g * scale[:, None], g)
 
 
 @jit
@@ -143,6 +153,14 @@ def constants_of(h: Hyperparameters) -> list[float]:
     return [*h, 1 - h.beta1, 1 - h.beta2]
 
 
+def cow_clip_by_torch(g: Tensor, w: Tensor, counts: Tensor, h: Hyperparameters) -> Tensor:
+    """Return the gradients `g` `[R, dim]` of rows `w`, which occur `counts` `[R]` times, after `cow_clip`."""
+    norm, per_count = _norm_by_torch(g), h.cow_clip * _norm_by_torch(w)
+    floor = torch.full_like(per_count, h.cow_clip_floor)
+    bound = counts.to(g.dtype).unsqueeze(1) * torch.where(per_count > floor, per_count, floor)
+    return torch.where(norm > bound, g * (bound / norm), g)
+
+
 def step_by_torch(
     optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int | Tensor, h: Hyperparameters,
     mean_of_squares: Tensor | None = None, table: str = "",
@@ -239,7 +257,7 @@ def update_by_user_(
     the number of rows: one call per dim, for all `N` entries of `rows`.
     """
     weights, states, step, skipped, learning_rate, optimizer, hyperparameters = fused
-    (grad, _, _, (rows, _, _, num_groups), layout), num_tables = batch, len(weights)
+    (grad, _, _, (rows, group_starts, _, num_groups), layout), num_tables = batch, len(weights)
     h, rows = Hyperparameters(*hyperparameters), rows if elements_per_call is None else rows[: int(num_groups)]
     if not (size := rows.numel()):
         step += 1
@@ -294,6 +312,8 @@ def update_by_user_(
             is_updated = (row_dims[tables[begin:end]] == dim) & (g.isfinite().all(1) | (not skip_nonfinite))
             update_mask = is_updated.unsqueeze(1)
             inputs = [values.clone() for values in current]
+        if h.cow_clip < torch.inf:
+            g = cow_clip_by_torch(g, inputs[0], group_starts[begin : end + 1].diff(), h)
         w, new_states = step_by_torch(optimizer, inputs[0], inputs[1:], g, learning_rate, t[table], h, table=name)
         # Weights last: they may overwrite `g`, which the function may have returned as a state.
         for target, values, old_values in zip(out[::-1], [*new_states[::-1], w], current[::-1], strict=True):

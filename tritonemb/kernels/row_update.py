@@ -29,7 +29,7 @@ from tritonemb.kernels.gradient_sums import (
     locate_gradients,
     warps_for,
 )
-from tritonemb.kernels.optimizers import NONFINITE_MODES, PLACE, constants_of, step_rows
+from tritonemb.kernels.optimizers import NONFINITE_MODES, PLACE, constants_of, cow_clip_rows, step_rows
 from tritonemb.kernels.random import narrow_stochastic, random16
 from tritonemb.kernels.triton_utils import (
     BAD_GRADIENT,
@@ -94,7 +94,7 @@ def _store_state(address, position, state, KIND, ALIGN):
 def _update_kernel(
     addresses, tables, groups, gradients, spans, optimizer, skipped, status, errors, num_tables, CODE, GRAD_CODE, KIND,
     STATE1, STATE2, DECAY, LIMITED, STOCHASTIC, NONFINITE, CHECK_ONLY, TABLE_STEPS, ALIGN, STATE_ALIGN, STEP, GRAD_STEP,
-    ROWS, BLOCK, UNROLL,
+    ROWS, BLOCK, UNROLL, COW_CLIP,
 ):  # fmt: skip
     """Update tiles of ROWS groups, one tile per program and round: sum gradients, step, store.
 
@@ -166,6 +166,8 @@ def _update_kernel(
             if TABLE_STEPS and corrections is not None:
                 table_corrections = corrections + table * 2
             w, divisor = widen(row_bits, CODE), tl.maximum(dim, 1).to(tl.float32)
+            if COW_CLIP:
+                g = cow_clip_rows(g, w, stop - first, constants)
             w, state1, state2 = step_rows(
                 w, state1, state2, g, divisor, lr, constants, table_corrections, KIND, DECAY, LIMITED
             )
@@ -231,7 +233,7 @@ def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
                 STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32, TABLE_STEPS=step.dim() == 1,
                 ALIGN=align, STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step,
                 ROWS=tile_rows, BLOCK=block, UNROLL=min(8, 32 * num_warps * lanes() // (tile_rows * block)),
-                num_warps=num_warps,
+                COW_CLIP=h.cow_clip < torch.inf, num_warps=num_warps,
             )  # fmt: skip
     if step is not caller_step:
         caller_step.copy_(step)

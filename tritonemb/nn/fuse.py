@@ -311,7 +311,7 @@ def fused(
 def _counterpart(spec: Optimizer) -> Dense:
     decoupled = spec.weight_decay > 0 and spec.weight_decay_mode == "decoupled"
     common: dict[str, Any] = {"lr": spec.lr, "weight_decay": spec.weight_decay}
-    if spec.max_gradient is None and spec.max_norm is None:
+    if spec.max_gradient is None and spec.max_norm is None and spec.cow_clip is None:
         if type(spec) is SGD and not decoupled:
             return partial(torch.optim.SGD, **common)
         if isinstance(spec, Adagrad | RowWiseAdagrad) and not decoupled:

@@ -132,6 +132,7 @@ class CollectionSpec:
         optimizer = dict(values["optimizer"])
         if (mode := optimizer.pop("nonfinite", None)) is not None:  # a file from before "skip" was the default
             optimizer["on_nonfinite"] = "skip" if mode == "propagate" else mode
+        optimizer = describe_optimizer(OPTIMIZERS[optimizer.pop("name")](**optimizer))  # options that a file may lack
         changes = {"tables": tables, "partition_starts": tuple(map(tuple, starts)), "shards": shards}
         spec = cls(**{**values, **changes, "optimizer": optimizer})
         if min(spec.trainers, spec.batches, 1 + (spec.staleness or 0)) < 1:

@@ -178,8 +178,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _make_lookups(self) -> list[ShardedLookup]:
         groups, shard_map = self.groups, self.shard_map
-        # Gradients are clamped per occurrence, before weights scale them: owners need all gradients and weights.
-        self._exact_occurrences = self.optimizer.max_gradient is not None
+        # Gradients are clamped per occurrence, before weights scale them, or occurrences are counted: owners need all
+        # gradients and weights.
+        self._exact_occurrences = (self.optimizer.max_gradient, self.optimizer.cow_clip) != (None, None)
         self._columns: list[ColumnRange] = []  # columns of the output, by exchange
         lookups = []
         routed = [placed for placed in shard_map.shards if placed.routes]

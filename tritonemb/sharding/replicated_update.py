@@ -40,7 +40,8 @@ NO_GRAPH_TASK = -1  # autograd's id of the graph task outside of a backward pass
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
     """Return whether the update of an element depends on other elements of its row."""
-    return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.on_nonfinite != "ignore"
+    limits_norms = optimizer.max_norm is not None or optimizer.cow_clip is not None
+    return optimizer.reads_whole_rows or limits_norms or optimizer.on_nonfinite != "ignore"
 
 
 class ShardUpdate(LocalUpdate):
@@ -125,6 +126,9 @@ class ShardUpdates:
         configs, shards: tables as the plan places them, and the shards of all ranks.
         sync_replicas: whether replicas of the tables gather gradients in every step.
 
+    Raises:
+        ValueError: on all ranks, for shards whose updates lack the counts of `cow_clip`.
+
     Attributes:
         of_whole_rows: updates of shards that need whole rows, by scheme; on all ranks, with or without such shards.
         exchanges: of sums of gradients.
@@ -138,6 +142,13 @@ class ShardUpdates:
         # Ranks with replicas of a shard, by whether its table is data-parallel; where such tables are cached, separate
         # groups of the same ranks for prefetches.
         self._groups = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
+        for placed in shards if optimizer.cow_clip is not None else ():
+            if placed.needs_whole_rows or self._groups[placed.scheme == "replicated"].size > 1:
+                raise ValueError(
+                    f"table {configs[placed.table].name!r}: cow_clip counts a row's occurrences over all ranks, which "
+                    "updates of data-parallel, column-wise sharded and replicated shards do not exchange; shard the "
+                    "table row-wise or table-wise without replicas, or omit cow_clip"
+                )
         schemes = {placed.scheme == "replicated" for placed in shards if configs[placed.table].placement != "device"}
         shared = [key for key, group in self._groups.items() if key in schemes and group.size > 1]
         self._prefetch_groups = {key: groups.for_prefetch(key) for key in shared}

@@ -192,6 +192,8 @@ class TrainConfig(RunOptions):
         embedding_optimizer: optimizer of the tables, fused into their backward pass.
         embedding_lr: learning rate of the tables.
         embedding_weight_decay: weight decay of the tables, applied to the rows of each batch.
+        cow_clip: ratio of CowClip, for large batches: bounds the gradient of a row by its norm and its occurrences.
+        cow_clip_floor: least bound per occurrence with cow_clip.
         threads: CPU threads; torch's default if not given.
         device: device to train on.
         model_options: options of single models.
@@ -217,6 +219,8 @@ class TrainConfig(RunOptions):
     embedding_optimizer: EmbeddingOptimizer = "row_wise_adagrad"
     embedding_lr: float = 0.05
     embedding_weight_decay: float = 0.0
+    cow_clip: float | None = None
+    cow_clip_floor: float = 1e-5
     threads: int | None = number(None, least=1)
     device: str = "cpu"
     batch_size: int = number(512, least=1)

@@ -54,4 +54,9 @@ def import_factory(name: str) -> Factory:
 
 
 def build_optimizer(config: TrainConfig) -> Optimizer:
-    return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
+    return OPTIMIZERS[config.embedding_optimizer](
+        lr=config.embedding_lr,
+        weight_decay=config.embedding_weight_decay,
+        cow_clip=config.cow_clip,
+        cow_clip_floor=config.cow_clip_floor,
+    )

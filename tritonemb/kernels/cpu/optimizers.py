@@ -19,8 +19,8 @@ SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_W
     KINDS[name] for name in OPTIMIZERS
 )
 ASSIGN, PLACE = KINDS["assign"], KINDS["place"]
-(WEIGHT_DECAY, WEIGHT_DECAY_MODE, MAX_GRADIENT, MAX_NORM, STOCHASTIC_ROUNDING, NONFINITE,
- EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2) = range(len(Hyperparameters._fields))  # fmt: skip
+(WEIGHT_DECAY, WEIGHT_DECAY_MODE, MAX_GRADIENT, MAX_NORM, STOCHASTIC_ROUNDING, NONFINITE, EPS, BETA1, BETA2, MOMENTUM,
+ ETA, BETA, L1, L2, COW_CLIP, COW_CLIP_FLOOR) = range(len(Hyperparameters._fields))  # fmt: skip
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY, RATIO_DECAY = range(len(DECAY_MODES))
 ONE, ZERO = np.float32(1), np.float32(0)
 SQUARES = 256  # columns per block whose squares are added in registers
@@ -122,6 +122,17 @@ def _subtract(w, scale, g):
 
 
 @inlined
+def _cow_clip(w, g, count, h):
+    ratio, floor = np.float32(h[COW_CLIP]), np.float32(h[COW_CLIP_FLOOR])
+    norm, per_count = np.sqrt(_sum_of_squares(g)), ratio * np.sqrt(_sum_of_squares(w))
+    bound = np.float32(count) * (per_count if per_count > floor else floor)
+    if norm > bound:
+        scale = bound / norm
+        for j in range(g.size):
+            g[j] *= scale
+
+
+@inlined
 def power(base, exponent):
     """Raise to an integer power by squaring, as on a GPU."""
     result = 1.0
@@ -184,10 +195,10 @@ def _ftrl(w, linear, total, g, lr, h):
         w[j] = ZERO if abs(z) <= l1 else -shrunk_z / ((beta + root) / lr + l2)
 
 
-# Arguments of a step: addresses of the row, its gradient and its states; dim, learning rate, step; addresses of the
-# hyperparameters and of scratch memory (a row in float32, and random words); dtype; the row's random stream: seed,
-# counter, row.
-_STEP_TYPES = *[types.int64] * 5, types.float32, *[types.int64] * 7
+# Arguments of a step: addresses of the row, its gradient and its states; dim, learning rate, step; address of the
+# hyperparameters; the row's occurrences; address of scratch memory (a row in float32, and random words); dtype; the
+# row's random stream: seed, counter, row.
+_STEP_TYPES = *[types.int64] * 5, types.float32, *[types.int64] * 8
 
 
 @functools.cache
@@ -199,9 +210,11 @@ def step_address(kind: int, is_float32: bool) -> int:
 
     def step_row(args):
         """Update a row and its states; overwrites its gradient."""
-        w_at, g_at, first_at, second_at, dim, lr, step, h_at = args[:8]
-        w, g, h = float32_row(w_at, dim), float32_row(g_at, dim), float64_row(h_at, L2 + 1)
+        w_at, g_at, first_at, second_at, dim, lr, step, h_at, count = args[:9]
+        w, g, h = float32_row(w_at, dim), float32_row(g_at, dim), float64_row(h_at, COW_CLIP_FLOOR + 1)
         first, second = float32_row(first_at, dim), float32_row(second_at, dim)  # a state of one value is shorter
+        if h[COW_CLIP] < np.inf:
+            _cow_clip(w, g, count, h)
         # Weight decay that is not part of a trust ratio.
         decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
         if decay != ZERO and mode == L2_DECAY:
@@ -249,11 +262,11 @@ def step_address(kind: int, is_float32: bool) -> int:
     step_float32 = inlined(step_row)
 
     def step_16bit(args):
-        address, _, _, _, dim, _, step, h, scratch, dtype, seed, counter, row = args
+        address, _, _, _, dim, _, step, h, _, scratch, dtype, seed, counter, row = args
         weight, bits = float32_row(scratch, dim), uint16_row(address, dim)
         widen_row(bits, dtype, weight)
-        step_float32((scratch, *args[1:8]))
-        if float64_row(h, L2 + 1)[STOCHASTIC_ROUNDING] != 0.0:
+        step_float32((scratch, *args[1:9]))
+        if float64_row(h, COW_CLIP_FLOOR + 1)[STOCHASTIC_ROUNDING] != 0.0:
             words = uint32_row(scratch + 4 * dim, (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4)
             fill_philox(words, seed, counter, row, step)
             narrow_row_stochastic(weight, dtype, bits, words)

@@ -275,7 +275,8 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
                     global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
                 state1, state2 = states[0, table] + row * state_bytes[0], states[1, table] + row * state_bytes[1]
                 row_args = np.int64(address), np.int64(sums), state1, state2, dim, learning_rate, step, constants
-                call(row_step, (*row_args, scratch_address, dtype, seed, counter, global_row))
+                occurrences = np.int64(starts[group + 1] - starts[group])
+                call(row_step, (*row_args, occurrences, scratch_address, dtype, seed, counter, global_row))
 
 
 @inlined
