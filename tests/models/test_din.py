@@ -13,7 +13,7 @@ import tritonemb as te
 from tests.server.jobs import local_servers
 from tests.sharding.cases import EXACT
 from tests.sharding.models import whole_state
-from tritonemb.data import ClickLog, LogOptions, Schema
+from tritonemb.data import ClickLog, LogOptions, Schema, build_vocabulary, load_vocabulary
 
 DIM, ITEMS = 8, 30
 
@@ -125,9 +125,16 @@ def read(log: ClickLog) -> dict[str, list[list[int]]]:
     return next(log.open("train", 100)).sparse.to_lists()
 
 
-@pytest.mark.parametrize("options", [{"num_embeddings": 50}, {"dynamic": True, "integers": ("item", "history")}])
+OPTIONS = [{"num_embeddings": 50}, {"dynamic": True, "integers": ("item", "history")}, {"vocabulary": None}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_history_has_the_ids_of_its_target_and_its_last_values(tmp_path, options):
     path = write_log(tmp_path / "log.csv")
+    if "vocabulary" in options:
+        options = {"vocabulary": tmp_path / "vocabulary.parquet"}
+        build_vocabulary(ClickLog(path, schema()), options["vocabulary"])
+        assert load_vocabulary(options["vocabulary"]).keys() == {"item"}
     log = ClickLog(path, schema(**options))
     lists, everything = read(log), read(ClickLog(path, schema(**options, max_lengths=())))
     id_of = {row.split(",")[1]: ids[0] for row, ids in zip(LINES[1:], lists["item"], strict=False)}
@@ -138,6 +145,10 @@ def test_a_history_has_the_ids_of_its_target_and_its_last_values(tmp_path, optio
         assert ids == all_ids[-3:]
     (table,) = log.tables(4)
     assert (table.name, table.feature_names, table.pooling) == ("item", ("item", "history"), "mean")
+    if "vocabulary" in options:
+        with pytest.raises(ValueError, match="the vocabulary has no feature 'history', only item"):
+            ClickLog(path, schema(**options, share=()))
+        return
     others = [ClickLog(path, schema(**options, **change)) for change in ({"share": ()}, {"max_lengths": ()})]
     assert len({log.encoding, *(other.encoding for other in others)}) == 3
     assert read(others[0])["history"] != lists["history"] or options.get("dynamic")

@@ -159,13 +159,15 @@ def build_vocabulary(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
     # Count chunk by chunk; merge the counts of a feature when they have grown too long.
-    names, report = log.schema.sparse, ReadReport()
+    columns, shared, report = log.schema.sparse, log.schema.shared_tables(), ReadReport()
     counts: dict[str, Any] = {}
+    names = [name for name in columns if name not in shared]
     undercount = dict.fromkeys(names, 0)
-    with closing(log.scan("train", lambda batch: [count_values(batch.column(name)) for name in names])) as blocks:
+    with closing(log.scan("train", lambda batch: [count_values(batch.column(name)) for name in columns])) as blocks:
         for block in blocks:
             report += block.report
-            for name, chunk_counts in zip(names, block.rows, strict=True):
+            for column, chunk_counts in zip(columns, block.rows, strict=True):
+                name = shared.get(column, column)
                 if chunk_counts.num_rows:
                     counts[name] = pa.concat_tables([counts[name], chunk_counts]) if name in counts else chunk_counts
                 unmerged = counts.get(name, chunk_counts)
