@@ -128,6 +128,7 @@ class PendingInsert(NamedTuple):
     begins: Tensor  # int64 `[N + 1]`: positions `order[begins[u] : begins[u + 1]]` have id `u`
     tables: Tensor  # int32 `[N]`, table of each distinct id
     admitted: Tensor  # bool `[N]`, whether a distinct id may get a row; initially all
+    occurrences: Tensor  # int64 `[N]`, of each distinct id in the batch
 
 
 class DirectoryTensors(NamedTuple):

@@ -21,6 +21,7 @@ from tritonemb.layout import (
     MAX_USES,
     MISSING,
     NO_KEY,
+    POSITION,
     DynamicIndex,
     PendingInsert,
     dynamic_rows,
@@ -201,10 +202,10 @@ def mark(kernels: str, index: DynamicIndex, ids: torch.Tensor, step: int) -> tup
     return rows, initial
 
 
-def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor) -> PendingInsert:
+def new_of(kernels: str, index: DynamicIndex, ids: torch.Tensor, *occurrences: torch.Tensor) -> PendingInsert:
     """Of distinct, unknown ids."""
     keys = partitions_of(ids, index.shard[0]) - index.shard[1] if kernels == "triton" else torch.zeros_like(ids)
-    return served(kernels, "dynamic_begin_insert")([index], ids, keys.int())
+    return served(kernels, "dynamic_begin_insert")([index], ids, keys.int(), False, *occurrences)
 
 
 def missing_rows(kernels: str, index: DynamicIndex, ids: torch.Tensor, last: int) -> int:
@@ -220,13 +221,10 @@ def add(kernels: str, index: DynamicIndex, ids: torch.Tensor, occurrences: torch
     if not ids.numel():
         return Insertion(ids, ids, ids)
     rows, counts = torch.full_like(ids, -1), ids.new_zeros(1, 5)
-    new = new_of(kernels, index, ids)
+    new = new_of(kernels, index, ids, occurrences)
     starts = served(kernels, "dynamic_room")([index], new, [rule], counts)
-    if kernels != "triton":  # whose kernel finds positions by them
-        new = new._replace(begins=torch.cat([ids.new_zeros(1), occurrences[new.order].cumsum(0)]))
+    assert int(counts[0, POSITION]) == int(occurrences.sum())
     done, evicted = served(kernels, "dynamic_commit_insert_")([index], new, starts, [rule], rows)
-    if kernels == "triton":
-        index.counts[done] = occurrences[new.order].clamp(max=MAX_USES).int()
     assert torch.equal(rows[new.order], done)
     evicted_ids, evicted_rows = evicted[evicted[:, 1] >= 0].T
     evicted_ids, order = evicted_ids.sort()
@@ -433,7 +431,10 @@ def test_an_id_is_used_many_times_at_once(device):
 
 
 def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
-    """Batches of three tables and one that is not dynamic, a table with two keys, not all ids admitted: the results."""
+    """Batches of three tables and one that is not dynamic, a table with two keys, not all ids admitted: the results.
+
+    The values of the second and of the fourth batch stand for several occurrences each, of the first for `MAX_USES`.
+    """
     generator, results = torch.Generator().manual_seed(seed), list[Any]()
     indexes = [make_index(*sizes) for sizes in ((40, device, 1), (150, device, 3), (25, device, 1))]
     of_key = [1, -1, 0, 2, 1]
@@ -444,13 +445,15 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         admitted = torch.rand(90, generator=generator) < 0.8 if step > 2 else None
         clocks = [step, step + 2**30, step]
         rules = [(clock, clock - 2, life) for clock, life in zip(clocks, (0, 4, 0), strict=True)]
+        occurrences = torch.randint(1, 4, (90,), generator=generator).index_fill_(0, torch.tensor([0]), MAX_USES)
+        many = () if step % 2 else (occurrences.to(device),)
         rows, initial, keys = served(kernels, "dynamic_find_")(
-            indexes, values.to(device), bounds.to(device), of_key, clocks
+            indexes, values.to(device), bounds.to(device), of_key, clocks, *many
         )
         known = torch.tensor(
             [key == NO_KEY for key in keys.tolist()], device=device
         )  # which partition or table it is, kernels decide for themselves
-        new = served(kernels, "dynamic_begin_insert")(indexes, values.to(device), keys)
+        new = served(kernels, "dynamic_begin_insert")(indexes, values.to(device), keys, False, *many)
         size = int(new.numbers[-1]) if new.numbers.numel() else 0
         # Each has an order of its own.
         _, place = torch.sort(new.ids[:size].cpu(), stable=True)
@@ -463,9 +466,9 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         results += [rows.tolist(), (initial > 0).tolist(), known.tolist(), counts.tolist()]
         assert not initial[30:40].any()
         assert counts[:, 3].tolist() == [0, 0, 0]
-        new = new._replace(ids=new.ids[:size], begins=new.begins[: size + 1], tables=new.tables[:size])
+        new = new._replace(ids=new.ids[:size], tables=new.tables[:size], occurrences=new.occurrences[:size])
         done = served(kernels, "dynamic_commit_insert_")(indexes, new, starts, rules, rows)
-        of_ids = new.ids, new.begins.diff(), new.tables, done[0], done[1][:, 1]
+        of_ids = new.ids, new.occurrences, new.tables, done[0], done[1][:, 1]
         results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
         result = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]
         assert torch.equal(result, rows)

@@ -40,7 +40,9 @@ def _rule(rules, table, step, RULE):
 
 
 @jit(varying=["num_keys", "step", "num_ids"])
-def _find_kernel(indexes, bounds, tables, num_keys, ids, rules, step, rows, previous_steps, keys, num_ids, USE):
+def _find_kernel(
+    indexes, bounds, tables, num_keys, ids, occurrences, rules, step, rows, previous_steps, keys, num_ids, USE
+):  # fmt: skip
     """Look up FIND_IDS ids; with USE update the last step and the count of their rows."""
     # Table of each id, and its index.
     position = tl.program_id(0).to(tl.int64) * FIND_IDS + tl.arange(0, FIND_IDS)
@@ -59,8 +61,11 @@ def _find_kernel(indexes, bounds, tables, num_keys, ids, rules, step, rows, prev
         tl.store(previous_steps + position, tl.load(last_steps, mask=is_known, other=0), mask=valid)
         tl.store(last_steps, _rule(rules, table, step, _STEP), mask=is_known)
         counts, max_count = (last_steps + 1).to(tl.pointer_type(tl.uint32)), tl.full((FIND_IDS,), _MAX_USES, tl.uint32)
-        count = tl.atomic_add(counts, tl.full((FIND_IDS,), 1, tl.uint32), mask=is_known, sem="relaxed")
-        tl.atomic_min(counts, max_count, mask=is_known & (count >= max_count), sem="relaxed")  # each overflow is undone
+        number = tl.full((FIND_IDS,), 1, tl.uint32)
+        if occurrences is not None:
+            number = tl.minimum(tl.load(occurrences + position, mask=is_known, other=1), _MAX_USES).to(tl.uint32)
+        count, overflow = tl.atomic_add(counts, number, mask=is_known, sem="relaxed"), max_count - number
+        tl.atomic_min(counts, max_count, mask=is_known & (count > overflow), sem="relaxed")  # each overflow is undone
 
 
 @jit
@@ -103,7 +108,7 @@ def _distinct_kernel(indexes, num_tables, keys, numbers, sorted_ids, ids, begins
 
 
 @jit(varying=["step", "num_ids"])
-def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, counts, starts, num_ids):
+def _room_kernel(indexes, num_tables, keys, numbers, admitted, occurrences, rules, step, counts, starts, num_ids):
     """Find a partition's range of new ids, and count the ids without a row; scan rows until each id has one."""
     # Range of entries and of distinct ids: ends of the keys before this partition's, and of its own.
     program = tl.program_id(0)
@@ -118,11 +123,12 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
     first, end, first_id, end_id = tl.min(entry_ends, 0), tl.max(entry_ends, 0), tl.min(end_ids, 0), tl.max(end_ids, 0)
     # Rows that admitted ids need beyond the free ones, then beyond the evictable ones.
     if end > first:
-        needed = first_id * 0
+        needed, num_occurrences = first_id * 0, first_id.to(tl.int64) * 0
         for begin in range(first_id, end_id, BLOCK_ROWS):
             id = begin + tl.arange(0, BLOCK_ROWS)
             needed += tl.sum(tl.load(admitted + id, mask=id < end_id, other=0).to(tl.int32), 0)
-        tl.atomic_add(counts, (end - first).to(tl.int64), sem="relaxed")
+            num_occurrences += tl.sum(tl.load(occurrences + id, mask=id < end_id, other=0), 0)
+        tl.atomic_add(counts, num_occurrences, sem="relaxed")
         tl.atomic_add(counts + 1, (end_id - first_id).to(tl.int64), sem="relaxed")
         tl.atomic_add(counts + 2, needed.to(tl.int64), sem="relaxed")
         missing = needed - (index.max_rows - tl.load(index.num_rows + partition))
@@ -138,7 +144,9 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, rules, step, coun
 
 
 @jit(varying=["step"])
-def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, step, rows, evicted, order, batch_rows):
+def _insert_kernel(
+    indexes, num_tables, starts, ids, begins, admitted, occurrences, rules, step, rows, evicted, order, batch_rows
+):  # fmt: skip
     """Insert the new ids of a partition, in order."""
     program = tl.program_id(0)
     table = last_at_most(indexes + _PARTITION, num_tables, program, FIELDS)
@@ -169,7 +177,7 @@ def _insert_kernel(indexes, num_tables, starts, ids, begins, admitted, rules, st
             tl.store(index.ids + entry, id)
             tl.store(index.uses + 2 * entry, step)
             first_entry, end_entry = tl.load(begins + number), tl.load(begins + number + 1)
-            tl.store(index.uses + 2 * entry + 1, tl.minimum(end_entry - first_entry, _MAX_USES).to(tl.int32))
+            tl.store(index.uses + 2 * entry + 1, tl.minimum(tl.load(occurrences + number), _MAX_USES).to(tl.int32))
             for begin in range(first_entry, end_entry, BLOCK_ROWS):
                 entries = begin + tl.arange(0, BLOCK_ROWS)
                 positions = tl.load(order + entries, mask=entries < end_entry, other=0)
@@ -210,20 +218,23 @@ def _upload_rules(device: torch.device, rules: Sequence[Rule]) -> tuple[Tensor, 
 
 def dynamic_find_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None, occurrences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Look up in one launch. Arguments and result as in the reference."""
     num_ids, device = values.numel(), values.device
     rows = torch.empty_like(values)
     previous_steps, keys = values.new_empty(2, num_ids if steps else 0, dtype=torch.int32)
     rules, step = _upload_rules(device, [(step, step, 0) for step in steps or [0]])
-    args = _index_fields(indexes), bounds, on_device(tables, device), len(tables), values.contiguous(), rules, step
+    batch = bounds, on_device(tables, device), len(tables), values.contiguous(), occurrences
     out, grid = (rows, previous_steps, keys), (cdiv(num_ids, FIND_IDS.value),)
-    launch(_find_kernel, grid, *args, *out, num_ids, USE=bool(steps), num_warps=1)
+    launch(_find_kernel, grid, _index_fields(indexes), *batch, rules, step, *out, num_ids, USE=bool(steps), num_warps=1)
     return out
 
 
-def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, *_: bool) -> PendingInsert:
+def dynamic_begin_insert(
+    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False,
+    occurrences: Tensor | None = None,
+) -> PendingInsert:  # fmt: skip
     """Find new ids by two sorts, a cumulative sum and two launches. Arguments and result as in the reference."""
     # Sort by key, then id; give distinct ids consecutive numbers.
     values, num_ids, grid = values.contiguous(), values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
@@ -236,7 +247,12 @@ def dynamic_begin_insert(indexes: Sequence[DynamicIndex], values: Tensor, keys: 
     numbers = heads.cumsum(0, dtype=torch.int32)
     args = _index_fields(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables, admitted
     launch(_distinct_kernel, grid, *args, num_ids, POSITIONS=POSITIONS)
-    return PendingInsert(order, keys, numbers, ids, begins, tables, admitted)
+    if occurrences is None:
+        return PendingInsert(order, keys, numbers, ids, begins, tables, admitted, begins.diff())
+    # Sum the occurrences of each id; entries without a key add 0 to the last one.
+    added = occurrences[order].masked_fill(keys == NO_KEY, 0)
+    sums = torch.zeros_like(ids).index_add_(0, (numbers - 1).clamp(min=0), added)
+    return PendingInsert(order, keys, numbers, ids, begins, tables, admitted, sums)
 
 
 def dynamic_room(
@@ -246,7 +262,8 @@ def dynamic_room(
     num_programs = sum(index.num_sets.numel() for index in indexes)
     by_table, step = _upload_rules(counts.device, rules)
     starts = torch.empty(num_programs, 2, dtype=torch.int32, device=counts.device)
-    args = _index_fields(indexes), len(indexes), pending.keys, pending.numbers, pending.admitted, by_table, step
+    ids = pending.keys, pending.numbers, pending.admitted, pending.occurrences
+    args = _index_fields(indexes), len(indexes), *ids, by_table, step
     launch(_room_kernel, (num_programs,), *args, counts, starts, pending.keys.numel(), num_warps=1)
     return starts
 
@@ -257,7 +274,8 @@ def dynamic_commit_insert_(
     """Insert in one launch. Arguments and result as in the reference."""
     rows, evicted = torch.empty_like(pending.ids), pending.ids.new_empty(pending.ids.numel(), 2)
     by_table, step = _upload_rules(rows.device, rules)
-    args = _index_fields(indexes), len(indexes), starts, pending.ids, pending.begins, pending.admitted, by_table, step
+    ids = pending.ids, pending.begins, pending.admitted, pending.occurrences
+    args = _index_fields(indexes), len(indexes), starts, *ids, by_table, step
     launch(_insert_kernel, starts.shape[:1], *args, rows, evicted, pending.order, batch_rows, num_warps=1)
     return rows, evicted
 
@@ -275,7 +293,7 @@ def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
 
 def dynamic_find_reference_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None, occurrences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Look up a batch's ids; with `steps`, one per table, update the last step and count of their rows.
 
@@ -283,6 +301,7 @@ def dynamic_find_reference_(
         values: int64 `[N]`.
         bounds: `[K + 1]`: the values of key `k` are `bounds[k] … bounds[k + 1] - 1`.
         tables: index into `indexes` of each key, or -1 for keys of other tables.
+        occurrences: int64 `[N]`, number of uses that each value counts; 1 by default.
 
     Returns:
         int64 `[N]`: rows, -1 for unknown ids, and unchanged values of other tables. With `steps`, int32 `[N]` for
@@ -301,18 +320,25 @@ def dynamic_find_reference_(
                 keys[position] = table
             elif steps:
                 previous_steps[position], index.last_used[row] = index.last_used[row], steps[table]
-                index.counts[row] = min(MAX_USES, int(index.counts[row]) + 1)
+                number = 1 if occurrences is None else int(occurrences[position])
+                index.counts[row] = min(MAX_USES, int(index.counts[row]) + number)
     return rows, previous_steps, keys
 
 
 def dynamic_begin_insert_reference(
-    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False
+    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False,
+    occurrences: Tensor | None = None,
+) -> PendingInsert:  # fmt: skip
+    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`.
+
+    `occurrences`: see `dynamic_find_`.
+    """
+    return begin_insert_by_numpy(values, keys, distinct, occurrences)
+
+
+def begin_insert_by_numpy(
+    values: Tensor, keys: Tensor, distinct: bool = False, occurrences: Tensor | None = None
 ) -> PendingInsert:
-    """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`."""
-    return begin_insert_by_numpy(values, keys, distinct)
-
-
-def begin_insert_by_numpy(values: Tensor, keys: Tensor, distinct: bool = False) -> PendingInsert:
     """Compute `dynamic_begin_insert` by NumPy, which sorts several times faster than PyTorch.
 
     The order of an id's positions does not matter.
@@ -328,7 +354,11 @@ def begin_insert_by_numpy(values: Tensor, keys: Tensor, distinct: bool = False) 
             order, ids, tables = order[by_id], ids[by_id], tables[by_id]
         heads[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
     firsts, numbers = np.flatnonzero(heads), heads.cumsum(dtype=np.int32)
-    fields = order, tables, numbers, ids[firsts], np.append(firsts, ids.size), tables[firsts], heads[firsts]
+    begins = np.append(firsts, ids.size)
+    sums = np.diff(begins)
+    if occurrences is not None and firsts.size:
+        sums = np.add.reduceat(occurrences.cpu().numpy()[order], firsts)
+    fields = order, tables, numbers, ids[firsts], begins, tables[firsts], heads[firsts], sums
     return PendingInsert(*(torch.from_numpy(field).to(values.device) for field in fields))
 
 
@@ -337,15 +367,15 @@ def dynamic_room_reference(
 ) -> Tensor:
     """Count the rows that the admitted new ids of a batch need. Returns `starts` for `dynamic_commit_insert_`.
 
-    `counts`, int64 `[T, 5]` of zeros, receives for each table the number of: positions of new ids, distinct new ids,
+    `counts`, int64 `[T, 5]` of zeros, receives for each table the number of: occurrences of new ids, distinct new ids,
     admitted ones, admitted ones without a free or evictable row, and admitted ones without a free row.
     """
     for table, (index, (_, max_step, _)) in enumerate(zip(indexes, rules, strict=True)):
         in_table, contents = pending.tables == table, IndexRows(index)
         admitted_ids = pending.ids[in_table & pending.admitted].tolist()
         num_missing, num_evicted = (contents.count_missing(admitted_ids, limit) for limit in (max_step, -(2**63)))
-        positions, distinct = int(pending.begins.diff()[in_table].sum()), int(in_table.sum())
-        counts[table] = torch.tensor([positions, distinct, len(admitted_ids), num_missing, num_evicted])
+        occurrences, distinct = int(pending.occurrences[in_table].sum()), int(in_table.sum())
+        counts[table] = torch.tensor([occurrences, distinct, len(admitted_ids), num_missing, num_evicted])
     return pending.begins
 
 
@@ -363,7 +393,7 @@ def dynamic_commit_insert_reference_(
         without an eviction.
     """
     rows, evicted = torch.full_like(pending.ids, -1), pending.ids.new_full((pending.ids.numel(), 2), -1)
-    pairs = zip(pending.ids.tolist(), pending.begins.diff().tolist(), pending.tables.tolist(), strict=True)
+    pairs = zip(pending.ids.tolist(), pending.occurrences.tolist(), pending.tables.tolist(), strict=True)
     contents = [*map(IndexRows, indexes)]
     for number, (id, count, table) in enumerate(pairs):
         if pending.admitted[number]:

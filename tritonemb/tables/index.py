@@ -12,6 +12,7 @@ from tritonemb.layout import (
     EVICTED,
     INDEX_BYTES,
     MAX_ROWS_PER_SET,
+    MAX_USES,
     MISSING,
     NEEDED,
     NO_KEY,
@@ -193,12 +194,12 @@ class HashIndex(DenseIndex):
         eviction = self.config.eviction
         return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
 
-    def record_inserted(self, ids: Tensor, rows: Tensor, begins: Tensor) -> None:
-        """Record new ids of a step and their rows, -1 if refused; for `begins` see `PendingInsert`."""
+    def record_inserted(self, ids: Tensor, rows: Tensor, occurrences: Tensor) -> None:
+        """Record new ids of a step, their rows, -1 if refused, and their occurrences."""
         if self.sketch is not None:
-            self.sketch.add(ids, begins.diff())
+            self.sketch.add(ids, occurrences)
         if self.config.admission != AdmissionConfig() or self.config.fallback_rows:
-            self.counters.update(refused=int(begins.diff()[rows < 0].sum()))
+            self.counters.update(refused=int(occurrences[rows < 0].sum()))
 
     def expire(self) -> None:
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
@@ -310,22 +311,23 @@ def insert_batch(
     """
     device, indexes, is_step = values.device, [table.index.tensors for table in tables], rules is None
     rules = [table.index.rule(table.index.clock + 1) for table in tables] if rules is None else rules
-    if occurrences is not None:
-        ends = segment_offsets(occurrences)
-        values, bounds = values.repeat_interleave(occurrences), ends[bounds]
-    # Find ids, and count the rows that new ids need. The host reads all counts in one copy.
-    for_host = values.new_zeros(5 * len(tables) + bounds.numel())
-    counts, bounds = for_host[: 5 * len(tables)].view(-1, 5), for_host[5 * len(tables) :].copy_(bounds)
-    steps = [step for step, _, _ in rules]
-    rows, previous_steps, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps)
-    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys, not is_step)
+    occurrences = None if occurrences is None else occurrences.long().contiguous()
+    # Find ids, and count the rows that new ids need. The host reads all counts in one copy, with the offsets of keys in
+    # values, then in occurrences.
+    offsets = [bounds] if occurrences is None else [bounds, segment_offsets(occurrences)[bounds]]
+    for_host, num_counts = torch.cat([values.new_zeros(5 * len(tables)), *offsets]), 5 * len(tables)
+    counts, bounds = for_host[:num_counts].view(-1, 5), for_host[num_counts : num_counts + bounds.numel()]
+    steps, uses = [step for step, _, _ in rules], (occurrences,)
+    rows, previous_steps, keys = kernel("dynamic_find_", device)(indexes, values, bounds, table_of_key, steps, *uses)
+    pending: PendingInsert = kernel("dynamic_begin_insert", device)(indexes, values, keys, not is_step, *uses)
     if pending.keys.numel():
         if is_step:
             _admit(tables, pending)
         starts = kernel("dynamic_room", device)(indexes, pending, rules, counts)
     numbers = for_host.tolist()
-    key_bounds = [(table, *key) for table, key in zip(table_of_key, pairwise(numbers[5 * len(tables) :]), strict=True)]
-    table_counts = [numbers[first : first + 5] for first in range(0, 5 * len(tables), 5)]
+    key_offsets, ends = numbers[num_counts : num_counts + bounds.numel()], numbers[-bounds.numel() :]
+    key_bounds = [(table, *key) for table, key in zip(table_of_key, pairwise(key_offsets), strict=True)]
+    table_counts = [numbers[first : first + 5] for first in range(0, num_counts, 5)]
     table_ends = [*accumulate((count[DISTINCT] for count in table_counts), initial=0)]
     lacking = [n for n, c in enumerate(table_counts) if is_step and c[MISSING] and tables[n].config.fallback_rows]
     for number in lacking:
@@ -339,19 +341,20 @@ def insert_batch(
         if count[MISSING]:
             for number, begin, end in key_bounds:
                 if number >= 0:
-                    undo_use(indexes[number], rows[begin:end], previous_steps[begin:end])
+                    key_uses = None if occurrences is None else occurrences[begin:end]
+                    undo_use(indexes[number], rows[begin:end], previous_steps[begin:end], key_uses)
             raise table.index.capacity_error(count[NEEDED], count[MISSING], is_step)
     # Insert new ids and initialize their rows.
     if size := table_ends[-1]:
-        ids, begins, table_numbers = pending.ids[:size], pending.begins[: size + 1], pending.tables[:size]
-        pending = pending._replace(ids=ids, begins=begins, tables=table_numbers)
+        ids, table_numbers, new_uses = pending.ids[:size], pending.tables[:size], pending.occurrences[:size]
+        pending = pending._replace(ids=ids, tables=table_numbers, occurrences=new_uses)
         new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
         for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
             table.index.counters.update(inserts=count[NEEDED], evictions=count[EVICTED])
             if table.index.removed_ids is not None and count[EVICTED]:
                 table.index.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
-                table.index.record_inserted(ids[begin:end], new_rows[begin:end], begins[begin : end + 1])
+                table.index.record_inserted(ids[begin:end], new_rows[begin:end], new_uses[begin:end])
                 table.rows.record_inserted(ids[begin:end], new_rows[begin:end])
         if is_step and not all(table.rows.is_cached for table in tables):
             initialize(tables, ids, new_rows, table_numbers)
@@ -363,14 +366,12 @@ def insert_batch(
     # Advance the clocks and count.
     if is_step:
         lookups = [0] * (len(tables) + 1)  # the last one is of other tables, whose number is -1
-        for number, begin, end in key_bounds:
+        for number, (begin, end) in zip(table_of_key, pairwise(ends), strict=True):
             lookups[number] += end - begin
         for table, count, num_lookups in zip(tables, table_counts, lookups, strict=False):
             table.index.clock += 1
             table.index.counters.update(lookups=num_lookups, hits=num_lookups - count[POSITION])
             table.index.expire()
-    if occurrences is not None:
-        rows, keys = rows[ends[1:] - 1], keys[ends[1:] - 1]
     return rows, keys, any(not table.config.fallback_rows for table in refusing)
 
 
@@ -393,12 +394,13 @@ def _refuse_without_room(hash_index: HashIndex, ids: Tensor, admitted: Tensor, m
         admitted[nonzero(admitted & (partitions == partition))[int(room[partition]) :]] = False
 
 
-def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor) -> None:
+def undo_use(index: DynamicIndex, rows: Tensor, previous_steps: Tensor, occurrences: Tensor | None = None) -> None:
     """Undo the uses that `dynamic_find_` counted for a batch. Counts that were saturated at `MAX_USES` become lower."""
-    rows, previous_steps = rows[rows >= 0], previous_steps[rows >= 0]
+    uses = torch.ones_like(previous_steps) if occurrences is None else occurrences.clamp(max=MAX_USES).int()
+    rows, previous_steps, uses = rows[rows >= 0], previous_steps[rows >= 0], uses[rows >= 0]
     changed = previous_steps < index.last_used[rows]
     index.last_used[rows[changed]] = previous_steps[changed]
-    index.counts.index_add_(0, rows, torch.full_like(previous_steps, -1))
+    index.counts.index_add_(0, rows, -uses)
 
 
 def expired_ids(index: DynamicIndex, partition: int, last: int) -> Tensor:
@@ -413,7 +415,7 @@ def _admit(tables: Sequence[Table], pending: PendingInsert) -> None:
     if all(table.config.admission == AdmissionConfig() for table in tables):
         return
     size, device = int(pending.numbers[-1]), pending.ids.device
-    occurrences = pending.begins[: size + 1].diff()
+    occurrences = pending.occurrences[:size]
     numbers = torch.arange(len(tables) + 1, dtype=torch.int32, device=device)
     bounds = torch.searchsorted(pending.tables[:size], numbers).tolist()
     for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):

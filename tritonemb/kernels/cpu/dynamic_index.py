@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu.jit import called, compiled, inlined, inlined_uncounted, parallel
 from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
 from tritonemb.kernels.cpu.simd import (
-    atomic_increment,
+    atomic_add,
     count_bits,
     equal_ways,
     highest_bit,
@@ -122,7 +122,7 @@ def _slot_of(index, home, id):
 @inlined_uncounted
 def _find_chunked(index, begin, end, ids, use, results, buffers):
     """Look up ids [begin, end) of one table in chunks: each loop over a chunk prefetches what the next one reads."""
-    (table, step), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
+    (table, step, occurrences), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
     id_of = np.int64(index.ids.ctypes.data)
     for start in range(begin, end, CHUNK):
@@ -152,8 +152,9 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
                 row = rows[position] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
             if previous_steps.size > 0 and row >= 0:
                 previous_steps[position], index.uses[row, 0] = index.uses[row, 0], step
-                count = atomic_increment(id_of + row * 16 + 12)
-                if count == MAX_USES or count < 0:  # saturate after an overflow
+                number = min(MAX_USES, occurrences[position]) if occurrences.size > 0 else np.int64(1)
+                count = np.int64(atomic_add(id_of + row * 16 + 12, np.int32(number)))
+                if count > MAX_USES - number or count < 0:  # saturate after an overflow
                     index.uses[row, 1] = MAX_USES
             elif previous_steps.size > 0:
                 keys[position] = table
@@ -162,7 +163,7 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
 @parallel
 def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
     """Look up the task's values, key by key; if `previous_steps` is not empty, update uses and write `keys`."""
-    steps, rows, previous_steps, keys = uses
+    steps, occurrences, rows, previous_steps, keys = uses
     ids, rows = _borrow_int64(ids), _borrow_int64(rows)
     results, buffers = (rows, previous_steps, keys), (np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64))
     begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
@@ -171,7 +172,7 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
         table, first, stop = tables[key], max(begin, bounds[key]), min(end, bounds[key + 1])
         if table >= 0 and first < stop:
             index = _view_index(indexes[table])
-            _find_chunked(index, first, stop, ids, (table, steps[table]), results, buffers)
+            _find_chunked(index, first, stop, ids, (table, steps[table], occurrences), results, buffers)
 
 
 @inlined_uncounted
@@ -288,7 +289,7 @@ def _empty_slot(index, partition, home):
 
 
 @inlined_uncounted
-def _insert(index, number, ids, begins, rules, table, evicted):
+def _insert(index, number, ids, occurrences, rules, table, evicted):
     """Insert new id `number` and return its row; write a victim and its row to `evicted`."""
     # Evict if the partition is full: from the id's set or the next one, else from the next set with an evictable row.
     id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
@@ -314,8 +315,7 @@ def _insert(index, number, ids, begins, rules, table, evicted):
         row = np.int64(index.num_allocated[partition]) * partitions + partition
         index.num_allocated[partition] += 1
     index.num_rows[partition] += 1
-    index.ids[row, 0], index.uses[row, 0] = id, step
-    index.uses[row, 1] = min(MAX_USES, begins[number + 1] - begins[number])
+    index.ids[row, 0], index.uses[row, 0], index.uses[row, 1] = id, step, min(MAX_USES, occurrences[number])
     # Insert it, and split sets that are due.
     slot = _empty_slot(index, partition, home)
     index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
@@ -330,9 +330,9 @@ def _insert(index, number, ids, begins, rules, table, evicted):
 @parallel
 def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
     """Insert new ids of the task's partitions, in the order of ids, which has better locality than by partition."""
-    tables, ids, begins, admitted = pending
+    tables, ids, occurrences, admitted = pending
     # By chunks of ids, whose digests and rows are prefetched.
-    ids, begins, rows = _borrow_int64(ids), _borrow_int64(begins), _borrow_int64(rows)
+    ids, occurrences, rows = _borrow_int64(ids), _borrow_int64(occurrences), _borrow_int64(rows)
     rules, evicted = _borrow_int64(rules).reshape((-1, 3)), _borrow_int64(evicted).reshape((-1, 2))
     chunk, number = np.empty(CHUNK, dtype=np.int64), 0
     while number < ids.size:
@@ -354,14 +354,14 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
                 for i in range(size):
                     hash64 = mix(ids[chunk[min(i + 1, size - 1)]])
                     _prefetch_set(index, _partition_of(index, hash64), _home_bucket(index, hash64))
-                    rows[chunk[i]] = _insert(index, chunk[i], ids, begins, rules, table, evicted)
+                    rows[chunk[i]] = _insert(index, chunk[i], ids, occurrences, rules, table, evicted)
                 size = 0
 
 
 @compiled
 def _count_room(indexes, pending, rules, counts):
     """Count the columns of `dynamic_room`, table by table: rows needed by partition, less free, less evictable rows."""
-    (tables, ids, begins, admitted), number = pending, 0
+    (tables, ids, occurrences, admitted), number = pending, 0
     while number < ids.size:
         # Rows that the table's admitted ids need, by partition.
         first, table, index = number, tables[number], _view_index(indexes[tables[number]])
@@ -373,7 +373,7 @@ def _count_room(indexes, pending, rules, counts):
                 counts[table, 2] += 1
             number += 1
         # Rows missing beyond free ones, then beyond evictable ones.
-        counts[table, 0], counts[table, 1] = begins[number] - begins[first], number - first
+        counts[table, 0], counts[table, 1] = occurrences[first:number].sum(), number - first
         for partition in range(partitions):
             missing = needed_rows[partition] - max_rows + index.num_rows[partition]
             counts[table, 4] += max(0, missing)
@@ -404,19 +404,19 @@ def _index_addresses(indexes: Sequence[DynamicIndex]) -> np.ndarray:
 
 def dynamic_find_(
     indexes: Sequence[DynamicIndex], values: Tensor, bounds: Tensor, tables: Sequence[int],
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int] | None = None, occurrences: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     num_tasks, size = tasks_for(values.numel()), values.numel() if steps else 0
     rows, previous_steps, keys = np.empty(values.numel(), np.int64), np.empty(size, np.int32), np.empty(size, np.int32)
-    starts, all_steps = np.ascontiguousarray(bounds.numpy()).astype(np.int64), np.array(steps or [0] * len(indexes))
-    args = _index_addresses(indexes), starts, np.array(tables), values.contiguous().numpy()
-    _find(num_tasks, num_tasks, num_tasks, *args, (all_steps, rows, previous_steps, keys))
+    counts = np.empty(0, np.int64) if occurrences is None else occurrences.numpy()
+    args = _index_addresses(indexes), bounds.numpy().astype(np.int64), np.array(tables), values.contiguous().numpy()
+    uses = np.array(steps or [0] * len(indexes)), counts, rows, previous_steps, keys
+    _find(num_tasks, num_tasks, num_tasks, *args, uses)
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
-def dynamic_begin_insert(_: Sequence[DynamicIndex], values: Tensor, keys: Tensor, *distinct: bool) -> PendingInsert:
-    """See `kernels/dynamic_index.py`."""
-    return begin_insert_by_numpy(values, keys, *distinct) if (keys.numpy() != NO_KEY).any() else _NO_NEW_IDS
+def dynamic_begin_insert(_: Sequence[DynamicIndex], values: Tensor, keys: Tensor, *options: Any) -> PendingInsert:
+    return begin_insert_by_numpy(values, keys, *options) if (keys.numpy() != NO_KEY).any() else _NO_NEW_IDS
 
 
 _NO_NEW_IDS = begin_insert_by_numpy(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
@@ -441,7 +441,7 @@ def dynamic_commit_insert_(
 
 
 def _of_ids(pending: PendingInsert) -> tuple[np.ndarray, ...]:
-    return tuple(tensor.numpy() for tensor in (pending.tables, pending.ids, pending.begins, pending.admitted))
+    return tuple(tensor.numpy() for tensor in (pending.tables, pending.ids, pending.occurrences, pending.admitted))
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:

@@ -84,10 +84,10 @@ def prefetch(address, num_bytes):
         _prefetch_line(address + line)
 
 
-@emitted(types.int32, types.int64)
-def atomic_increment(builder: Any, address: Any) -> Any:
-    """Add 1 atomically to the int32 at an address; return the previous value."""
-    return builder.atomic_rmw("add", builder.inttoptr(address, ir.PointerType(_INT)), _INT(1), "monotonic")
+@emitted(types.int32, types.int64, types.int32)
+def atomic_add(builder: Any, address: Any, number: Any) -> Any:
+    """Add atomically to the int32 at an address; return the previous value."""
+    return builder.atomic_rmw("add", builder.inttoptr(address, ir.PointerType(_INT)), number, "monotonic")
 
 
 @emitted(types.void, types.int64, types.int64, types.int64)
