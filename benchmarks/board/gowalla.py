@@ -118,7 +118,8 @@ def run(recipe: Recipe, data: Path, folder: Path, seed: int) -> dict[str, Any]:
     model = build(recipe, seed)
     both = read_pairs(data, "train", "valid")
     fit(model, both, None, replace(recipe, max_epochs=chosen), folder / "train.pt", seed)
-    options = asdict(replace(recipe, loss=None)) | {"loss": str(recipe.loss), "epochs": chosen}
+    loss = recipe.loss if isinstance(recipe.loss, partial) else partial(recipe.loss)
+    options = asdict(recipe) | {"loss": loss.func.__name__, **loss.keywords, "epochs": chosen}
     return {"metrics": evaluate(model, both, test), "validation": history, "options": options}
 
 
@@ -158,7 +159,7 @@ def cell(loss: str, recipe: Recipe, recall: float, ndcg: float, notes: str) -> C
 SHARED = "256 uniform negatives, shared by a batch of 1,024; 20 epochs at most"
 CELLS = [
     cell("sampled-softmax", Recipe(partial(sampled_softmax, temperature=0.1), cosine=True), 0.1754, 0.1473,
-         SHARED + "; cosines, temperature 0.1"),
+         SHARED + "; cosines, temperature 0.1; validation recall still rises at the last epoch"),
     cell("bpr", Recipe(bpr), 0.1627, 0.1378, SHARED),
     cell("cosine-contrastive", Recipe(partial(cosine_contrastive, margin=0.4, negative_weight=300.0), cosine=True),
          0.1837, 0.1493, SHARED + "; margin 0.4, weight 300"),
