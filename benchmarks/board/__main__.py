@@ -69,9 +69,10 @@ def table() -> str:
                 reached.append(f"{statistics.mean(gaps):+.4f} ± {error:.4f}")
         seconds = statistics.mean(result["seconds"] for result in results) if results else 0
         commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
+        targets = f"{' / '.join(published)} ({cell.source})" if cell.published else "-"
         rows.append([
             cell.data, cell.model, " / ".join(dict.fromkeys(figures)),
-            f"as {cell.baseline}" if cell.baseline else f"{' / '.join(published)} ({cell.source})",
+            f"as {cell.baseline}" if cell.baseline else targets,
             " / ".join(reached) or "-", f"{len(results)} of {cell.seeds}", f"{seconds / 60:.0f}" if results else "-",
             commits, cell.notes,
         ])  # fmt: skip
