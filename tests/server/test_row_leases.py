@@ -11,6 +11,7 @@ from tests.server.jobs import KEYS, batches, local_servers, make, same, train, t
 from tritonemb.layout import partitions_of
 from tritonemb.server import Servers, flush
 from tritonemb.server.node import HANDLERS
+from tritonemb.server.spec import CollectionSpec, TableSpec, describe_optimizer
 from tritonemb.server.transport import LocalTransport
 
 OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
@@ -197,3 +198,24 @@ def test_rows_of_a_batch_that_is_in_flight_are_not_replaced():
         output.sum().backward()
         model.load_state_dict(state)
         assert_same_bits(model.state_dict(), state)
+
+
+def test_a_server_owns_the_ids_that_are_routed_to_it():
+    configs = [te.TableConfig("a", 900, 4), te.TableConfig("b", None, 4, capacity=900), te.TableConfig("c", 5_000, 4)]
+    sgd = te.optim.SGD(lr=0.1)
+    tables, optimizer = tuple(TableSpec.from_config(c, 0, sgd) for c in configs), describe_optimizer(sgd)
+    starts = tuple((0, table.num_partitions // 2) for table in tables)
+    shards = (None, None, (1_000, 3_000))  # rows 1,000 to 3,999
+    spec = CollectionSpec(tables, optimizer, 1, 0, True, 1, starts, shards, "fp32", "fp32")
+    ids, sizes = (
+        torch.cat([torch.arange(-5, 950), torch.arange(-300, 300), torch.arange(900, 4_100)]),
+        [955, 600, 3_200],
+    )
+    for numbers in (None, [0, 1, 2], [0, 2, 1]):
+        routes, counts = spec.route(ids, sizes, numbers)
+        assert 0 < sum(map(len, routes)) < len(ids)
+        for server, (positions, count) in enumerate(zip(routes, counts, strict=True)):
+            assert spec.owns(server, ids[positions], count, numbers)
+            assert not spec.owns(1 - server, ids[positions], count, numbers)
+            outside = ids[positions].index_fill_(0, torch.tensor(count[0] - 1), -1)
+            assert not spec.owns(server, outside, count, numbers)

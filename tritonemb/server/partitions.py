@@ -95,7 +95,7 @@ class Partitions:
     """
 
     def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
-        self.spec, self._server, self.numbers = spec, server, spec.tables_on(server)
+        self.spec, self.server, self.numbers = spec, server, spec.tables_on(server)
         optimizer_args = dict(spec.optimizer)
         self.optimizer = OPTIMIZERS[optimizer_args.pop("name")](**optimizer_args)
         configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
@@ -109,14 +109,14 @@ class Partitions:
 
     def owned(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int]) -> Tensor:
         """Return the positions of ids of this server's partitions and shards; `numbers`: tables of the ids."""
-        return cast(Tensor, self.spec.route(ids, sizes, numbers)[0][self._server])
+        return cast(Tensor, self.spec.route(ids, sizes, numbers)[0][self.server])
 
     def checked(self, sizes: list[int], tensors: Sequence[Tensor], numbers: Sequence[int] | None = None) -> Any:
         """Return integer tensors `[n]` of a message, ids first. ValueError for other ones, or ids of other servers."""
         ids, numbers = tensors[0], self.numbers if numbers is None else numbers
         shapes_match = all(t.shape == (sum(sizes),) and not t.is_floating_point() for t in tensors)
         shapes_match &= len(sizes) == len(numbers) and min(sizes, default=0) >= 0
-        if ids.dtype != torch.int64 or not shapes_match or len(self.owned(ids, sizes, numbers)) < len(ids):
+        if ids.dtype != torch.int64 or not shapes_match or not self.spec.owns(self.server, ids, sizes, numbers):
             raise ValueError("ids must be int64 [n], and belong to this server")
         return tensors
 
@@ -255,7 +255,8 @@ class Lease:
         ids, columns = keys[limits == MAX_KEY], [[pair[column] for pair in static] for column in (0, 1)]
         descents = keys[1:] <= keys[:-1]
         descents[bounds[(bounds > 0) & (bounds < len(keys))] - 1] = False
-        exist = len(partitions.owned(ids, *columns)) == len(ids) and bool(((keys >= 0) & (keys < limits)).all())
+        are_owned = partitions.spec.owns(partitions.server, ids, *columns)
+        exist = are_owned and bool(((keys >= 0) & (keys < limits)).all())
         num_writes = blocks[-1].stop if blocks else 0
         in_order = all(a < b for part in (numbers[:num_writes], numbers[num_writes:]) for a, b in pairwise(part))
         if not (exist and in_order) or descents.any():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -186,9 +186,17 @@ class CollectionSpec:
 
     def route(self, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int] | None = None) -> Routes:
         """Route ids to servers; `sizes` are their numbers in each of the tables `numbers`, all by default."""
-        args = self._routing if numbers is None else (tensor[list(numbers)] for tensor in self._routing)
-        order, counts = cpu_kernels("row_cache").route_ids(ids, sizes, *args)
+        order, counts = cpu_kernels("row_cache").route_ids(ids, sizes, *self._routing_of(numbers))
         return order.split(counts.sum(1).tolist()), counts.tolist()
+
+    def owns(self, server: int, ids: Tensor, sizes: Sequence[int], numbers: Sequence[int] | None = None) -> bool:
+        """Return whether all ids are routed to a server; for other arguments see `route`."""
+        return bool(cpu_kernels("row_cache").owns_ids(ids, sizes, *self._routing_of(numbers), server))
+
+    def _routing_of(self, numbers: Sequence[int] | None) -> Iterable[Tensor]:
+        if numbers is None or [*numbers] == [*range(len(self.tables))]:
+            return self._routing
+        return [tensor[list(numbers)] for tensor in self._routing]
 
     @property
     def leases_rows(self) -> bool:

@@ -192,14 +192,18 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
+@inlined
+def _partition_of(id, num_partitions):
+    return np.int64(((np.uint64(mix(id)) >> np.uint64(32)) * np.uint64(num_partitions)) >> np.uint64(32))
+
+
 @compiled
 def _find_servers(ids, sizes, tables, first_partitions, keys):
     """Write `server · T + table` of each id, `S · T` if no server has it."""
     position, num_servers = 0, first_partitions.shape[1] - 1
     for table in range(sizes.size):
         for id in ids[position : position + sizes[table]]:
-            server, hash32 = num_servers, np.uint64(mix(id)) >> np.uint64(32)
-            partition = np.int64((hash32 * np.uint64(tables[table, 0])) >> np.uint64(32))
+            server, partition = num_servers, _partition_of(id, tables[table, 0])
             while server >= 0 and partition < first_partitions[table, server]:
                 server -= 1
             is_valid = 0 <= server < num_servers and tables[table, 1] <= id <= tables[table, 2]
@@ -218,6 +222,25 @@ def route_ids(ids: Tensor, sizes: Any, tables: Tensor, first_partitions: Tensor)
     _find_servers(ids.contiguous().numpy(), np.array(sizes, dtype=np.int64), *arrays, keys)
     counts = torch.from_numpy(np.bincount(keys, minlength=num_keys + 1)[:num_keys]).reshape(shape)
     return torch.from_numpy(np.argsort(keys, kind="stable"))[: int(counts.sum())], counts
+
+
+@compiled
+def _owns_all(ids, sizes, tables, first_partitions, server):
+    position = 0
+    for table in range(sizes.size):
+        first, end = first_partitions[table, server], first_partitions[table, server + 1]
+        for id in ids[position : position + sizes[table]]:
+            partition = _partition_of(id, tables[table, 0])
+            if not (first <= partition < end and tables[table, 1] <= id <= tables[table, 2]):
+                return False
+        position += sizes[table]
+    return True
+
+
+def owns_ids(ids: Tensor, sizes: Any, tables: Tensor, first_partitions: Tensor, server: int) -> bool:
+    """Return whether `route_ids` routes all ids to a server."""
+    args = np.array(sizes, dtype=np.int64), tables.numpy(), first_partitions.numpy()
+    return bool(_owns_all(ids.contiguous().numpy(), *args, server))
 
 
 @called
