@@ -201,16 +201,17 @@ def test_rows_of_a_batch_that_is_in_flight_are_not_replaced():
 
 
 def test_a_server_owns_the_ids_that_are_routed_to_it():
-    configs = [te.TableConfig("a", 900, 4), te.TableConfig("b", None, 4, capacity=900), te.TableConfig("c", 5_000, 4)]
+    names, num_rows = "abc", 100_000
+    configs = [
+        te.TableConfig(n, None if n == "b" else num_rows, 4, capacity=num_rows if n == "b" else None) for n in names
+    ]
     sgd = te.optim.SGD(lr=0.1)
     tables, optimizer = tuple(TableSpec.from_config(c, 0, sgd) for c in configs), describe_optimizer(sgd)
     starts = tuple((0, table.num_partitions // 2) for table in tables)
     shards = (None, None, (1_000, 3_000))  # rows 1,000 to 3,999
     spec = CollectionSpec(tables, optimizer, 1, 0, True, 1, starts, shards, "fp32", "fp32")
-    ids, sizes = (
-        torch.cat([torch.arange(-5, 950), torch.arange(-300, 300), torch.arange(900, 4_100)]),
-        [955, 600, 3_200],
-    )
+    sizes = [955, 600, 3_200]
+    ids = torch.cat([torch.arange(-5, 950), torch.arange(-300, 300), torch.arange(900, 4_100)])
     for numbers in (None, [0, 1, 2], [0, 2, 1]):
         routes, counts = spec.route(ids, sizes, numbers)
         assert 0 < sum(map(len, routes)) < len(ids)

@@ -42,7 +42,7 @@ def _rule(rules, table, step, RULE):
 @jit(varying=["num_keys", "step", "num_ids"])
 def _find_kernel(
     indexes, bounds, tables, num_keys, ids, occurrences, rules, step, rows, previous_steps, keys, num_ids, USE
-):  # fmt: skip
+):
     """Look up FIND_IDS ids; with USE update the last step and the count of their rows."""
     # Table of each id, and its index.
     position = tl.program_id(0).to(tl.int64) * FIND_IDS + tl.arange(0, FIND_IDS)
@@ -146,7 +146,7 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, occurrences, rule
 @jit(varying=["step"])
 def _insert_kernel(
     indexes, num_tables, starts, ids, begins, admitted, occurrences, rules, step, rows, evicted, order, batch_rows
-):  # fmt: skip
+):
     """Insert the new ids of a partition, in order."""
     program = tl.program_id(0)
     table = last_at_most(indexes + _PARTITION, num_tables, program, FIELDS)
@@ -232,9 +232,8 @@ def dynamic_find_(
 
 
 def dynamic_begin_insert(
-    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False,
-    occurrences: Tensor | None = None,
-) -> PendingInsert:  # fmt: skip
+    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, _: bool = False, occurrences: Tensor | None = None
+) -> PendingInsert:
     """Find new ids by two sorts, a cumulative sum and two launches. Arguments and result as in the reference."""
     # Sort by key, then id; give distinct ids consecutive numbers.
     values, num_ids, grid = values.contiguous(), values.numel(), (cdiv(values.numel() + 1, POSITIONS),)
@@ -326,9 +325,8 @@ def dynamic_find_reference_(
 
 
 def dynamic_begin_insert_reference(
-    indexes: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False,
-    occurrences: Tensor | None = None,
-) -> PendingInsert:  # fmt: skip
+    _: Sequence[DynamicIndex], values: Tensor, keys: Tensor, distinct: bool = False, occurrences: Tensor | None = None
+) -> PendingInsert:
     """Return the distinct ids among int64 `[N]` whose keys int32 `[N]` are not `NO_KEY`; unsorted if `distinct`.
 
     `occurrences`: see `dynamic_find_`.
