@@ -255,8 +255,7 @@ class Lease:
         ids, columns = keys[limits == MAX_KEY], [[pair[column] for pair in static] for column in (0, 1)]
         descents = keys[1:] <= keys[:-1]
         descents[bounds[(bounds > 0) & (bounds < len(keys))] - 1] = False
-        are_owned = partitions.spec.owns(partitions.server, ids, *columns)
-        exist = are_owned and bool(((keys >= 0) & (keys < limits)).all())
+        exist = bool(((keys >= 0) & (keys < limits)).all()) and partitions.spec.owns(partitions.server, ids, *columns)
         num_writes = blocks[-1].stop if blocks else 0
         in_order = all(a < b for part in (numbers[:num_writes], numbers[num_writes:]) for a, b in pairwise(part))
         if not (exist and in_order) or descents.any():

@@ -194,9 +194,8 @@ class CollectionSpec:
         return bool(cpu_kernels("row_cache").owns_ids(ids, sizes, *self._routing_of(numbers), server))
 
     def _routing_of(self, numbers: Sequence[int] | None) -> Iterable[Tensor]:
-        if numbers is None or [*numbers] == [*range(len(self.tables))]:
-            return self._routing
-        return [tensor[list(numbers)] for tensor in self._routing]
+        is_whole = numbers is None or [*numbers] == [*range(len(self.tables))]
+        return self._routing if is_whole else [tensor[list(numbers or ())] for tensor in self._routing]
 
     @property
     def leases_rows(self) -> bool:

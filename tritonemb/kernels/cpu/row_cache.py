@@ -230,8 +230,7 @@ def _owns_all(ids, sizes, tables, first_partitions, server):
     for table in range(sizes.size):
         first, end = first_partitions[table, server], first_partitions[table, server + 1]
         for id in ids[position : position + sizes[table]]:
-            partition = _partition_of(id, tables[table, 0])
-            if not (first <= partition < end and tables[table, 1] <= id <= tables[table, 2]):
+            if not (first <= _partition_of(id, tables[table, 0]) < end and tables[table, 1] <= id <= tables[table, 2]):
                 return False
         position += sizes[table]
     return True
