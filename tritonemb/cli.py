@@ -58,7 +58,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --model NAME          dlrm, dcnv2, deepfm, finalmlp, two_tower, mmoe, ple or
                         MODULE:FUNCTION; and --embedding-dim, --top-mlp
   --epochs N            or --max-steps N; --batch-size N; --accumulate N
-  --embedding-lr X      and --embedding-optimizer, --cow-clip X; --dense-lr X for the rest
+  --embedding-lr X      and --embedding-optimizer, --cow-clip X; --dense-lr X
   --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...
   --evaluate-every N    steps; --patience N stops without improvement
   --checkpoint-steps N  or --checkpoint-minutes X; --keep N; --publish FOLDER

@@ -199,9 +199,13 @@ def write_onnx(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> Non
     inputs, program = _trace(folder, model, values, create)
     try:
         onnx = torch.onnx.export(
-            program, dynamo=True, opset_version=OPSET, external_data=False, verbose=False, input_names=inputs,
+            program,
+            input_names=inputs,
             output_names=["score"],
-        )  # fmt: skip
+            opset_version=OPSET,
+            external_data=False,
+            verbose=False,
+        )
     except torch.onnx.errors.OnnxExporterError as error:
         raise ValueError("ONNX lacks an operator of the model; export for target 'aten' or 'tritonemb'") from error
     assert onnx is not None
@@ -291,9 +295,7 @@ def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritone
     return folder
 
 
-_WRITERS: dict[str, Callable[..., object]] = {
-    "tritonemb": write_package, "aten": write_aten, "onnx": write_onnx,
-}  # fmt: skip
+_WRITERS: dict[str, Callable[..., object]] = dict(tritonemb=write_package, aten=write_aten, onnx=write_onnx)  # noqa: C408
 
 
 @dataclass(frozen=True, kw_only=True)
