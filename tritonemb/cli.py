@@ -55,8 +55,8 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --config FILE         a TOML file; flags take precedence
   --resume auto|PATH    resume from the newest, or from this, checkpoint
   --out FOLDER          folder of checkpoints, log and report
-  --model NAME          dlrm, dcnv2, deepfm, finalmlp, two_tower, mmoe, ple or
-                        MODULE:FUNCTION; and --embedding-dim, --top-mlp
+  --model NAME          dlrm, dcnv2, deepfm, finalmlp, din, two_tower, mmoe, ple
+                        or MODULE:FUNCTION; and --embedding-dim, --top-mlp
   --epochs N            or --max-steps N; --batch-size N; --accumulate N
   --embedding-lr X      and --embedding-optimizer, --cow-clip X; --dense-lr X
   --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...

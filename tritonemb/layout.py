@@ -128,7 +128,11 @@ class PendingInsert(NamedTuple):
     begins: Tensor  # int64 `[N + 1]`: positions `order[begins[u] : begins[u + 1]]` have id `u`
     tables: Tensor  # int32 `[N]`, table of each distinct id
     admitted: Tensor  # bool `[N]`, whether a distinct id may get a row; initially all
-    occurrences: Tensor  # int64 `[N]`, of each distinct id in the batch
+    occurrences: Tensor | None = None  # int64 `[N]`, of each distinct id in the batch; None: its number of positions
+
+    def count_occurrences(self) -> Tensor:
+        """Return the occurrences of each distinct id, int64 `[N]`."""
+        return self.begins.diff() if self.occurrences is None else self.occurrences
 
 
 class DirectoryTensors(NamedTuple):

@@ -10,7 +10,19 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tritonemb.data import ClickLog, Column, Dataset, Feature, LogOptions, RemoteData, Rows, Schema, from_dataframe
+from tritonemb.data import (
+    ClickLog,
+    Column,
+    Dataset,
+    Feature,
+    LogOptions,
+    RemoteData,
+    Rows,
+    Schema,
+    from_dataframe,
+    open_dataset,
+    transform,
+)
 from tritonemb.data.batch import Batch, concat_rows, gather_batch, pad_batch
 from tritonemb.data.convert import cached_as_parquet, convert
 from tritonemb.data.loader import DataLoaderWorkers, open_shards
@@ -40,7 +52,7 @@ def rows_of(data, split="train", batch_size=3, **kwargs):
 
 def check(data, **kwargs):
     assert tuple(data.labels) == ("buy", "like")
-    assert data.weighted
+    assert data.has_weights
     labels, weights = rows_of(data, **kwargs)
     np.testing.assert_array_equal(labels, LABELS)
     assert weights.tolist() == WEIGHTS
@@ -58,6 +70,41 @@ def test_csv_and_its_conversions_have_labels_with_nan_and_weights(tmp_path):
         log.encoding
         != ClickLog(csv(tmp_path), replace(OPTIONS, schema=replace(SCHEMA, labels=("like", "buy")))).encoding
     )
+
+
+def test_a_label_that_is_nan_is_missing_in_a_conversion_too(tmp_path):
+    log = ClickLog(csv(tmp_path, "user,buy,like,w,x\na,1,NaN,0.5,1\nb,,0,2,2\nc,0,1,0,3\nd,1,1,1,4\n"), OPTIONS)
+    check(log)
+    check(cached_as_parquet(log, tmp_path / "cache"))
+
+
+@transform(reads=["x"], makes=["like"])
+def like_of_row(batch):
+    likes = {1.0: None, 2.0: 0, 3.0: 1, 4.0: 1}
+    return batch.append_column("like", pa.array([likes[x] for x in batch["x"].to_pylist()], pa.int8()))
+
+
+def test_a_transform_makes_one_of_several_labels_beside_weights(tmp_path):
+    """A row without the label of the log is good if it has that of the transform."""
+    made = replace(OPTIONS, transforms=(f"{__name__}:like_of_row",))
+    check(ClickLog(csv(tmp_path, "user,buy,w,x\na,1,0.5,1\nb,,2,2\nc,0,0,3\nd,1,1,4\n"), made))
+    one = replace(made, schema=replace(SCHEMA, labels=(), label="like"))
+    labels, weights = rows_of(ClickLog(csv(tmp_path, "user,w,x\nb,2,2\nc,0,3\nd,1,4\n"), one))
+    assert (labels.tolist(), weights.tolist()) == ([0, 1, 1], [2, 0, 1])
+    with pytest.raises(ValueError, match=r"\(w\)"):
+        rows_of(ClickLog(csv(tmp_path, "user,w,x\nb,-2,2\nc,0,3\n"), one))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("synthetic", {"labels": ("a", "b")}), ("movielens-100k", {"weight": "w"}), ("adult", {"weight": "w"}),
+        ("synthetic", {"sparse": ("a", "b"), "label": "c", "share": ("a=b",)}),
+    ],
+)  # fmt: skip
+def test_a_named_data_set_does_not_ignore_roles_of_columns(name, options, tmp_path):
+    with pytest.raises(ValueError, match=rf"data set '{name}' does not take {[*options][-1]}"):
+        open_dataset(name, tmp_path if name == "adult" else None, log=LogOptions(schema=Schema(**options)))
 
 
 def test_data_frames_have_labels_of_several_types():

@@ -466,9 +466,9 @@ def several(kernels: str, device: torch.device | str, seed: int) -> list[Any]:
         results += [rows.tolist(), (initial > 0).tolist(), known.tolist(), counts.tolist()]
         assert not initial[30:40].any()
         assert counts[:, 3].tolist() == [0, 0, 0]
-        new = new._replace(ids=new.ids[:size], tables=new.tables[:size], occurrences=new.occurrences[:size])
+        new = new._replace(ids=new.ids[:size], tables=new.tables[:size])
         done = served(kernels, "dynamic_commit_insert_")(indexes, new, starts, rules, rows)
-        of_ids = new.ids, new.occurrences, new.tables, done[0], done[1][:, 1]
+        of_ids = new.ids, new.count_occurrences(), new.tables, done[0], done[1][:, 1]
         results += [part.cpu()[place].tolist() for part in of_ids] + [rows.tolist()]
         result = served(kernels, "dynamic_find_")(indexes, values.to(device), bounds.to(device), of_key)[0]
         assert torch.equal(result, rows)

@@ -178,6 +178,13 @@ def test_a_run_of_din_is_evaluated_and_scores_a_user_with_candidates(tmp_path: P
         te.models.DIN([te.TableConfig("item", 5, 4)], 1)
 
 
+@pytest.mark.parametrize("items", [[[3], [], [7]], [[3], [7], []], [[3], [4, 5], [7]]])
+def test_a_target_of_no_or_several_ids_is_an_error(items):
+    features = {"item": items, "clicks": [[1], [2], [3]], "views": [[], [], []], "user": [[0], [1], [2]]}
+    with pytest.raises(ValueError, match=r"sample [12] has [02] ids of 'item', the target of a history, expected one"):
+        make_model()(torch.randn(3, 2), te.KeyedJaggedTensor.from_lists(features))
+
+
 def test_bad_options(tmp_path: Path):
     path = write_log(tmp_path / "log.csv")
     for options, text in (
@@ -190,5 +197,7 @@ def test_bad_options(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=text):
             schema(**options)
+    with pytest.raises(ValueError, match="max_lengths names 'item', which is not a list of values: set list_separator"):
+        ClickLog(path, schema(max_lengths=("item=3",)))
     with pytest.raises(ValueError, match="'history' has strings, 'item' has integers; features that share ids"):
         ClickLog(path, schema(integers=("item",)))

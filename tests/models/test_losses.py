@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import tritonemb as te
 from tritonemb.models.losses import bpr, cosine_contrastive, in_batch_softmax, sampled_softmax
 
 N, K, D = 5, 7, 3
@@ -135,3 +136,10 @@ def test_bad_input():
         sampled_softmax(vectors[0], vectors[1], torch.randn(4, K, D))
     with pytest.raises(ValueError, match="pass both, or neither"):
         cosine_contrastive(*vectors, positive_ids=positive_ids)
+    for negative_ids in (positive_ids[:1], positive_ids[None, :1].expand(3, 1)):
+        with pytest.raises(ValueError, match=r"ids: expected \[5\] and \[7\] or \[5, 7\], got \[5\] and"):
+            bpr(*vectors, positive_ids=positive_ids, negative_ids=negative_ids)
+    with pytest.raises(ValueError, match=r"log_q: expected \[5\] and"):
+        sampled_softmax(*vectors, log_q=(torch.zeros(5, 1), torch.zeros(7)))
+    with pytest.raises(ValueError, match="power must be at least 0, got -1"):
+        te.data.NegativeSampler(3, torch.tensor([0, 1, 2]), power=-1)

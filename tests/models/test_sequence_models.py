@@ -17,7 +17,7 @@ from tests.sharding.models import whole_state
 from tritonemb.models.hstu import BUCKET_WIDTH, HSTU, NUM_BUCKETS, TimedHSTU
 from tritonemb.models.losses import bpr, sampled_softmax
 from tritonemb.models.sasrec import SASRec
-from tritonemb.models.sequence import NextItem, SequenceModel
+from tritonemb.models.sequence import NextItem, SequenceModel, Windows
 from tritonemb.training import top_items
 
 DIM, LENGTH, ITEMS = 8, 20, 12
@@ -222,6 +222,10 @@ def test_bad_input(name):
         with pytest.raises(ValueError, match="TimedHSTU needs the times"):
             make_model(name, with_times=True)(torch.ones(1, 2, dtype=torch.int64))
     next_item = NextItem(model)
+    assert next_item(torch.tensor([[1], [2]]), torch.arange(2)).item() == 0  # no item has a next one
+    rows_of = torch.compile(lambda lengths: Windows(lengths, 9, 4).rows, backend="eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="a sequence has more than 4 items"):
+        rows_of(torch.tensor([3, 6]))
     with pytest.raises(ValueError, match="a sequence is empty"):
         next_item(te.KeyedJaggedTensor.from_lists({"item": [[1, 2], []]}), torch.arange(2))
     with pytest.raises(ValueError, match="negatives are of 3 targets, but the sequences have 1"):

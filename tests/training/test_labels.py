@@ -101,7 +101,7 @@ def test_one_label_without_weights_is_the_mean_as_it_was():
     logits = torch.randn(NUM_ROWS, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loss_of(logits, batch), F.binary_cross_entropy_with_logits(logits, batch.labels))
     assert label_totals([batch], 0) == ()
-    with pytest.raises(ValueError, match="the data set needs `labels`, or `weighted`"):
+    with pytest.raises(ValueError, match="the data set needs `labels`, or `has_weights`"):
         label_totals([gather_batch(data().train, ("user",), slice(0, 5))], 0)
     assert label_scales((), NUM_ROWS, torch.device("cpu")) is None
 

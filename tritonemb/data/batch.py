@@ -95,7 +95,7 @@ class Batch:
 class BatchLayout:
     """Offsets of a batch's tensors in its buffer of bytes, each a multiple of 64:
     dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, or `[batch_size, num_labels]` unless 0,
-    weights float32 `[batch_size]` if `weighted`, values int32, or int64 if `wide`, `[num_values]`, lengths int32
+    weights float32 `[batch_size]` if `has_weights`, values int32, or int64 if `wide`, `[num_values]`, lengths int32
     `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`."""
 
     keys: tuple[str, ...]
@@ -104,12 +104,12 @@ class BatchLayout:
     num_values: int
     wide: bool = False
     num_labels: int = 0
-    weighted: bool = False
+    has_weights: bool = False
 
     def _fields(self) -> list[tuple[torch.dtype, int]]:
         size, bags = self.batch_size, len(self.keys) * self.batch_size
         values = (torch.int64 if self.wide else torch.int32, self.num_values)
-        floats = size * self.num_dense, size * max(self.num_labels, 1), size * self.weighted
+        floats = size * self.num_dense, size * max(self.num_labels, 1), size * self.has_weights
         integers = bags, bags + 1
         return [*((torch.float32, n) for n in floats), values, *((torch.int32, n) for n in integers)]
 
@@ -137,7 +137,7 @@ class BatchLayout:
         """Wrap a filled buffer as a batch; its contents are not checked."""
         dense, labels, weights, values, lengths, offsets = self.views(buffer)
         sparse = _unflatten([values, None, lengths, offsets], self.keys)
-        return Batch(dense, sparse, labels, weights if self.weighted else None, buffer)
+        return Batch(dense, sparse, labels, weights if self.has_weights else None, buffer)
 
 
 pytree.register_pytree_node(

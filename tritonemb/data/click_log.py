@@ -51,7 +51,7 @@ class ClickLog(protocol.TablesMixin):
     Attributes:
         encode: function that encodes a `pyarrow.RecordBatch` of the log as `Rows`.
         is_stream: whether the train rows are those of a stream.
-        labels, weighted: names of several labels, and whether rows have weights.
+        labels, has_weights: names of several labels, and whether rows have weights.
     """
 
     def __init__(
@@ -100,8 +100,11 @@ class ClickLog(protocol.TablesMixin):
             raise ValueError(f"{self.name}: no sparse columns are named; a click model needs at least one")
         self.schema, ids = transforms.schema, make_numberings(transforms.schema)
         self._vocabulary = vocabulary_digest(self.schema)
-        self.labels, self.weighted = self.schema.labels, bool(self.schema.weight)
+        self.labels, self.has_weights = self.schema.labels, bool(self.schema.weight)
         lists, kinds, tables = transforms.multi_hot, transforms.kinds, self.schema.shared_tables()
+        if scalars := [name for name in self.schema.lengths_by_name() if name not in lists]:
+            text = "is not a list of values: set list_separator for a CSV file, or store a list column"
+            raise ValueError(f"{self.name}: max_lengths names {scalars[0]!r}, which {text}")
         for feature, table in tables.items():
             if kinds.get(feature) != kinds.get(table):
                 text = f"{feature!r} has {kinds.get(feature)}, {table!r} has {kinds.get(table)}"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, count_values, is_text, most_frequent
-from tritonemb.data.files import display_path, find_files, pa, write_parquet
+from tritonemb.data.files import compute, display_path, find_files, pa, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import ALL_ROWS, LogOptions
 from tritonemb.utils import atomic_write, read_sealed, require, seal
@@ -110,7 +111,7 @@ def _write(tasks: Sequence[_Task], group_rows: int, codec: Compression, progress
         report, pending, rows_before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
             write_parquet(path, schema, codec) as writer,
-            closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
+            closing(log.scan(split, partial(_cast, schema=schema, labels=log.schema.labels))) as blocks,
         ):
             for block in blocks:
                 report += block.report
@@ -124,6 +125,16 @@ def _write(tasks: Sequence[_Task], group_rows: int, codec: Compression, progress
                 writer.write_table(pending, group_rows)
         reports.append(report)
     return reports
+
+
+def _cast(batch: Any, schema: Any, labels: Sequence[str]) -> Any:
+    """Select and cast columns; NaN in one of several labels is a missing one, null."""
+    for name in labels:
+        values = batch.column(name)
+        if pa.types.is_floating(values.type):
+            nulls = compute.if_else(compute.is_nan(values), None, values)
+            batch = batch.set_column(batch.schema.get_field_index(name), name, nulls)
+    return pa.table(batch).select(schema.names).cast(schema)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Dataset(protocol.TablesMixin):
             if (num_dense := rows.dense.shape[1]) != self.num_dense:
                 raise ValueError(f"{location}: {num_dense} dense values per row, the train rows have {self.num_dense}")
             shape = [len(rows), *[len(self.labels)] * bool(self.labels)]
-            if list(rows.labels.shape) != shape or (rows.weights is None) == self.weighted:
+            if list(rows.labels.shape) != shape or (rows.weights is None) == self.has_weights:
                 text = f"labels {list(rows.labels.shape)}, expected {shape}; weights like the train rows"
                 raise ValueError(f"{location}: {text}")
             valid = (rows.labels == 0) | (rows.labels == 1)
@@ -110,7 +110,7 @@ class Dataset(protocol.TablesMixin):
         return protocol.digest("in memory", self.num_dense, self.features, *self.labels)
 
     @property
-    def weighted(self) -> bool:
+    def has_weights(self) -> bool:
         """Return whether rows have weights."""
         return self.train.weights is not None
 
@@ -175,16 +175,17 @@ def load_adult(folder: str | Path, labels: Sequence[str] = ()) -> Dataset:
     columns_by_label = {"income": income, "marital_status": never_married}
     if unknown := [name for name in labels if name not in columns_by_label]:
         raise ValueError(f"adult has no label {unknown[0]!r}; its labels are {join_names(columns_by_label)}")
-    targets = torch.stack([columns_by_label[name] for name in labels], dim=1) if labels else income
+    targets = torch.stack([columns_by_label[name] for name in labels or ["income"]], dim=1)
     numeric_values = {name: np.array(fields[name], dtype=np.float64) for name in NUMERIC_FIELDS}
     numeric_values |= {name: np.log1p(numeric_values[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardize(values, num_train) for values in numeric_values.values()], axis=1)
     names = [name for name in ADULT_FIELDS[:-1] if name not in (*NUMERIC_FIELDS, *labels)]
     categories = {name: [None if value == "?" else value for value in fields[name]] for name in names}
     features, columns = _encode_columns(categories, num_train)
-    rows = Rows(torch.from_numpy(dense), tuple(columns), targets)
+    several = len(labels) > 1
+    rows = Rows(torch.from_numpy(dense), tuple(columns), targets if several else targets[:, 0])
     train_rows, test_rows = rows.slice(0, num_train), rows.slice(num_train, len(rows))
-    return Dataset("adult", tuple(features), train_rows, test_rows, labels=tuple(labels))
+    return Dataset("adult", tuple(features), train_rows, test_rows, labels=tuple(labels) if several else ())
 
 
 def _read_adult(path: Path) -> list[list[str]]:

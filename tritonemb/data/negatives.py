@@ -16,9 +16,9 @@ class NegativeSampler:
 
     Args:
         items: number of items, with the ids 0 to `items - 1`, or their distinct ids, int64 `[M]`.
-        counts: positive or zero uses of each item in the training rows, `[M]`; needed unless `power` is 0. A dynamic
-            table counts them: `NegativeSampler(state["item.ids"], state["item.count"])` with its `state_dict`.
-        power: exponent of the counts.
+        counts: uses of each item in the training rows, at least 0, `[M]`; needed unless `power` is 0. Counts of a
+            dynamic table are those of all its lookups, so they include sampled items that it has looked up.
+        power: exponent of the counts, at least 0.
         seed: key of the samples.
     """
 
@@ -27,6 +27,8 @@ class NegativeSampler:
         self._ids, order = (tensor.numpy() for tensor in ids.sort())
         if not len(self._ids) or (self._ids[1:] == self._ids[:-1]).any():
             raise ValueError("items must be a number of at least 1, or ids that are distinct")
+        if power < 0:
+            raise ValueError(f"power must be at least 0, got {power}")
         if (counts is None and power != 0) or (counts is not None and len(counts) != len(ids)):
             text = "None" if counts is None else f"{len(counts)} for {len(ids)} items"
             raise ValueError(f"power={power} needs the counts of all items, got {text}")

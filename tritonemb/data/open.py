@@ -40,6 +40,9 @@ def kind_of(name_or_path: str) -> str:
     return name if name in NAMES else "criteo-kaggle"
 
 
+SCHEMA_OPTIONS = "labels", "weight", "share", "max_lengths"  # that would change what a model of a data set is
+
+
 def open_dataset(
     name_or_path: str, path: str | Path | None = None, *, log: LogOptions | None = None, seed: int = 0
 ) -> "Dataset | ClickLog | RemoteData":
@@ -62,6 +65,9 @@ def open_dataset(
             near = did_you_mean(kind, NAMES)
             raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{near}")
         return ClickLog(kind, log)
+    able = {"adult": {"labels"}, "criteo-kaggle": {*SCHEMA_OPTIONS}, "criteo-terabyte": {*SCHEMA_OPTIONS}}.get(kind, ())
+    if log and (options := [name for name in SCHEMA_OPTIONS if getattr(log.schema, name) and name not in able]):
+        raise ValueError(f"data set {kind!r} does not take {options[0]}, which is for the columns of a log; remove it")
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
             raise ValueError(f"data set {kind!r} does not take a path, got {str(path)!r}")
@@ -238,7 +244,7 @@ def _handle_request(data: Any, stop_event: threading.Event, request: dict[str, A
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
         values |= {"contents": getattr(data, "contents", {}), "splits": data.splits()}
         values |= {"is_stream": getattr(data, "is_stream", False), "is_shared": is_shared}
-        values |= {"labels": getattr(data, "labels", ()), "weighted": getattr(data, "weighted", False)}
+        values |= {"labels": getattr(data, "labels", ()), "has_weights": getattr(data, "has_weights", False)}
         yield values | {"features": [astuple(feature) for feature in data.features]}, b""
     elif action == "missing":
         yield {"sizes": data.sizes_on_peers(request["split"], tuple(request["shard"]))}, b""
@@ -282,7 +288,7 @@ class RemoteData(TablesMixin):
         self.best_auc: float | None = description["best_auc"]
         self.is_stream: bool = description.get("is_stream", False)
         self.labels: tuple[str, ...] = tuple(description.get("labels", ()))
-        self.weighted: bool = description.get("weighted", False)
+        self.has_weights: bool = description.get("has_weights", False)
         self._splits: tuple[Split, ...] = tuple(description["splits"])
 
     def splits(self) -> tuple[Split, ...]:

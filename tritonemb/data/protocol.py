@@ -351,7 +351,7 @@ class Data(Protocol):
     """Data set for binary click prediction, in memory (`Dataset`) or streamed (`ClickLog`).
 
     It may have `contents`, strings by name: a run whose data has other contents is resumed on request only; `labels`,
-    the names of several labels, of batches with labels `[B, L]`; and `weighted`, whether batches have weights."""
+    the names of several labels, of batches with labels `[B, L]`; and `has_weights`, whether batches have weights."""
 
     @property
     def name(self) -> str: ...

@@ -47,10 +47,12 @@ class Transforms:
         schema = copy.copy(options.schema)
         for role in ("dense", "sparse"):
             vars(schema)[role] = tuple(name for name in getattr(schema, role) if name not in self._outputs)
-        has_label = labelled and not (schema.label_columns and {*schema.label_columns} <= {*self._outputs})
-        vars(schema)["labels"] = tuple(n for n in schema.labels if n not in self._outputs) or schema.labels
+        # If they make a label, the other labels and the weight are read as columns, and checked after the transforms.
+        makes_label = labelled and not {*schema.label_columns}.isdisjoint(self._outputs)
+        remaining = [n for n in (*schema.label_columns, schema.weight) if makes_label and n and n not in self._outputs]
         vars(schema)["weight"] = "" if schema.weight in self._outputs else schema.weight
-        source = source_class(files, replace(options, schema=schema), has_label, (*extra_columns, *self._inputs))
+        columns = tuple(dict.fromkeys((*extra_columns, *self._inputs, *remaining)))
+        source = source_class(files, replace(options, schema=schema), labelled and not makes_label, columns)
         # Columns of the results.
         self._labelled, self._extra_columns, self._checked = labelled, extra_columns, None
         self._types = ColumnTypes(options.schema if options.schema.label_columns else source.schema, labelled)

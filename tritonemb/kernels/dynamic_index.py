@@ -127,7 +127,10 @@ def _room_kernel(indexes, num_tables, keys, numbers, admitted, occurrences, rule
         for begin in range(first_id, end_id, BLOCK_ROWS):
             id = begin + tl.arange(0, BLOCK_ROWS)
             needed += tl.sum(tl.load(admitted + id, mask=id < end_id, other=0).to(tl.int32), 0)
-            num_occurrences += tl.sum(tl.load(occurrences + id, mask=id < end_id, other=0), 0)
+            if occurrences is not None:
+                num_occurrences += tl.sum(tl.load(occurrences + id, mask=id < end_id, other=0), 0)
+        if occurrences is None:
+            num_occurrences += end - first
         tl.atomic_add(counts, num_occurrences, sem="relaxed")
         tl.atomic_add(counts + 1, (end_id - first_id).to(tl.int64), sem="relaxed")
         tl.atomic_add(counts + 2, needed.to(tl.int64), sem="relaxed")
@@ -177,7 +180,10 @@ def _insert_kernel(
             tl.store(index.ids + entry, id)
             tl.store(index.uses + 2 * entry, step)
             first_entry, end_entry = tl.load(begins + number), tl.load(begins + number + 1)
-            tl.store(index.uses + 2 * entry + 1, tl.minimum(tl.load(occurrences + number), _MAX_USES).to(tl.int32))
+            count = end_entry - first_entry
+            if occurrences is not None:
+                count = tl.load(occurrences + number)
+            tl.store(index.uses + 2 * entry + 1, tl.minimum(count, _MAX_USES).to(tl.int32))
             for begin in range(first_entry, end_entry, BLOCK_ROWS):
                 entries = begin + tl.arange(0, BLOCK_ROWS)
                 positions = tl.load(order + entries, mask=entries < end_entry, other=0)
@@ -247,7 +253,7 @@ def dynamic_begin_insert(
     args = _index_fields(indexes), len(indexes), keys, numbers, sorted_ids, ids, begins, tables, admitted
     launch(_distinct_kernel, grid, *args, num_ids, POSITIONS=POSITIONS)
     if occurrences is None:
-        return PendingInsert(order, keys, numbers, ids, begins, tables, admitted, begins.diff())
+        return PendingInsert(order, keys, numbers, ids, begins, tables, admitted)
     # Sum the occurrences of each id; entries without a key add 0 to the last one.
     added = occurrences[order].masked_fill(keys == NO_KEY, 0)
     sums = torch.zeros_like(ids).index_add_(0, (numbers - 1).clamp(min=0), added)
@@ -372,7 +378,7 @@ def dynamic_room_reference(
         in_table, contents = pending.tables == table, IndexRows(index)
         admitted_ids = pending.ids[in_table & pending.admitted].tolist()
         num_missing, num_evicted = (contents.count_missing(admitted_ids, limit) for limit in (max_step, -(2**63)))
-        occurrences, distinct = int(pending.occurrences[in_table].sum()), int(in_table.sum())
+        occurrences, distinct = int(pending.count_occurrences()[in_table].sum()), int(in_table.sum())
         counts[table] = torch.tensor([occurrences, distinct, len(admitted_ids), num_missing, num_evicted])
     return pending.begins
 
@@ -391,7 +397,7 @@ def dynamic_commit_insert_reference_(
         without an eviction.
     """
     rows, evicted = torch.full_like(pending.ids, -1), pending.ids.new_full((pending.ids.numel(), 2), -1)
-    pairs = zip(pending.ids.tolist(), pending.occurrences.tolist(), pending.tables.tolist(), strict=True)
+    pairs = zip(pending.ids.tolist(), pending.count_occurrences().tolist(), pending.tables.tolist(), strict=True)
     contents = [*map(IndexRows, indexes)]
     for number, (id, count, table) in enumerate(pairs):
         if pending.admitted[number]:

@@ -96,10 +96,14 @@ class DIN(nn.Module):
         bags = torch.repeat_interleave(bags, offsets.diff(), output_size=len(rows))
         size = sequences.stride()
         # Rows of each target: its only one of each sample.
-        targets = {
-            name: rows.index_select(0, offsets[keys.index(name) * size :][:size])
-            for name in dict.fromkeys(target for target, _ in self.histories)
-        }
+        targets = dict[str, Tensor]()
+        for name in dict.fromkeys(target for target, _ in self.histories):
+            bounds = offsets[keys.index(name) * size :][: size + 1]
+            if can_read(offsets) and bool((wrong := bounds.diff() != 1).any()):
+                text = f"sample {int(wrong.nonzero()[0, 0])} has {int(bounds.diff()[wrong][0])} ids of {name!r}"
+                raise ValueError(f"{text}, the target of a history, expected one; its column must not be a list")
+            torch._assert_async((bounds.diff() == 1).all(), f"a sample needs one id of {name}, the target of a history")
+            targets[name] = rows.index_select(0, bounds[:-1])
         columns = [dense, *targets.values()]
         for attention, (target, history) in zip(self.attentions, self.histories, strict=True):
             key, part = keys.index(history), slice(None)

@@ -37,8 +37,9 @@ def sampled_softmax(
     positive, negative = _scores(queries, positives, negatives)
     positive, negative = positive / temperature, negative / temperature
     if log_q is not None:
+        _check_shapes("log_q", *log_q, negative)
         positive, negative = positive - log_q[0], negative - log_q[1]
-    if (hits := _accidental_hits(positive_ids, negative_ids)) is not None:
+    if (hits := _accidental_hits(positive_ids, negative_ids, negative)) is not None:
         negative = negative.masked_fill(hits, -torch.inf)
     return (torch.cat([positive[:, None], negative], dim=1).logsumexp(dim=1) - positive).mean()
 
@@ -80,7 +81,7 @@ def bpr(
     """
     positive, negative = _scores(queries, positives, negatives)
     losses = F.softplus(negative - positive[:, None])
-    return _mean_of_pairs(losses, _accidental_hits(positive_ids, negative_ids)).mean()
+    return _mean_of_pairs(losses, _accidental_hits(positive_ids, negative_ids, losses)).mean()
 
 
 def cosine_contrastive(
@@ -103,7 +104,7 @@ def cosine_contrastive(
     """
     vectors = (F.normalize(tensor, dim=-1) for tensor in (queries, positives, negatives))
     positive, negative = _scores(*vectors)
-    losses = _mean_of_pairs((negative - margin).relu(), _accidental_hits(positive_ids, negative_ids))
+    losses = _mean_of_pairs((negative - margin).relu(), _accidental_hits(positive_ids, negative_ids, negative))
     return (1 - positive + negative_weight * losses).mean()
 
 
@@ -122,12 +123,21 @@ def _scores(queries: Tensor, positives: Tensor, negatives: Tensor) -> tuple[Tens
     return (queries * positives).sum(1), negative
 
 
-def _accidental_hits(positive_ids: Tensor | None, negative_ids: Tensor | None) -> Tensor | None:
+def _check_shapes(name: str, positive: Tensor, negative: Tensor, scores: Tensor) -> None:
+    """Raise ValueError unless values of positives are `[N]`, and those of negatives `[K]` or `[N, K]`, as scores."""
+    size, count = scores.shape
+    if positive.shape != (size,) or negative.shape not in ((count,), (size, count)):
+        actual = f"{list(positive.shape)} and {list(negative.shape)}"
+        raise ValueError(f"{name}: expected [{size}] and [{count}] or [{size}, {count}], got {actual}")
+
+
+def _accidental_hits(positive_ids: Tensor | None, negative_ids: Tensor | None, scores: Tensor) -> Tensor | None:
     """Return a mask `[N, K]` of negatives that are the positive of their query; None without ids."""
     if (positive_ids is None) != (negative_ids is None):
         raise ValueError("positive_ids and negative_ids are compared with each other; pass both, or neither")
     if positive_ids is None or negative_ids is None:
         return None
+    _check_shapes("ids", positive_ids, negative_ids, scores)
     return torch.eq(positive_ids[:, None], negative_ids)
 
 

@@ -52,7 +52,8 @@ class Windows:
     Where lengths can be read on the host, attention pads a sequence to one of a few lengths, not to the longest.
 
     Args:
-        lengths: items of each sequence, int64 `[B]`; ValueError if one is longer than `max_length`.
+        lengths: items of each sequence, int64 `[B]`. One that is longer than `max_length` is a ValueError, or fails
+            an assertion on the device if lengths cannot be read on the host.
         num_items: their sum, N.
 
     Attributes:
@@ -67,6 +68,8 @@ class Windows:
         self.distances = lengths.cumsum(0)[self.rows] - 1 - items
         self.whole = Window.create(max_length, lengths, items, self.rows, self.distances)
         self._parts = [self.whole]
+        if not can_read(lengths) and num_items:  # a longer one would write into the window of another
+            torch._assert_async((lengths <= max_length).all(), f"a sequence has more than {max_length} items")
         if not can_read(lengths) or not num_items:
             return
         if (longest := int(lengths.max())) > max_length:
@@ -170,7 +173,7 @@ class NextItem(nn.Module):
         self.model, self.loss = model, loss
 
     def forward(self, sequences: Tensor | Features, negatives: Tensor, times: Tensor | None = None) -> Tensor:
-        """Return the mean loss of all positions.
+        """Return the mean loss of all positions, 0 if there are none: all sequences have one item.
 
         Args:
             sequences: as of `SequenceModel.forward`, with up to one item more, and no empty sequence.
@@ -186,6 +189,8 @@ class NextItem(nn.Module):
         items, negative_rows = rows[: len(ids)], rows[len(ids) :].unflatten(0, negatives.shape)
         # Inputs are all items but the last of each sequence; the target of an input is the item behind it.
         num_targets = len(ids) - len(lengths)
+        if not num_targets:
+            return rows.sum() * 0
         if negatives.dim() == 2 and len(negatives) != num_targets:
             raise ValueError(f"negatives are of {len(negatives)} targets, but the sequences have {num_targets}")
         windows = Windows(lengths - 1, num_targets, length - 1)

@@ -194,12 +194,12 @@ class HashIndex(DenseIndex):
         eviction = self.config.eviction
         return step, step - 1 - eviction.protect, eviction.half_life if eviction.policy == "lfu" else 0
 
-    def record_inserted(self, ids: Tensor, rows: Tensor, occurrences: Tensor) -> None:
-        """Record new ids of a step, their rows, -1 if refused, and their occurrences."""
+    def record_inserted(self, pending: PendingInsert, new_ids: slice, rows: Tensor) -> None:
+        """Record a range of the new ids of a step, and their rows, -1 if refused."""
         if self.sketch is not None:
-            self.sketch.add(ids, occurrences)
+            self.sketch.add(pending.ids[new_ids], pending.count_occurrences()[new_ids])
         if self.config.admission != AdmissionConfig() or self.config.fallback_rows:
-            self.counters.update(refused=int(occurrences[rows < 0].sum()))
+            self.counters.update(refused=int(pending.count_occurrences()[new_ids][rows < 0].sum()))
 
     def expire(self) -> None:
         """Remove rows of one partition that were not used for `EvictionConfig.ttl` steps. Waits for the device."""
@@ -346,15 +346,15 @@ def insert_batch(
             raise table.index.capacity_error(count[NEEDED], count[MISSING], is_step)
     # Insert new ids and initialize their rows.
     if size := table_ends[-1]:
-        ids, table_numbers, new_uses = pending.ids[:size], pending.tables[:size], pending.occurrences[:size]
-        pending = pending._replace(ids=ids, tables=table_numbers, occurrences=new_uses)
+        ids, table_numbers = pending.ids[:size], pending.tables[:size]
+        pending = pending._replace(ids=ids, tables=table_numbers)
         new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
         for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
             table.index.counters.update(inserts=count[NEEDED], evictions=count[EVICTED])
             if table.index.removed_ids is not None and count[EVICTED]:
                 table.index.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:
-                table.index.record_inserted(ids[begin:end], new_rows[begin:end], new_uses[begin:end])
+                table.index.record_inserted(pending, slice(begin, end), new_rows[begin:end])
                 table.rows.record_inserted(ids[begin:end], new_rows[begin:end])
         if is_step and not all(table.rows.is_cached for table in tables):
             initialize(tables, ids, new_rows, table_numbers)
@@ -415,7 +415,7 @@ def _admit(tables: Sequence[Table], pending: PendingInsert) -> None:
     if all(table.config.admission == AdmissionConfig() for table in tables):
         return
     size, device = int(pending.numbers[-1]), pending.ids.device
-    occurrences = pending.occurrences[:size]
+    occurrences = pending.count_occurrences()[:size]
     numbers = torch.arange(len(tables) + 1, dtype=torch.int32, device=device)
     bounds = torch.searchsorted(pending.tables[:size], numbers).tolist()
     for table, (begin, end) in zip(tables, pairwise(bounds), strict=True):

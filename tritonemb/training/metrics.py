@@ -160,10 +160,10 @@ def check_group_by(name: str | None, features: Iterable[Feature]) -> None:
 
 class GroupRecorder(Batches):
     """Batches of a stream, of which `groups` records the ids of a feature with one id per row, None: nothing; and, if
-    `weighted`, `weights` those of the rows."""
+    `has_weights`, `weights` those of the rows."""
 
-    def __init__(self, stream: Batches, feature: str | None, weighted: bool = False) -> None:
-        self._stream, self._feature, self._weighted = stream, feature, weighted
+    def __init__(self, stream: Batches, feature: str | None, has_weights: bool = False) -> None:
+        self._stream, self._feature, self._has_weights = stream, feature, has_weights
         self._ids, self._weights = list[Tensor](), list[Tensor]()
 
     def __next__(self) -> Batch:
@@ -193,7 +193,7 @@ class GroupRecorder(Batches):
     @property
     def weights(self) -> Tensor | None:
         """Weights float32 `[N]` of the rows so far; None if they have none."""
-        return torch.cat([torch.zeros(0), *self._weights]) if self._weighted else None
+        return torch.cat([torch.zeros(0), *self._weights]) if self._has_weights else None
 
 
 def probabilities(logits: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int, Tensor 
     ranks, step = state.ranks, state.step
     state.settle()  # collectives of the pipeline and of the evaluation must not interleave
     with state.open(split) as stream:
-        rows = GroupRecorder(stream, state.options.group_by, state.weighted)
+        rows = GroupRecorder(stream, state.options.group_by, state.has_weights)
         with state.steps(rows) as steps:
             batches = (batch for step_batches in steps for batch in take(step_batches))
             logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)

@@ -19,8 +19,8 @@ def label_totals(batches: Sequence[Batch], num_labels: int) -> tuple[float, ...]
     """Sums of the weights of each label of some batches; none for one label without weights, `num_labels=0`."""
     weights = [weight for batch in batches if (weight := batch.label_weights()) is not None]
     if weights and not num_labels:
-        raise ValueError("batches have several labels or weights: the data set needs `labels`, or `weighted`")
-    weights = [weight.view(-1, num_labels) for weight in weights]
+        raise ValueError("batches have several labels or weights: the data set needs `labels`, or `has_weights`")
+    weights = [weight.view(-1, num_labels).cpu() for weight in weights]
     return tuple(torch.cat([torch.zeros(0, num_labels), *weights]).sum(0, dtype=torch.float64).tolist())
 
 

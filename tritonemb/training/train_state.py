@@ -98,8 +98,8 @@ class TrainState:
         self.data = data
         self.is_stream: bool = getattr(data, "is_stream", False)  # train rows may come at any time
         self.labels: tuple[str, ...] = getattr(data, "labels", ())  # names, of several
-        self.weighted: bool = getattr(data, "weighted", False)
-        self.num_totals = len(self.labels) or int(self.weighted)  # see `label_totals`
+        self.has_weights: bool = getattr(data, "has_weights", False)
+        self.num_totals = len(self.labels) or int(self.has_weights)  # see `label_totals`
         self._workers = DataLoaderWorkers(data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
@@ -242,7 +242,7 @@ class TrainState:
 
 
 def empty_batch(data: Data) -> Batch:
-    kinds = len(getattr(data, "labels", ())), getattr(data, "weighted", False)
+    kinds = len(getattr(data, "labels", ())), getattr(data, "has_weights", False)
     layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0, False, *kinds)
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 

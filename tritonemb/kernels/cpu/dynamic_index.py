@@ -441,10 +441,10 @@ def dynamic_commit_insert_(
 
 
 def _of_ids(pending: PendingInsert) -> tuple[np.ndarray, ...]:
-    return tuple(tensor.numpy() for tensor in (pending.tables, pending.ids, pending.occurrences, pending.admitted))
+    fields = pending.tables, pending.ids, pending.count_occurrences(), pending.admitted
+    return tuple(tensor.numpy() for tensor in fields)
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
-    rows = torch.empty_like(ids)
-    _remove(_index_addresses([index])[0], ids.numpy(), rows.numpy())
+    _remove(_index_addresses([index])[0], ids.numpy(), (rows := torch.empty_like(ids)).numpy())
     return rows
