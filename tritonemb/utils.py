@@ -222,6 +222,23 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder beside `path`, which becomes `path` at the end, or is removed after an error.
+
+    Raise FileExistsError if `path` is not an empty folder, FileNotFoundError if its parent does not exist.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise FileExistsError(f"{path} exists; remove it, or choose another folder")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"{path.absolute().parent}: no such folder to write {path.name} to")
+    temporary = path.absolute().with_name(f"{WRITING}{path.name}-{os.getpid()}")
+    with on_error(lambda: shutil.rmtree(temporary, ignore_errors=True)):
+        temporary.mkdir()
+        yield temporary
+        publish(temporary, path)
+
+
+@contextmanager
 def atomic_path(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`, which replaces `path` at the end, or is removed after an error.
 

@@ -245,7 +245,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
         te.export(nn.ModuleDict({"bag": te.nn.EmbeddingBag(None, 8, capacity=9)}), tmp_path / "x")
     with pytest.raises(ValueError, match="and none are attached"):
         te.export(Model(KINDS["servers"]), tmp_path / "x")
-    with pytest.raises(FileNotFoundError, match="no such folder to export to"):
+    with pytest.raises(FileNotFoundError, match="no such folder to write x to"):
         te.export(nn.Linear(2, 2), tmp_path / "no" / "x")
     monkeypatch.setattr(package.checkpoint, "write_manifest", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

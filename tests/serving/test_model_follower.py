@@ -15,6 +15,7 @@ from tests.server.jobs import local_servers
 from tests.serving.models import KINDS, Model, scores, train
 from tritonemb.serving import ModelFollower, Publisher
 from tritonemb.serving.publisher import PUBLISHED
+from tritonemb.serving.updates import FollowedTable, Update
 from tritonemb.storage import StorageError
 from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.checkpoint.manager import services_of
@@ -179,23 +180,70 @@ def test_a_hole_is_refused_until_the_next_full_snapshot(chain):
 
 
 @pytest.mark.parametrize("published", ["fp32", "int8"])
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [None, "int8", "int4", "int2"])
 def test_quantized_rows(published, quantized, tmp_path):
-    """Rows are quantized by the publisher or by the follower: the bits are those of `te.quantize`."""
+    """Rows are quantized by the publisher, the follower, or both: the bits are those of `te.quantize`."""
     model, publisher = Model(), Publisher(tmp_path, rows=published)
     publisher.publish(model)
-    served = te.quantize(Model(seed=1)) if quantized else Model(seed=1)
+    served = te.quantize(Model(seed=1), quantized) if quantized else Model(seed=1)
     follower = ModelFollower(served, tmp_path, poll=None)
     train(model, 3)
     publisher.publish(model)
     assert follower.refresh()
     follower.apply()
-    expected = te.quantize(model)
+    if published == "int8" and quantized != "int8":  # the follower decodes rows before it quantizes them
+        rows = te.quantize(model)
+        with torch.no_grad():
+            for name in "ab":
+                model.tables[name].weight.copy_(rows.tables[name].dequantize())
+    expected = te.quantize(model, quantized) if quantized else model
     for name in "ab":
-        table, weight = expected.tables[name], served.tables[name].weight
-        if not quantized:
-            table = model.tables[name].weight if published == "fp32" else table.dequantize()
-        assert torch.equal(weight, table.weight if quantized else table)
+        assert torch.equal(served.tables[name].weight, expected.tables[name].weight)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("trainer", ["server"], indirect=True)
+@pytest.mark.parametrize("quantized", ["int8", "int4"])
+def test_quantized_rows_of_servers(trainer, quantized, tmp_path):
+    """Rows that servers lack have initial values, also quantized."""
+    train(trainer, 1)
+    Publisher(tmp_path).publish(trainer)
+    served = te.quantize(Model(seed=1), quantized)
+    assert ModelFollower(served, tmp_path, poll=None).problem is None
+    assert torch.equal(scores(served), scores(te.quantize(trainer, quantized)))
+
+
+def test_an_update_that_failed_is_applied_again(chain, monkeypatch):
+    folder, manifests, expected = chain
+    served, calls, write = Model("dynamic", seed=1), [], FollowedTable.write
+    use(folder, manifests[0])
+    follower = ModelFollower(served, folder, poll=None)
+    use(folder, manifests[2])
+    assert follower.refresh()
+
+    def write_or_fail(table: FollowedTable, *args) -> None:
+        calls.append(table.name)
+        if len(calls) == 2:
+            raise MemoryError
+        write(table, *args)
+
+    monkeypatch.setattr(FollowedTable, "write", write_or_fail)
+    with pytest.raises(MemoryError):
+        follower.apply()
+    follower.apply()
+    assert calls == ["tables.a", "tables.b"] * 2
+    assert follower.step == 3
+    assert torch.equal(scores(served), expected[2])
+
+
+def test_a_prepared_update_has_no_buffers_of_files(chain, monkeypatch):
+    """A view of a tensor would hold the record that it was read from."""
+    finish, updates = Update.finish, []
+    monkeypatch.setattr(Update, "finish", lambda update: updates.append(update) or finish(update))
+    ModelFollower(Model("dynamic", seed=1), chain[0], poll=None)
+    ids = [ids for parts in updates[0]._ids.values() for ids in parts]
+    assert ids
+    assert all(part.untyped_storage().nbytes() == part.nbytes for part in ids)
 
 
 @pytest.mark.parametrize("change", ["dense", "table", "rows", "capacity"])

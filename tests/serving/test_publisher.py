@@ -15,7 +15,7 @@ from tritonemb.serving import ModelFollower, Publisher
 from tritonemb.serving import publisher as publishing
 from tritonemb.serving.publisher import PUBLISHED, fingerprint_rows
 from tritonemb.storage import StorageError
-from tritonemb.training.callbacks import StepEnd
+from tritonemb.training.callbacks import FitEnd, FitStart, StepEnd
 from tritonemb.utils import read_sealed
 
 
@@ -96,6 +96,37 @@ def test_rows_that_differ_most_come_first(kind, tmp_path):
     served = Model(kind, seed=1)
     ModelFollower(served, tmp_path, poll=None)
     assert torch.equal(scores(served), scores(model))
+
+
+@pytest.mark.parametrize("steps", [4, 5])
+def test_the_last_step_has_all_rows(steps, tmp_path):
+    """Also if it was published with the rows that differ most."""
+    model, publisher, served = Model(), Publisher(tmp_path, steps=steps, priority=3), Model(seed=1)
+    publisher.model = model
+    publisher.on_start(FitStart())
+    for step in range(1, 13):
+        train(model, step)
+        publisher.on_step(StepEnd(step, 0, 0))
+    publisher.on_end(FitEnd("finished", 12, 0, 0.0, 0.0))
+    follower = ModelFollower(served, tmp_path, poll=None)
+    assert (follower.step, follower.bases) == (12, 1)
+    assert len(json.loads(read_sealed(tmp_path / PUBLISHED))["model"][0]["files"]) == 12 // steps + 1
+    assert torch.equal(scores(served), scores(model))
+
+
+def test_seconds_alone_set_the_steps_of_every_fit(tmp_path, monkeypatch):
+    model, steps = Model(), []
+    publisher = Publisher(tmp_path, seconds=3600.0)
+    publisher.model = model
+    monkeypatch.setattr(publisher, "publish", lambda _, step, wait: steps.append(step))
+    for _ in range(2):
+        publisher.on_start(FitStart())
+        for step in range(1, 9):
+            publisher.on_step(StepEnd(step, 0, 0))
+    assert steps == [1, 2] * 2  # the speed is known from the second one on
+    for options in ({"seconds": 0}, {"seconds": float("nan")}, {"steps": 0}, {"most": 0}, {"priority": -1}):
+        with pytest.raises(ValueError, match="positive numbers; got"):
+            Publisher(tmp_path, **options)
 
 
 def test_seconds_between_publications(tmp_path, monkeypatch):

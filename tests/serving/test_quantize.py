@@ -203,6 +203,20 @@ def test_unknown_ids_have_initial_values():
             assert bool((result[0] == 1).all()) == known
 
 
+@pytest.mark.parametrize("fallback_rows", [0, 4])
+def test_a_table_without_stored_rows(fallback_rows):
+    """None was trained, or all were dropped."""
+    config = te.TableConfig("a", None, 8, capacity=100, fallback_rows=fallback_rows)
+    batch, drop = te.KeyedJaggedTensor.from_lists({"a": [[5], [-7, 2**40]]}), te.serving.ByFrequency(drop=1)
+    collection = te.nn.EmbeddingBagCollection([config], te.optim.SGD(lr=0.1))
+    expected = te.quantize(collection, "int8")(batch)
+    for dtype in (te.serving.ByFrequency(int8=1), drop):
+        assert torch.equal(te.quantize(collection, dtype)(batch), expected)
+    collection(batch).sum().backward()
+    assert not te.quantize(collection, drop)["a"].dequantize().numel()
+    assert torch.equal(te.quantize(collection, drop)(batch), expected)
+
+
 def test_mixed_by_frequency():
     collection, batch = trained_collection("device", True)
     counts = {"b": batch["y"].values().bincount(minlength=30)}

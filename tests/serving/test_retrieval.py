@@ -9,7 +9,7 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tritonemb.serving import ItemIndex, encode_rows
+from tritonemb.serving import ItemIndex, encode_rows, retrieval
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -36,13 +36,17 @@ def test_excluded_items_come_last():
     assert scores[:, 3].tolist() == [-torch.inf] * 2
 
 
-def test_an_index_is_saved_whole_or_its_damage_is_an_error(tmp_path: Path):
+def test_an_index_is_saved_whole_or_its_damage_is_an_error(tmp_path: Path, monkeypatch):
     index = ItemIndex(VECTORS, IDS)
     index.save(tmp_path / "items")
     copy = ItemIndex.load(tmp_path / "items")
     assert_same_bits({"v": copy.vectors, "i": copy.ids}, {"v": index.vectors, "i": index.ids})
     with pytest.raises(FileExistsError):
         index.save(tmp_path / "items")
+    monkeypatch.setattr(retrieval, "write_manifest", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        index.save(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["items"]
     data = bytearray((tmp_path / "items" / "items.pt").read_bytes())
     data[len(data) // 2] ^= 1
     (tmp_path / "items" / "items.pt").write_bytes(data)
@@ -168,6 +172,7 @@ def test_predict_writes_the_best_items_of_each_user(run_folder: Path, capsys):
         (["--top", "3", "--items", str(run_folder / "items.txt")], "--top reads .parquet files and .csv files"),
         (["--top", "3", "--items", paths["users"]], "missing columns of the items: item, tags"),
         (["--top", "3", "--items", paths["items"], "--keep", "name"], "has no column 'name' to keep; it has user, age"),
+        (["--top", "3", "--items", paths["items"], "--keep", "tags"], "'tags' is a column of the items"),
     ):
         assert main([*predict, *arguments, "--out", out]) == 2
         assert text in capsys.readouterr().err

@@ -6,7 +6,6 @@ feature of a table outside of the program its pooled rows, float32 `[B, dim]`. I
 """
 
 import copy
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tritonemb.serving.package import DENSE, MANIFEST, TABLES, collections_of, k
 from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.serving.run import LoadOptions, Run
 from tritonemb.storage.checkpoint import size_and_checksum, write_manifest
-from tritonemb.utils import WRITING, on_error, publish
+from tritonemb.utils import new_folder
 
 Target = Literal["tritonemb", "aten", "onnx"]
 PACKAGE, ONNX, DESCRIPTION = "model.pt2", "model.onnx", "inputs.json"
@@ -281,17 +280,10 @@ def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritone
     folder = Path(folder)
     if target not in get_args(Target):
         raise ValueError(f"target must be one of {get_args(Target)}, got {target!r}")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists; remove it, or choose another folder")
-    if not folder.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{folder.absolute().parent}: no such folder to export to")
-    temporary = folder.absolute().with_name(f"{WRITING}{folder.name}-{os.getpid()}")
-    with on_error(lambda: shutil.rmtree(temporary, ignore_errors=True)):
-        temporary.mkdir()
+    with new_folder(folder) as temporary:
         run = model if isinstance(model, Run) else None
         values = {"config": {}, "reading": {}, "run": {}} if run is None else run.description
         _WRITERS[target](temporary, model.model if isinstance(model, Run) else model, values)
-        publish(temporary, folder)
     return folder
 
 

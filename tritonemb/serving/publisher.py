@@ -39,7 +39,7 @@ from tritonemb.storage.store import StorageError
 from tritonemb.tables.cached_rows import DiskTensor, metadata_only
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.table import WEIGHT
-from tritonemb.training.callbacks import Callback, FitEnd, StepEnd
+from tritonemb.training.callbacks import Callback, FitEnd, FitStart, StepEnd
 from tritonemb.training.checkpoint.manager import dynamic_tables
 from tritonemb.training.ranks import group_of, on_all_ranks, on_each_rank, on_rank_zero
 from tritonemb.utils import atomic_write, on_error, read_sealed, seal
@@ -193,12 +193,13 @@ class Publisher(Callback):
     Args:
         folder: on a file system that all ranks, servers and followers share; created if missing.
         most: maximum number of files in a chain, a full snapshot and changes; a full one follows.
-        steps: of a callback, steps between two snapshots; the last step is published, too.
+        steps: of a callback, steps between two snapshots; the last step is published, too. By default 1, or any number
+            if there are `seconds`.
         rows: format of rows, as trained ("fp32") or "int8"; rows on servers are published as trained.
-        seconds: of a callback, seconds between two snapshots, about, if these are fewer than `steps`.
+        seconds: of a callback, seconds between two snapshots, about, if they pass sooner than `steps` steps.
         priority: rows of a table and rank in a file of changes, at most: those that differ most from what is published;
-            the others are in later files, at the latest in the next full snapshot. The publisher keeps a copy of all
-            rows for that. Rows on servers are not limited.
+            the others are in later files, at the latest in the next full snapshot, or that of the last step. The
+            publisher keeps a copy of all rows for that. Rows on servers are not limited.
     """
 
     essential = False
@@ -208,24 +209,28 @@ class Publisher(Callback):
         folder: str | Path,
         most: int = 16,
         *,
-        steps: int = 1,
+        steps: int | None = None,
         rows: Literal["fp32", "int8"] = "fp32",
         seconds: float | None = None,
         priority: int | None = None,
     ) -> None:
-        if rows not in ("fp32", "int8") or min(most, steps, seconds or 1, 1 if priority is None else priority) <= 0:
+        numbers = [number for number in (most, steps, seconds, priority) if number is not None]
+        if rows not in ("fp32", "int8") or not all(0 < number < float("inf") for number in numbers):
             text = f"got {rows=}, {most=}, {steps=}, {seconds=}, {priority=}"
             raise ValueError(f"expected rows='fp32' or 'int8', and positive numbers; {text}")
         self._seconds, self._limit, self._start, self._due = seconds, priority, (0, 0.0), 0
-        self._folder, self._max_files, self._steps = Path(folder).absolute(), most, steps
+        self._folder, self._max_files = Path(folder).absolute(), most
+        self._steps = 1 if steps is None and seconds is None else steps
         self._bits, self._step, self._group = 8 if rows == "int8" else 32, 0, cast(RankGroup, None)
         self._chains: dict[str, list[dict[str, Any]]] = {}  # of servers, by collection
         self._model_chains: list[dict[str, Any]] = []  # by rank
         self._published: list[Published] = []
         self._thread, self._running = ThreadPoolExecutor(1, "tritonemb-publisher"), cast(Future[None], None)
 
-    def publish(self, model: nn.Module, step: int | None = None, wait: bool = True) -> None:
+    def publish(self, model: nn.Module, step: int | None = None, wait: bool = True, all_rows: bool = False) -> None:
         """Publish a step, by default the next number, between steps; a collective of the ranks of a `HybridParallel`.
+
+        With `all_rows`, all rows that differ from what is published, whatever the `priority`.
 
         StorageError if it fails, without `wait` also at the next call; followers then serve the previous snapshot.
         ValueError for int8 rows with values that are not finite.
@@ -245,7 +250,7 @@ class Publisher(Callback):
                 self._published = [table.published(self._limit is not None) for table in tables]
             after = None if is_full else self._model_chains[group.rank]["snapshot"]
             header = {"snapshot": uuid.uuid4().hex, "after": after, "server": group.rank, "step": self._step}
-            limit = None if is_full else self._limit
+            limit = None if is_full or all_rows else self._limit
             contents = model_records(dense, zip(tables, self._published, strict=True), self._bits, limit)
             records: Iterable[Message] = chain([(header | {"time": time.time()}, [])], contents, [({"end": after}, [])])
             # Training waits for a full snapshot, which would need memory for a copy of the model.
@@ -261,9 +266,14 @@ class Publisher(Callback):
             if running is not None:
                 running.result()
 
+    def on_start(self, start: FitStart) -> None:
+        """See `Callback`."""
+        self._start, self._due, self._step = (0, 0.0), 0, 0
+
     def on_step(self, step: StepEnd) -> None:
         """See `Callback`."""
-        if step.step % self._steps == 0 or (self._seconds is not None and step.step >= self._due):
+        is_due = self._seconds is not None and step.step >= self._due
+        if is_due or (self._steps is not None and step.step % self._steps == 0):
             self.publish(self.model, step.step, wait=False)
             if self._seconds is not None:
                 self._due = on_rank_zero(self._group, lambda: self._next_step(step.step))
@@ -277,8 +287,8 @@ class Publisher(Callback):
     def on_end(self, end: FitEnd | None) -> None:
         """Publish the last step, unless training failed."""
         self.finish()
-        if end is not None and end.step != self._step:
-            self.publish(self.model, end.step)
+        if end is not None and (end.step != self._step or self._limit is not None):
+            self.publish(self.model, end.step, all_rows=True)
 
     def _begin(self, servers: dict[str, Any]) -> None:
         """Create the folder, and let servers write their snapshots."""

@@ -90,7 +90,7 @@ class QuantizedTable(nn.Module):
             rows, size = find_sorted(self.get_buffer("ids"), ids), 2**63 - 1
         unknown_mask = (rows < 0) | (rows >= size)
         rows = rows.masked_fill(unknown_mask, 0)
-        rows = rows + num_fallback_rows if row_numbers is None else row_numbers[rows].long()
+        rows = rows + num_fallback_rows if row_numbers is None or not len(row_numbers) else row_numbers[rows].long()
         rows.masked_fill_(unknown_mask, -1)
         if num_fallback_rows:
             rows = rows.where(rows >= 0, partitions_of(ids, num_fallback_rows))

@@ -12,7 +12,7 @@ from tritonemb.data.files import arrow_csv, pa, parquet
 from tritonemb.models.two_tower import TwoTower
 from tritonemb.storage.checkpoint import check_files, read_manifest_text, size_and_checksum, write_manifest
 from tritonemb.training.ranking import top_items
-from tritonemb.utils import join_names, require
+from tritonemb.utils import join_names, new_folder, require
 
 MANIFEST, TENSORS = "items.json", "items.pt"
 
@@ -55,11 +55,11 @@ class ItemIndex:
         return scores, self.ids[numbers.cpu()]
 
     def save(self, folder: str | Path) -> None:
-        """Write the index to a new folder, with checksums."""
-        path = Path(folder)
-        path.mkdir(parents=True)
-        torch.save({"vectors": self.vectors.cpu(), "ids": self.ids}, path / TENSORS)
-        write_manifest(path, {"files": {TENSORS: size_and_checksum(path / TENSORS)}}, MANIFEST)
+        """Write the index to a new folder, with checksums; it appears under its name when it is complete."""
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        with new_folder(Path(folder)) as temporary:
+            torch.save({"vectors": self.vectors.cpu(), "ids": self.ids}, temporary / TENSORS)
+            write_manifest(temporary, {"files": {TENSORS: size_and_checksum(temporary / TENSORS)}}, MANIFEST)
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -133,7 +133,9 @@ def top_rows(
         raise ValueError("the top items are those of a file: pass both top and items")
     users, candidates = _read_rows(run, data), _read_rows(run, items)
     index = ItemIndex(encode_rows(run, "items", candidates, batch_size))
-    names = [name for name in run.model.items.embeddings.feature_names if name not in keep]
+    names = run.model.items.embeddings.feature_names
+    if common := [name for name in keep if name in names]:
+        raise ValueError(f"{common[0]!r} is a column of the items, which the result has; rename the users', or omit it")
     if missing := [name for name in keep if name not in users.column_names]:
         raise ValueError(f"{data} has no column {missing[0]!r} to keep; it has {join_names(users.column_names)}")
     for first in range(0, users.num_rows, batch_size):

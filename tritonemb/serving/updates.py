@@ -51,8 +51,8 @@ class FollowedTable:
             raise ValueError(f"table {self.name!r} has {self.num_rows:,} rows; row {int(ids.max())} was published")
         if bits == self.bits:
             return rows
-        rows = rows if bits == 32 else dequantize_rows(rows, bits, self.dim).to(dtype)
-        return rows if self.bits == 32 else quantize_rows(rows, self.bits, search=self.bits < 8)
+        rows = rows if bits == 32 else dequantize_rows(rows, bits, self.dim)
+        return rows.to(dtype) if self.bits == 32 else quantize_rows(rows, self.bits, search=self.bits < 8)
 
     def differ(self, ids: Tensor, rows: Tensor, column: int) -> Tensor:
         """Return which ids have no row, or another one, bool `[N]`."""
@@ -123,8 +123,8 @@ class Update:
     def __init__(self, tables: Mapping[str, FollowedTable], specs: Mapping[str, TableSpec], is_full: bool) -> None:
         self.tables, self.specs, self.is_full, self.dense = tables, specs, is_full, dict[str, Tensor]()
         self._changes, self._parts = defaultdict[str, list[Change]](list), defaultdict[str, dict[int, Any]](dict)
-        self._decided = defaultdict[tuple[str, int], list[Tensor]](list)  # ids by table and column
-        self._newer = dict[tuple[str, int], Tensor]()  # those of newer files
+        self._ids = defaultdict[tuple[str, int], list[Tensor]](list)  # ids by table and column
+        self._newer_ids = dict[tuple[str, int], Tensor]()  # those of newer files
 
     def read(self, path: Path, header: Values, names: Sequence[str]) -> None:
         """Read a file with this header; `names` are those of the tables of a server, by number."""
@@ -149,10 +149,10 @@ class Update:
                 bits, column = values.get("bits", 32), values.get("column", 0)
                 rows = self.tables[name].encode(fields["ids"], fields["weight"], bits, column)
                 self._add(name, fields["ids"], rows, column)
-        self._newer = {key: torch.cat(ids) for key, ids in self._decided.items()}
+        self._newer_ids = {key: torch.cat(ids) for key, ids in self._ids.items()}
         for name, ids in removed:
             self._add(name, ids, None, 0)
-        self._newer = {key: torch.cat(ids) for key, ids in self._decided.items()}
+        self._newer_ids = {key: torch.cat(ids) for key, ids in self._ids.items()}
 
     def read_checkpoint(self, path: Path, dense: Container[str]) -> None:
         """Read a run's checkpoint, but for tables on servers: dense tensors, those of the model at least, and all rows.
@@ -180,37 +180,38 @@ class Update:
                 self._parts[name][0] = fields
             for at in torch.arange(len(ids)).split(max(1, BLOCK_ELEMENTS // rows.shape[1])):
                 self._add(name, ids[at], table.encode(ids[at], rows[at], 32, 0), 0)
-        self._newer = {key: torch.cat(values) for key, values in self._decided.items()}
+        self._newer_ids = {key: torch.cat(values) for key, values in self._ids.items()}
 
     def finish(self) -> None:
         """Add rows that no file has, and check that there is room for all."""
-        names = {name for name, _ in self._decided} | self._parts.keys()
+        names = {name for name, _ in self._ids} | self._parts.keys()
         if self.is_full and (missing := sorted(self.tables.keys() - names)):
             raise ValueError(f"table {missing[0]!r} of the model was not published")
         for name, spec in self.specs.items() if self.is_full else ():
             if self.tables[name].dynamic is None and (size := spec.num_embeddings) is not None:
-                ids = torch.arange(size)  # servers have only rows that were used
-                self._add(name, ids, spec.initial_values(ids, seed_of(self.parts(name))), 0)
+                for ids in torch.arange(size).split(max(1, BLOCK_ELEMENTS // spec.embedding_dim)):
+                    rows = spec.initial_values(ids, seed_of(self.parts(name)))  # servers have only rows that were used
+                    self._add(name, ids, self.tables[name].encode(ids, rows, 32, 0), 0)
         for name, table in self.tables.items():
             if self.is_full and table.dynamic is not None:
                 ids = table.dynamic.ids().cpu()
-                published = self._newer.get((name, 0), ids[:0])
+                published = self._newer_ids.get((name, 0), ids[:0])
                 self._changes[name].append((ids[~torch.isin(ids, published)], None, 0))
             self._changes[name].sort(key=lambda change: change[1] is not None)  # removals make room
             table.check(self._changes[name], self.parts(name))
 
     def write(self) -> None:
-        """Write the changes to the tables."""
+        """Write the changes to the tables; after a failure it may be called again."""
         for name, table in self.tables.items():
-            table.write(self._changes.pop(name), self.parts(name))
+            table.write(self._changes[name], self.parts(name))
 
     def parts(self, name: str) -> Parts:
         return [part for _, part in sorted(self._parts[name].items())]
 
     def _add(self, name: str, ids: Tensor, rows: Tensor | None, column: int) -> None:
         key = name, column
-        mask = ~torch.isin(ids, self._newer[key]) if key in self._newer else torch.ones_like(ids, dtype=torch.bool)
-        self._decided[key].append(ids)
+        mask = ~torch.isin(ids, self._newer_ids.get(key, ids[:0]))
+        self._ids[key].append(ids.clone())  # a view would hold the buffer of its record
         if self.is_full and rows is not None:
             mask &= self.tables[name].differ(ids, rows, column)
         self._changes[name].append((ids[mask], None if rows is None else rows[mask], column))
