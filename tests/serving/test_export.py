@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -309,7 +310,7 @@ def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["trained", "quantized"])
 def test_a_program_of_onnx(kind, tmp_path, monkeypatch):
     runtime = pytest.importorskip("onnxruntime")
-    monkeypatch.setattr(PROGRAMS, "MAX_TABLE_BYTES", 2000)  # ids of dynamic tables are not counted
+    monkeypatch.setattr(PROGRAMS, "MAX_TABLE_BYTES", 2000)
     tables = [*ATEN_TABLES[:3], te.TableConfig("d", 70, 8, features=["d"], pooling="mean")]
     model = aten_model(kind, tables)
     PROGRAMS.write_onnx(tmp_path, model, DESCRIPTION)
@@ -331,6 +332,34 @@ def test_a_program_of_onnx(kind, tmp_path, monkeypatch):
         values["a.ids"][0] = bad_id
         with pytest.raises(Exception, match="invalid index found"):
             session.run(["score"], values)
+
+
+@pytest.mark.parametrize("kind", ["trained", "quantized"])
+def test_the_size_of_an_onnx_program_has_a_bound(kind, tmp_path, monkeypatch):
+    pytest.importorskip("onnxscript")
+    model, written = aten_model(kind), []
+    description = {**DESCRIPTION, "reading": {**DESCRIPTION["reading"], "labels": ["buy", "like"]}}
+    files = package.write_package(tmp_path, model, description)
+    tables = package.map_tables("embeddings", model.embeddings, tmp_path, files)
+    sizes = [sum(buffer.nbytes for buffer in PROGRAMS.OnnxTable(table).buffers()) for table in tables]
+
+    def trace(*args) -> tuple[list[str], SimpleNamespace]:
+        modules = nn.ModuleList(map(args[-1], tables))
+        return [type(module).__name__ for module in modules], SimpleNamespace(state_dict=modules.state_dict())
+
+    def convert(*_, **options: object) -> SimpleNamespace:
+        written.append(options["input_names"])
+        return SimpleNamespace(save=lambda path: Path(path).touch())
+
+    monkeypatch.setattr(PROGRAMS, "_trace", trace)
+    monkeypatch.setattr(torch.onnx, "export", convert)
+    monkeypatch.setattr(PROGRAMS, "MAX_TABLES_BYTES", sum(sizes[:2]))
+    PROGRAMS.write_onnx(tmp_path, model, description)
+    monkeypatch.setattr(PROGRAMS, "MAX_PROGRAM_BYTES", sum(sizes[:2]) - 1)
+    with pytest.raises(ValueError, match="ONNX less than 2 GiB"):
+        PROGRAMS.write_onnx(tmp_path, model, description)
+    assert written == [["OnnxTable"] * 2 + ["OutsideTable"] * 2]
+    assert json.loads((tmp_path / "inputs.json").read_text())["labels"] == ["buy", "like"]
 
 
 def test_programs_lack_some_tables(tmp_path):

@@ -154,13 +154,16 @@ def test_each_lookup_is_of_one_step(chain, folder):
     assert {step[0] for step in steps} == {0, 1, 2, 3}
 
 
-def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
+@pytest.mark.parametrize(("method", "number"), [("read", 1), ("write", 0)])
+def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch, method, number):
+    """Nor for the rows of a full snapshot, here of an earlier state."""
+    publish(folder, chain.manifests[1 - number])
     begun, go_on, refreshed = (threading.Event() for _ in range(3))
 
-    def read_slowly(*args) -> None:
+    def load_slowly(*args) -> None:
         begun.set()
         assert go_on.wait(DEADLINE)
-        read_file(*args)
+        load(*args)
 
     def refresh() -> bool:
         changed = Follower.refresh(follower)
@@ -168,17 +171,17 @@ def test_a_lookup_does_not_wait_for_a_load(chain, folder, monkeypatch):
             refreshed.set()
         return changed
 
-    read_file = following.Update.read
+    load = getattr(following.Update, method)
     with Follower(folder, poll=0.001) as follower:
-        monkeypatch.setattr(following.Update, "read", read_slowly)
+        monkeypatch.setattr(following.Update, method, load_slowly)
         monkeypatch.setattr(follower, "refresh", refresh)
-        publish(folder, chain.manifests[1])
+        publish(folder, chain.manifests[number])
         assert begun.wait(DEADLINE)
-        assert same(follower.look_up(IDS), chain.rows[0])
-        assert (follower.step, follower.problem) == (STEPS, None)
+        assert same(follower.look_up(IDS), chain.rows[1 - number])
+        assert (follower.step, follower.problem) == ((2 - number) * STEPS, None)
         go_on.set()
         assert refreshed.wait(DEADLINE)
-        assert same(follower.look_up(IDS), chain.rows[1])
+        assert same(follower.look_up(IDS), chain.rows[number])
 
 
 def test_a_hole_is_named_and_a_whole_snapshot_closes_it(chain, folder):

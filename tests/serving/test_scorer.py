@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import http.client
 import json
 import os
@@ -83,6 +84,13 @@ def test_every_form_of_a_request_has_the_scores_of_predict(served, app):
     assert np.array_equal(scores_of(app, rows[7]), scores[7:8])
     assert np.array_equal(scores_of(app, {"columns": {name: [row[name] for row in rows] for name in NAMES}}), scores)
     assert scores_of(app, []).shape == (0,)
+
+
+def test_no_rows_have_no_scores(served):
+    assert served.run.predict([]).shape == (0,)
+    several = copy.copy(served.run)
+    several.labels = ("buy", "like")
+    assert several.predict([]).shape == (0, 2)
 
 
 @pytest.mark.parametrize("shared", [("user",), ("price", "user", "tags"), ("tags",), ("age", "item")])

@@ -264,8 +264,8 @@ def _client(
         return LeaseClient(servers.directory.parts(name), name, spec)
     if spec.optimizer["cow_clip"] is not None:
         raise ValueError(
-            "cow_clip counts the occurrences of a row, which are not pushed to embedding servers; use staleness 0, for "
-            "several trainers with sharded tables, or omit cow_clip"
+            "cow_clip counts the occurrences of a row, which are not pushed to embedding servers; use staleness=0 "
+            "(with several trainers: and sharded tables), or omit cow_clip"
         )
     caches = [config.cache if config.cache.rows is not None else None for config in tables.configs]
     return CollectionClient(servers.directory.parts(name), name, spec, group.rank, caches)

@@ -2,7 +2,8 @@
 
 A program is of PyTorch's own operators, compiled by AOTInductor, or of ONNX. Its inputs are `dense`, float32
 `[B, num_dense]`, then of each feature its ids, int64 `[N]`, and the first position of each bag, int64 `[B]`, or of a
-feature of a table outside of the program its pooled rows, float32 `[B, dim]`. It returns click probabilities, `[B]`.
+feature of a table outside of the program its pooled rows, float32 `[B, dim]`. It returns click probabilities, `[B]`, or
+`[B, L]` of several labels, which `inputs.json` names.
 """
 
 import copy
@@ -27,7 +28,8 @@ from tritonemb.utils import new_folder
 
 Target = Literal["tritonemb", "aten", "onnx"]
 PACKAGE, ONNX, DESCRIPTION = "model.pt2", "model.onnx", "inputs.json"
-MAX_TABLE_BYTES = 64 << 20  # of tables in an ONNX program, which is one message of protobuf, of less than 2 GiB
+# Of an ONNX program, which is one message of protobuf, of less than 2 GiB; of its tables; and of a table.
+MAX_PROGRAM_BYTES, MAX_TABLES_BYTES, MAX_TABLE_BYTES = (2 << 30) - (64 << 20), 1 << 30, 64 << 20
 OPSET = 18  # the first with sums of duplicates in ScatterND
 
 
@@ -114,6 +116,13 @@ class OnnxTable(AtenTable):
         self.register_buffer("scale", scale)
         self.register_buffer("bias", bias)
 
+    @staticmethod
+    def num_bytes(table: Any) -> int:
+        """Return the bytes of the buffers for a table."""
+        if isinstance(table, QuantizedTable):
+            return len(table.weight) * (table.config.embedding_dim + 8)  # scale and bias are float32
+        return table.weight.nbytes + (table.index.sorted_ids.nbytes if table.config.is_dynamic else 0)
+
     def _search(self, ids: Tensor, known_ids: Tensor) -> Tensor:
         positions, size = torch.zeros_like(ids), len(known_ids)
         for step in (1 << bit for bit in reversed(range(size.bit_length()))):
@@ -165,7 +174,7 @@ class Program(nn.Module):
         self.model, self.inputs = model, inputs
 
     def forward(self, dense: Tensor, *tensors: Tensor) -> Tensor:
-        """Return probabilities `[B]`."""
+        """Return probabilities, `[B]` or `[B, L]`."""
         features = dict[str, tuple[Tensor, ...]]()
         for name, tensor in zip(self.inputs, tensors, strict=True):
             feature = name.rpartition(".")[0]
@@ -184,18 +193,28 @@ def write_aten(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> Non
 
 
 def write_onnx(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> None:
-    """Write a model as `model.onnx`, describe its inputs in `inputs.json`, and leave tables of more than
-    `MAX_TABLE_BYTES` in `tables`."""
+    """Write a model as `model.onnx`, describe its inputs in `inputs.json`, and leave tables in `tables` that exceed
+    `MAX_TABLE_BYTES`, or with those before them `MAX_TABLES_BYTES`."""
     try:
         import onnxscript  # noqa: F401
     except ImportError as error:
         raise ValueError("target 'onnx' needs onnx and onnxscript: pip install 'tritonemb[onnx]'") from error
 
+    num_bytes = 0
+
     def create(table: Any) -> nn.Module:
-        size = table.weight.numel() * table.weight.element_size()
-        return OutsideTable(table) if size > MAX_TABLE_BYTES else OnnxTable(table)
+        nonlocal num_bytes
+        size = OnnxTable.num_bytes(table)
+        if size > min(MAX_TABLE_BYTES, MAX_TABLES_BYTES - num_bytes):
+            return OutsideTable(table)
+        num_bytes += size
+        return OnnxTable(table)
 
     inputs, program = _trace(folder, model, values, create)
+    if (size := sum(tensor.nbytes for tensor in program.state_dict.values())) > MAX_PROGRAM_BYTES:
+        raise ValueError(
+            f"the program has {size:,} bytes, ONNX less than 2 GiB; export for target 'aten' or 'tritonemb'"
+        )
     try:
         onnx = torch.onnx.export(
             program,
@@ -223,7 +242,7 @@ def _trace(
     if not names:
         raise ValueError("a program needs a run of te.load_run, which knows the features and their order")
     # Replace the collections of a copy.
-    files, outside = write_package(folder, model, values), dict[str, int]()
+    files, dims_of_inputs = write_package(folder, model, values), dict[str, int]()
     for path, collection in collections_of(model).items():
         if not collection.pooled:
             raise ValueError(f"{path} is not pooled, so only target 'tritonemb' has it; export for that")
@@ -231,16 +250,16 @@ def _trace(
         memo[id(collection)] = ProgramTables(tables)
         for key, table in zip(keys_of(path, collection), tables, strict=True):
             if isinstance(table, OutsideTable):
-                outside |= dict.fromkeys(table.config.feature_names, table.config.embedding_dim)
+                dims_of_inputs |= dict.fromkeys(table.config.feature_names, table.config.embedding_dim)
             else:
                 (folder / files[key]).unlink()  # its mapping stays
     # Trace it for any sizes. Inputs are distinct, as the tracer merges equal ones.
     samples, num_dense = torch.export.Dim("samples"), values["reading"]["num_dense"]
     inputs, tensors, sizes = ["dense"], [torch.zeros(3, num_dense)], [{0: samples}]
     for number, name in enumerate(names):
-        if name in outside:
+        if name in dims_of_inputs:
             inputs.append(f"{name}.rows")
-            tensors.append(torch.zeros(3, outside[name]))
+            tensors.append(torch.zeros(3, dims_of_inputs[name]))
             sizes.append({0: samples})
         else:
             inputs += [f"{name}.ids", f"{name}.offsets"]
@@ -259,7 +278,8 @@ def _describe(folder: Path, inputs: Sequence[str], values: Mapping[str, Any], na
         file.unlink()
     if (tables := folder / TABLES).exists() and not any(tables.iterdir()):
         tables.rmdir()
-    entries = {"inputs": inputs, "num_dense": values["reading"]["num_dense"]}
+    reading = values["reading"]
+    entries = {"inputs": inputs, "num_dense": reading["num_dense"], "labels": [*reading.get("labels", ())]}
     write_manifest(folder, {**entries, "files": {name: size_and_checksum(folder / name)}}, DESCRIPTION)
 
 

@@ -137,6 +137,9 @@ class ModelFollower(Closeable):
         for name, value in update.dense.items():
             self._dense[name].copy_(value)
         update.write()
+        self._serve(update)
+
+    def _serve(self, update: Update) -> None:
         self._tables, self._names, self.step, self._time = update.tables, update.names, update.step, update.time
         self.bases, self.increments = self.bases + update.is_full, self.increments + (not update.is_full)
 
@@ -160,11 +163,13 @@ class ModelFollower(Closeable):
         if is_full := None in files:
             files = [successors(chain) for chain in chains]
         specs = [CollectionSpec.from_json(end["spec"]).tables if "spec" in end else () for end in ends]
-        named = [{f"{prefix}{spec.name}": spec for spec in s} for prefix, s in zip(prefixes, specs, strict=False)]
-        all_specs = {name: spec for specs in named for name, spec in specs.items()}
+        specs_by_name = [
+            {f"{prefix}{spec.name}": spec for spec in s} for prefix, s in zip(prefixes, specs, strict=False)
+        ]
+        all_specs = {name: spec for specs in specs_by_name for name, spec in specs.items()}
         update = Update(self._targets(all_specs, is_full), all_specs, is_full)
         update.names, update.step, update.time = names, step, min(times)
-        for names_of_tables, chain in zip(map(list, named), files, strict=False):
+        for names_of_tables, chain in zip(map(list, specs_by_name), files, strict=False):
             for file, header in reversed(chain or []):
                 update.read(file, header, names_of_tables)
         if is_checkpoint:
@@ -207,8 +212,8 @@ def newest_manifest(folder: Path) -> tuple[Path, Values]:
 class Follower(ModelFollower):
     """Read-only replica of a collection's tables on embedding servers; thread-safe.
 
-    It loads a full snapshot once, then incremental ones; lookups wait while the rows of an update are written, but not
-    while its files are read. It is a `Service` for `look_up` by other processes, and for `Connection.query("stats")`.
+    It loads a full snapshot once, then incremental ones; lookups wait while changed rows are written, but not while
+    files are read. It is a `Service` for `look_up` by other processes, and for `Connection.query("stats")`.
 
     Args:
         folder: a run's `checkpoints`, of which it follows the newest one, or the folder of a `Publisher`.
@@ -306,8 +311,13 @@ class Follower(ModelFollower):
         return {name: FollowedTable(name, table, specs[name].num_embeddings) for name, table in tables.items()}
 
     def _prepare(self, path: Path, manifest: Values) -> Update | None:
-        """Apply an update at once."""
-        if (update := super()._prepare(path, manifest)) is not None:
+        """Apply an update at once; lookups wait for that of a full snapshot only while the tables are exchanged."""
+        update = super()._prepare(path, manifest)
+        if update is not None and update.is_full:
+            update.write()
+            with self._serving:
+                self._serve(update)
+        elif update is not None:
             with self._serving, on_error(self._discard):
                 self._apply(update)
         return None

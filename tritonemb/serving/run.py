@@ -291,9 +291,8 @@ class Run:
         for feature in self.features:
             ids = torch.randint(feature.num_embeddings, (size,), generator=generator)
             columns.append(Column(ids, torch.arange(size + 1) if feature.multi_hot else None))
-        rows = Rows(
-            torch.randn(size, self._num_dense, generator=generator), tuple(columns), torch.zeros(size, *label_shape)
-        )
+        dense = torch.randn(size, self._num_dense, generator=generator)
+        rows = Rows(dense, tuple(columns), torch.zeros(size, *label_shape))
         expected = self._logits(self._batches(rows, size))
         sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
         results = ((n, self._logits(self._batches(rows.slice(0, n), n))) for n in sizes)
@@ -311,7 +310,8 @@ class Run:
         return probabilities(logits)
 
     def _logits(self, batches: Iterable[Batch]) -> Tensor:
-        return predict_logits(self.model, batches, self.device, self._precision)[0]
+        logits = predict_logits(self.model, batches, self.device, self._precision)[0]
+        return logits.reshape(-1, len(self.labels)) if self.labels else logits  # also without batches
 
 
 class RunTable(NamedTuple):

@@ -138,9 +138,9 @@ class ServerState:
         """See `DeviceRows.fetch`."""
         state = self.require_service().tensors(self.config.name)
         rows = torch.cat([state["weight"], state.get(f"{FALLBACK}weight", state["weight"][:0])])
-        copied = sorted_table(table.config, rows, state.get("ids"), int(state.get("seed", table.seed)))
-        copied.index.counts = state.get("count")
-        return copied
+        result = sorted_table(table.config, rows, state.get("ids"), int(state.get("seed", table.seed)))
+        result.index.counts = state.get("count")
+        return result
 
     def assign(self, table: Table, tensors: Tensors) -> None:
         service, name = self.require_service(), self.config.name
