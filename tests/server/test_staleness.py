@@ -36,7 +36,7 @@ def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
 
 @pytest.mark.parametrize("staleness", [1, AtMost(2), None])
 def test_cow_clip_needs_staleness_0(staleness):
-    with local_servers(1) as servers, pytest.raises(ValueError, match=r"cow_clip counts .* use staleness 0"):
+    with local_servers(1) as servers, pytest.raises(ValueError, match=r"cow_clip counts .* use staleness=0"):
         make(servers, staleness, te.optim.Adam(lr=0.1, cow_clip=1.0))
 
 
