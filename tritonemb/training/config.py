@@ -138,7 +138,7 @@ class PublishOptions(Options):
         publish: folder to publish to; not published if not given.
         publish_steps: steps between two publications; the last step is published, too.
         publish_rows: format of rows of tables that are not on servers.
-        publish_seconds: seconds between two publications, about, if these are fewer than publish_steps.
+        publish_seconds: seconds between two publications, about, if they pass sooner than publish_steps steps.
         publish_priority: changed rows of a table in a publication, at most: those that changed most; later the others.
     """
 
