@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -80,11 +81,11 @@ def test_one_label_has_logits_of_one_dimension(name):
 
 def fit(rank: int, name: str, size: int = 1, compiled: bool = False, **table):
     model = make_model(name, **table)
-    servers = te.server.start(1) if table.get("placement") == "server" else None
     wrapped = te.HybridParallel(model, exchange=te.sharding.ExchangePrecision("fp32", "fp32")) if size > 1 else model
-    trainer = te.Trainer(wrapped, data(), batch_size=60 // size, verbose=False, servers=servers, compile=compiled)
-    trainer.fit()
-    return trainer.predict("test").numpy()
+    with te.server.start(1) if table.get("placement") == "server" else nullcontext() as servers:
+        trainer = te.Trainer(wrapped, data(), batch_size=60 // size, verbose=False, servers=servers, compile=compiled)
+        trainer.fit()
+        return trainer.predict("test").numpy()
 
 
 def test_tables_on_every_tier_train_alike(name):
