@@ -99,10 +99,13 @@ class DIN(nn.Module):
         targets = dict[str, Tensor]()
         for name in dict.fromkeys(target for target, _ in self.histories):
             bounds = offsets[keys.index(name) * size :][: size + 1]
-            if can_read(offsets) and bool((wrong := bounds.diff() != 1).any()):
-                text = f"sample {int(wrong.nonzero()[0, 0])} has {int(bounds.diff()[wrong][0])} ids of {name!r}"
-                raise ValueError(f"{text}, the target of a history, expected one; its column must not be a list")
-            torch._assert_async((bounds.diff() == 1).all(), f"a sample needs one id of {name}, the target of a history")
+            is_single = (lengths := bounds.diff()) == 1
+            if not can_read(offsets):
+                torch._assert_async(is_single.all(), f"a sample needs one id of {name}, the target of a history")
+            elif not bool(is_single.all()):
+                sample = int(is_single.long().argmin())
+                text = f"sample {sample} has {int(lengths[sample])} ids of {name!r}, the target of a history"
+                raise ValueError(f"{text}, expected one; its column must not be a list")
             targets[name] = rows.index_select(0, bounds[:-1])
         columns = [dense, *targets.values()]
         for attention, (target, history) in zip(self.attentions, self.histories, strict=True):

@@ -57,7 +57,7 @@ class Windows:
         num_items: their sum, N.
 
     Attributes:
-        whole: windows of all sequences, of `max_length`.
+        window: windows of all sequences, of `max_length`.
         rows, distances: sequence of each item, and number of items after it there, `[N]`.
     """
 
@@ -66,11 +66,12 @@ class Windows:
         sequences = torch.arange(len(lengths), device=lengths.device)
         self.rows = torch.repeat_interleave(sequences, lengths, output_size=num_items)
         self.distances = lengths.cumsum(0)[self.rows] - 1 - items
-        self.whole = Window.create(max_length, lengths, items, self.rows, self.distances)
-        self._parts = [self.whole]
-        if not can_read(lengths) and num_items:  # a longer one would write into the window of another
+        self.window = Window.create(max_length, lengths, items, self.rows, self.distances)
+        self._parts = [self.window]
+        if not num_items:
+            return
+        if not can_read(lengths):  # a longer one would write into the window of another
             torch._assert_async((lengths <= max_length).all(), f"a sequence has more than {max_length} items")
-        if not can_read(lengths) or not num_items:
             return
         if (longest := int(lengths.max())) > max_length:
             raise ValueError(
@@ -91,8 +92,8 @@ class Windows:
         if len(self._parts) == 1:
             return self._parts[0].pack(attention(self._parts[0], *map(self._parts[0].pad, packed)))
         outputs = [w.pack(attention(w, *(w.pad(x.index_select(0, w.items)) for x in packed))) for w in self._parts]
-        attended, order = torch.cat(outputs), torch.cat([window.items for window in self._parts])
-        return attended.new_empty(attended.shape).index_copy(0, order, attended)
+        output, order = torch.cat(outputs), torch.cat([window.items for window in self._parts])
+        return output.new_empty(output.shape).index_copy(0, order, output)
 
 
 def can_read(lengths: Tensor) -> bool:
@@ -139,7 +140,7 @@ class SequenceModel(nn.Module):
         ids, lengths, length = _unpack(sequences, self.key, self.max_length)
         windows = Windows(lengths, len(ids), length)
         hidden = self.encode(self.look_up(ids, lengths), windows, None if times is None else times.flatten())
-        return windows.whole.pad(hidden)
+        return windows.window.pad(hidden)
 
 
 def _unpack(sequences: Tensor | Features, key: str, max_length: int) -> tuple[Tensor, Tensor, int]:

@@ -33,9 +33,11 @@ def build_model(
         if value != defaults[name] and name not in names:
             raise ValueError(f"{create.__name__} has no option {name}; remove it, or choose another model")
     if num_labels and "num_labels" not in names:
-        able = ", ".join(name for name, model in MODELS.items() if "num_labels" in signature(model).parameters)
+        names_of_models = ", ".join(
+            name for name, model in MODELS.items() if "num_labels" in signature(model).parameters
+        )
         raise ValueError(
-            f"{create.__name__} predicts one label, the data have {num_labels}; choose another model: {able}"
+            f"{create.__name__} predicts one label, the data have {num_labels}; choose another model: {names_of_models}"
         )
     options |= {"num_labels": num_labels or 1}
     options |= {"bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
