@@ -96,7 +96,7 @@ class DIN(nn.Module):
         bags = torch.repeat_interleave(bags, offsets.diff(), output_size=len(rows))
         size = sequences.stride()
         # Rows of each target: its only one of each sample.
-        targets = dict[str, Tensor]()
+        targets: dict[str, Tensor] = {}  # not `dict[...]()`, which Dynamo cannot trace
         for name in dict.fromkeys(target for target, _ in self.histories):
             bounds = offsets[keys.index(name) * size :][: size + 1]
             is_single = (lengths := bounds.diff()) == 1

@@ -441,8 +441,8 @@ def dynamic_commit_insert_(
 
 
 def _of_ids(pending: PendingInsert) -> tuple[np.ndarray, ...]:
-    fields = pending.tables, pending.ids, pending.count_occurrences(), pending.admitted
-    return tuple(tensor.numpy() for tensor in fields)
+    assert pending.occurrences is not None  # `begin_insert_by_numpy` counts them
+    return tuple(t.numpy() for t in (pending.tables, pending.ids, pending.occurrences, pending.admitted))
 
 
 def dynamic_remove_(index: DynamicIndex, ids: Tensor) -> Tensor:
