@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-MODULES = ("amazon", "gowalla", "multi_task")  # of this package
+MODULES = ("amazon", "gowalla", "multi_task", "ranking")  # of this package
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -30,6 +30,7 @@ class Cell:
         baseline: cell with the same seeds to compare with, in place of published figures.
         tolerance: relative loss of a metric with which it counts as reached.
         notes: what differs from the source.
+        peers: libraries to compare with, and what differs in their models; a second table has these cells.
     """
 
     name: str
@@ -42,3 +43,4 @@ class Cell:
     tolerance: float = 0.0
     notes: str = ""
     baseline: str = ""
+    peers: Mapping[str, str] = field(default_factory=dict)

@@ -45,11 +45,69 @@ def run(cell: Cell, data: Path, scratch: Path, seed: int) -> dict[str, Any]:
     return result
 
 
+def results_of(cell: Cell) -> list[dict[str, Any]]:
+    """Return the results of a cell, in the order of its seeds."""
+    return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{cell.name}-[0-9]*.json"))]
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """Return the mean and its standard error, which is NaN for one value."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return statistics.mean(values), error
+
+
+def peer_table() -> str:
+    """Return the table of models beside those of other libraries: a row per cell and library, means over its seeds.
+
+    Samples per second are those of the epoch with the fewest CPU seconds of all seeds, relative to the peer's."""
+    rows = []
+    for cell in (cell for cell in cells().values() if cell.peers):
+        for library, notes in cell.peers.items():
+            results = [result for result in results_of(cell) if library in result["peers"]]
+            figures, ratios = ["not run", "-", "-"], ["-", "-"]
+            if results:
+                pairs = [(result["metrics"]["AUC"], result["peers"][library]["metrics"]["AUC"]) for result in results]
+                means = [mean_and_error([pair[side] for pair in pairs])[0] for side in (0, 1)]
+                gap, error = mean_and_error([ours - peer for ours, peer in pairs])
+                figures = [f"{means[0]:.4f}", f"{means[1]:.4f}", f"{gap:+.4f} ± {error:.4f}"]
+                fastest = {
+                    name: min(min(result["epoch_cpu_seconds"][name]) for result in results)
+                    for name in results[0]["epoch_cpu_seconds"]
+                }
+                keys = [f"{library} {loop}" for loop in ("steps", "loop")]
+                ratios = [f"{fastest[key] / fastest['ours']:.2f}" if key in fastest else "-" for key in keys]
+            commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
+            seeds = f"{len(results)} of {cell.seeds}"
+            rows.append([cell.data, cell.model, library, *figures, *ratios, seeds, commits, notes or "-"])
+    speed = "samples/s: plain steps", "its own loop"
+    header = [
+        "data",
+        "model",
+        "peer",
+        "AUC here",
+        "AUC of the peer",
+        "difference",
+        *speed,
+        "seeds",
+        "commit",
+        "differs",
+    ]
+    return markdown_table(header, rows, len(header))
+
+
+def write_page() -> None:
+    """Write both tables into the page."""
+    update(PAGE, "board", table())
+    update(PAGE, "peers", peer_table())
+
+
 def table() -> str:
     """Return the table of the page: a row per cell, means over its seeds, and differences from published figures."""
     rows = []
     for cell in cells().values():
-        results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{cell.name}-[0-9]*.json"))]
+        if cell.peers:
+            continue
+        results = results_of(cell)
         names = list(cell.published) or sorted({name for result in results for name in result["metrics"]})
         figures, published, reached = [], [], []
         for name in names:
@@ -65,8 +123,8 @@ def table() -> str:
             if gaps := [
                 r["metrics"][name] - json.loads(p.read_text())["metrics"][name] for r, p in paired if p.exists()
             ]:
-                error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 else math.nan
-                reached.append(f"{statistics.mean(gaps):+.4f} ± {error:.4f}")
+                mean, error = mean_and_error(gaps)
+                reached.append(f"{mean:+.4f} ± {error:.4f}")
         seconds = statistics.mean(result["seconds"] for result in results) if results else 0
         commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
         targets = f"{' / '.join(published)} ({cell.source})" if cell.published else "-"
@@ -90,7 +148,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help=f"only write {PAGE} from the results")
     options, known = parser.parse_args(), cells()
     if options.page:
-        return update(PAGE, "board", table())
+        return write_page()
     if options.cell not in known or options.data is None:
         parser.error(f"expected a cell, {', '.join(known)}, and --data FOLDER; got {options.cell}")
     torch.set_num_threads(options.threads)
@@ -98,7 +156,7 @@ def main() -> None:
     for seed in range(cell.seeds) if options.seed is None else [options.seed]:
         result = run(cell, options.data, options.scratch, seed)
         print(cell.name, "seed", seed, json.dumps(result["metrics"]), "published", json.dumps(result["published"]))
-    return update(PAGE, "board", table())
+    return write_page()
 
 
 if __name__ == "__main__":

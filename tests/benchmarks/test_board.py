@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import lzma
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,8 +16,10 @@ import torch
 
 import tritonemb as te
 from benchmarks import board
-from benchmarks.board import Cell, __main__, amazon, gowalla
+from benchmarks.board import Cell, __main__, amazon, gowalla, peers, ranking
 from tests.helpers import assert_same_bits
+from tritonemb.data import Dataset, Feature
+from tritonemb.data.batch import Column, Rows
 from tritonemb.models import HSTU, SASRec
 from tritonemb.models.losses import sampled_softmax
 
@@ -149,3 +155,72 @@ def test_the_next_item_is_ranked_among_items_that_the_user_has_not_had(tmp_path:
     sequences = amazon.read_sequences(tmp_path / "a.txt")
     assert amazon.evaluate(model, sequences, "test") == {"HR@10": 1.0, "NDCG@10": 1.0}
     assert amazon.evaluate(model, sequences, "validation")["NDCG@10"] == pytest.approx((1 + 1 / 1.584962500721156) / 2)
+
+
+@contextmanager
+def single_thread() -> Iterator[None]:
+    """Restore torch's number of threads, which a run sets to 1."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def small_dataset() -> Dataset:
+    """40 rows whose label is a function of a list of ids, in each split."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 4, (40,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    tags = torch.randint(0, 5, (int(lengths.sum()),), generator=generator, dtype=torch.int32)
+    items = torch.randint(0, 9, (40,), generator=generator, dtype=torch.int32)
+    rows = Rows(torch.randn(40, 2, generator=generator), (Column(items), Column(tags, offsets)), (lengths > 1).float())
+    features = Feature("item", 9), Feature("tags", 5, multi_hot=True)
+    return Dataset("small", features, rows, rows, rows)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("cell", ranking.CELLS[: len(ranking.NOTES)], ids=lambda cell: cell.model)
+def test_a_ranking_model_is_trained_without_peers_and_with_those_installed(cell: Cell, tmp_path: Path):
+    options, libraries, _ = cell.run.args
+    installed = [name for name in libraries if find_spec(name.lower().replace("-", "_"))]
+    options = replace(options, dim=4, mlp=(8,), batch_size=16, max_epochs=2)
+    with single_thread():
+        result = ranking.run(options, installed, lambda *_: small_dataset(), tmp_path, tmp_path, 0)
+    outcomes = [result, *result["peers"].values()]
+    assert all(0 < outcome["metrics"]["AUC"] <= 1 for outcome in outcomes)
+    assert len(result["epoch_cpu_seconds"]) == 1 + 2 * len(installed)
+
+
+@pytest.mark.more
+def test_a_peer_reads_the_rows_that_ours_reads(monkeypatch: pytest.MonkeyPatch):
+    """Lists are padded behind their ids, which begin at one; a library that is missing says how to install it."""
+    data = small_dataset()
+    module = torch.nn.Linear(1, 1)
+    library = peers.Library("toy", lambda *_: (module, lambda module, batch: batch["item"].sigmoid()), None)
+    monkeypatch.setitem(peers.PEERS, "toy", library)
+    peer = peers.Peer("toy", data, peers.Options("deepfm"), 0)
+    batch = peer.batch("train", torch.tensor([7, 3]))
+    offsets, tags = data.train.columns[1].offsets.tolist(), data.train.columns[1].values.tolist()
+    for position, row in enumerate((7, 3)):
+        ids = [tag + 1 for tag in tags[offsets[row] : offsets[row + 1]]]
+        assert batch["tags"][position].tolist() == ids + [0] * (3 - len(ids))
+        assert batch["item"][position] == data.train.columns[0].values[row]
+        assert batch["dense_1"][position] == data.train.dense[row, 1]
+    assert torch.equal(peer.predict("test"), data.test.columns[0].values.float().sigmoid())
+    with pytest.raises(ModuleNotFoundError, match=r"docs/board\.md says how the peers are installed"):
+        peers.load("no_such_library")
+
+
+def test_a_cell_beside_peers_has_a_row_per_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(__main__, "RESULTS", tmp_path)
+    cell = Cell("toy", "rows", "model", lambda *_: {}, seeds=2, peers={"A": "no bias", "B": ""})
+    monkeypatch.setattr(__main__, "cells", lambda: {"toy": cell})
+    assert "| rows | model | B | not run |" in __main__.peer_table()
+    assert "rows" not in __main__.table()
+    for seed, (ours, peer, seconds) in enumerate([(0.8, 0.78, [2.0, 3.0]), (0.82, 0.82, [1.0, 2.0])]):
+        result = {"metrics": {"AUC": ours}, "peers": {"A": {"metrics": {"AUC": peer}}}, "commit": "0123456789"}
+        times = {"ours": seconds, "A steps": [1.5, 9.0], "A loop": [4.0]}
+        (tmp_path / f"toy-{seed}.json").write_text(json.dumps(result | {"epoch_cpu_seconds": times}))
+    expected = "| A | 0.8100 | 0.8000 | +0.0100 ± 0.0100 | 1.50 | 4.00 | 2 of 2 | 01234567 | no bias |"
+    assert expected in __main__.peer_table()
