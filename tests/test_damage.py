@@ -20,9 +20,10 @@ from tritonemb.data.files import BLOCK_BYTES, CHECKSUMS
 from tritonemb.offloading.checkpoint import CHECKSUMS as CHECKSUMS_FILE
 from tritonemb.sharding import ColumnWise, RowWise, ShardingPlan
 from tritonemb.sharding.planner import Topology
+from tritonemb.storage.checkpoint import MANIFEST
 from tritonemb.storage.checkpoint import METADATA as METADATA_FILE
 from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
-from tritonemb.training.checkpoint import MANIFEST, CheckpointFolder, read_manifest
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
 
 File = tuple[Path, Callable[[], Any]]  # and what reads it
 

@@ -23,7 +23,6 @@ def invalid_id_error(position: int, values: Tensor, offsets: Tensor, layout: Lay
 
 
 def id_out_of_range(table: str, feature: str, sample: int, position: int, value: int, num_rows: int) -> ValueError:
-    """Return the error for an id outside `[0, num_rows)`."""
     return ValueError(
         f"table {table!r}: id {value} of feature {feature!r}, sample {sample} (position {position} of values) is out "
         f"of range; valid ids are 0 to {num_rows - 1}. Map or hash the ids into the table, make the table larger, or "
@@ -73,12 +72,10 @@ def offsets_error(bag: int, offsets: Tensor, num_values: int, layout: Layout) ->
 
 
 def offsets_do_not_start_at_zero(first: int) -> ValueError:
-    """Return the error for a first offset other than 0."""
     return ValueError(f"offsets must start with 0, got {first}")
 
 
 def offsets_do_not_end_with_values(last: int, num_values: int) -> ValueError:
-    """Return the error for a last offset other than the number of values."""
     return ValueError(f"offsets end at {last} but there are {num_values} values")
 
 
@@ -111,7 +108,6 @@ def warn_of_skipped_rows(table: str) -> None:
 
 
 def gradient_not_finite(table: str, row: int) -> ValueError:
-    """Return the error for a row whose gradient is NaN or infinite."""
     return ValueError(
         f"table {table!r}: the gradient of row {row} is NaN or infinite; no table was changed. Lower the learning "
         'rate, clip with max_gradient=, or choose on_nonfinite="skip" to leave such rows untouched'

@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from tritonemb.utils import Options, join_names, number, numbers_by_name
+from tritonemb.utils import Options, join_names, number, pairs_by_name
 
 Pooling = Literal["sum", "mean", "none"]
 Placement = Literal["device", "host", "disk", "server"]
@@ -399,7 +399,7 @@ class TableOptions(Options):
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
         """Set columns, placement, cache, eviction, admission and fallback rows of tables."""
-        dims, names = numbers_by_name("embedding_dims", self.embedding_dims), [table.name for table in tables]
+        dims, names = pairs_by_name("embedding_dims", self.embedding_dims), [table.name for table in tables]
         if unknown := [name for name in dims if names and name not in names]:
             raise ValueError(f"embedding_dims names {unknown[0]!r}, not a table; the tables are {join_names(names)}")
         cache = CacheConfig(
@@ -407,7 +407,7 @@ class TableOptions(Options):
         )
         eviction, admission = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
         policies: dict[str, Any] = {"eviction": eviction, "admission": admission, "fallback_rows": self.fallback_rows}
-        placed = [replace(table, embedding_dim=dims.get(table.name, table.embedding_dim)) for table in tables]
+        placed = [replace(table, embedding_dim=int(dims.get(table.name, table.embedding_dim))) for table in tables]
         for index, table in enumerate(placed):
             if table.is_dynamic:
                 placed[index] = replace(table, **policies)

@@ -114,11 +114,6 @@ def join_names(names: Iterable[str], limit: int = 60, separator: str = ", ", las
     return separator.join(names[:limit]) + (f"{last}and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def numbers_by_name(option: str, entries: Iterable[str]) -> dict[str, int]:
-    """Parse the entries of an option, "name=number", as `pairs_by_name` does."""
-    return {name: int(digits) for name, digits in pairs_by_name(option, entries).items()}
-
-
 def pairs_by_name(
     option: str, entries: Iterable[str], expected: str = "number", pattern: str = "[0-9]+"
 ) -> dict[str, str]:

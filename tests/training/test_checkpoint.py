@@ -16,16 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.helpers import Calls, resealed
-from tritonemb.storage.checkpoint import METADATA, CheckpointReader
+from tritonemb.storage.checkpoint import MANIFEST, METADATA, CheckpointReader
 from tritonemb.training import CheckpointOptions
-from tritonemb.training.checkpoint import (
-    MANIFEST,
-    CheckpointError,
-    CheckpointFolder,
-    load_tensors,
-    read_manifest,
-    stored_tensors,
-)
+from tritonemb.training.checkpoint import CheckpointError, CheckpointFolder, load_tensors, read_manifest, stored_tensors
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:

@@ -11,7 +11,8 @@ pytest.importorskip("psutil")
 
 from tests.durability import LINUX, Durability
 from tests.training.disk_job import Probe
-from tritonemb.training.checkpoint import MANIFEST, CheckpointFolder
+from tritonemb.storage.checkpoint import MANIFEST
+from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.checkpoint.manager import AsyncSave
 from tritonemb.training.train_state import model_tensors
 

@@ -22,15 +22,8 @@ from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
 from tests.training import jobs
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage import checkpoint as files
-from tritonemb.storage.checkpoint import ignore_single_process_warning
-from tritonemb.training.checkpoint import (
-    MANIFEST,
-    CheckpointError,
-    CheckpointFolder,
-    load_tensors,
-    read_manifest,
-    stored_tensors,
-)
+from tritonemb.storage.checkpoint import MANIFEST, ignore_single_process_warning
+from tritonemb.training.checkpoint import CheckpointError, CheckpointFolder, load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint import folder as folder_module
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -36,7 +36,6 @@ class Batch:
 
     @property
     def layout(self) -> "BatchLayout":
-        """Layout of a buffer with these tensors."""
         values = self.sparse.values()
         wide, num_dense = values.dtype == torch.int64, self.dense.shape[1]
         num_labels = self.labels.shape[1] if self.labels.dim() > 1 else 0

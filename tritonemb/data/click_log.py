@@ -155,7 +155,6 @@ class ClickLog(protocol.TablesMixin):
             self._reader.source.row_unit, self.contents = 0, {}  # no contents: the next resume counts by line, too
 
     def splits(self) -> tuple[Split, ...]:
-        """Return the splits of the log."""
         return tuple(split for split in SPLITS if split in self._reader.parts)
 
     def num_rows(self, split: Split) -> int | None:

@@ -111,7 +111,6 @@ class Dataset(protocol.TablesMixin):
 
     @property
     def has_weights(self) -> bool:
-        """Return whether rows have weights."""
         return self.train.weights is not None
 
     @property
@@ -120,7 +119,6 @@ class Dataset(protocol.TablesMixin):
         return {split: f"{self.num_rows(split):,} rows" for split in self.splits()}
 
     def splits(self) -> tuple[Split, ...]:
-        """Return the splits of the data set."""
         return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
 
     def num_rows(self, split: Split) -> int:

@@ -181,9 +181,8 @@ def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> li
     if labelled and schema.weight in batch.schema.names:
         weight = batch.column(schema.weight)
         values, absent = numeric_values(weight), missing_mask(weight.cast(value_type(weight.type)))
-        problems.append(
-            (schema.weight, "a finite number of 0 or more", ~((values >= 0) & (values < INFINITE)) | absent)
-        )
+        invalid = absent | ~((values >= 0) & (values < INFINITE))
+        problems.append((schema.weight, "a finite number of 0 or more", invalid))
     for name, column in ((name, batch.column(name)) for name in schema.dense if name in batch.schema.names):
         logarithmic = schema.is_logarithmic(name)
         if pa.types.is_floating(value_type(column.type)):
@@ -364,10 +363,8 @@ def encode(batch: Any, schema: Schema, features: Sequence[Feature], numberings: 
     if labelled and schema.weight:
         weights = torch.from_numpy(numeric_values(batch.column(schema.weight)).astype(np.float32))
     lengths = schema.lengths_by_name()
-    columns = tuple(
-        _encode_column(batch.column(f.name), numberings[f.name], f.kind, lengths.get(f.name)) for f in features
-    )
-    return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels), weights)
+    columns = [_encode_column(batch.column(f.name), numberings[f.name], f.kind, lengths.get(f.name)) for f in features]
+    return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels), weights)
 
 
 def _encode_column(array: Any, numbering: Numbering, kind: str, max_length: int | None) -> Column:

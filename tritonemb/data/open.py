@@ -292,7 +292,6 @@ class RemoteData(TablesMixin):
         self._splits: tuple[Split, ...] = tuple(description["splits"])
 
     def splits(self) -> tuple[Split, ...]:
-        """Return the splits of the data set."""
         return self._splits
 
     def num_rows(self, split: Split) -> int | None:

@@ -105,11 +105,10 @@ class Schema:
             if self.sparse and table not in self.sparse:
                 near = did_you_mean(table, self.sparse)
                 raise ValueError(f"share has {table!r}, not among sparse: {join_names(self.sparse)}{near}")
-            if table in tables or name in self.sizes_by_name():
-                text = (
-                    f"{table!r} has a table of another column itself" if table in tables else f"sizes has {name!r}, too"
-                )
-                raise ValueError(f"share has {name}={table}, but {text}")
+            if table in tables:
+                raise ValueError(f"share has {name}={table}, but {table!r} has a table of another column itself")
+            if name in self.sizes_by_name():
+                raise ValueError(f"share has {name}={table}, but sizes has {name!r}, too")
         return tables
 
     def lengths_by_name(self) -> dict[str, int]:
@@ -138,7 +137,6 @@ class Schema:
 
     @property
     def label_columns(self) -> Names:
-        """Names of the columns of labels."""
         return self.labels or ((self.label,) if self.label else ())
 
     def columns(self, labelled: bool = True) -> Names:

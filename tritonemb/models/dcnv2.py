@@ -1,7 +1,6 @@
 """DCNv2: deep and cross network, version 2 (Wang et al., WWW 2021)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,20 +9,6 @@ from tritonemb.models.pooled import PooledModel
 from tritonemb.nn.layers import MLP, CrossNetwork
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
-from tritonemb.utils import Options, number
-
-
-@dataclass(frozen=True, kw_only=True)
-class DCNv2Options(Options):
-    """Options of DCNv2.
-
-    Args:
-        num_cross_layers: dcnv2: cross layers.
-        low_rank: dcnv2: rank of the matrix of a cross layer; full if not given.
-    """
-
-    num_cross_layers: int = number(3, least=1)
-    low_rank: int | None = number(None, least=1)
 
 
 class DCNv2(PooledModel):

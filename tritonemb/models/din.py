@@ -1,7 +1,7 @@
 """DIN: deep interest network (Zhou et al., KDD 2018, arXiv:1706.06978)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,6 @@ from tritonemb.nn.collections import EmbeddingCollection
 from tritonemb.nn.layers import MLP
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
-from tritonemb.utils import Options
-
-
-@dataclass(frozen=True, kw_only=True)
-class DINOptions(Options):
-    """Options of DIN.
-
-    Args:
-        attention_mlp: din: widths of the hidden layers of its attention.
-    """
-
-    attention_mlp: tuple[int, ...] = (80, 40)
 
 
 class TargetAttention(nn.Module):

@@ -1,7 +1,6 @@
 """FinalMLP: two MLPs over gated features, fused by bilinear forms (Mao et al., AAAI 2023, arXiv:2304.00902)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +10,9 @@ from tritonemb.models.pooled import PooledModel
 from tritonemb.nn.layers import MLP
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
-from tritonemb.utils import Options, join_names, number
+from tritonemb.utils import join_names
 
 GATE_WIDTH = 64  # hidden units of a gate's MLP: those of the authors' implementation in FuxiCTR
-
-
-@dataclass(frozen=True, kw_only=True)
-class FinalMLPOptions(Options):
-    """Options of FinalMLP.
-
-    Args:
-        gate_features: finalmlp: features that the gate of the first stream reads, the other gate reads the others;
-            learned gates that read no features if not given.
-        num_heads: finalmlp: heads of the bilinear fusion, a divisor of the last width of top_mlp.
-    """
-
-    gate_features: tuple[str, ...] = ()
-    num_heads: int = number(1, least=1)
 
 
 class FeatureGate(nn.Module):
@@ -41,7 +26,6 @@ class FeatureGate(nn.Module):
         self.logits = None if context_width else nn.Parameter(torch.zeros(width, device=device))
 
     def reset_parameters(self) -> None:
-        """Set learned gates to 1."""
         if self.logits is not None:
             nn.init.zeros_(self.logits)
 
@@ -64,12 +48,11 @@ class BilinearFusion(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the bilinear forms with initial values."""
         nn.init.xavier_normal_(self.weight)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        heads = (stream.unflatten(1, (len(self.weight), -1)).transpose(0, 1) for stream in (x, y))  # [H, B, width / H]
-        x_heads, y_heads = heads
+        # Heads `[H, B, width / H]` of both streams.
+        x_heads, y_heads = (stream.unflatten(1, (len(self.weight), -1)).transpose(0, 1) for stream in (x, y))
         bilinear = (torch.bmm(x_heads, self.weight.to(x.dtype)) * y_heads).sum(dim=(0, 2))
         return self.linear(torch.cat([x, y], dim=1)).squeeze(1) + bilinear
 

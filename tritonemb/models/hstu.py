@@ -24,7 +24,6 @@ class RelativeBias(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the biases with initial values."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=0.02)
 
@@ -62,8 +61,8 @@ class HSTUBlock(nn.Module):
         return items + self.out(self.dropout(self.attention_norm(attended) * gates))
 
     def attend(self, window: Window, value: Tensor, query: Tensor, key: Tensor, times: Tensor | None = None) -> Tensor:
-        heads = (x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in (value, query, key))  # [B, H, L, d]
-        value, query, key = heads
+        # Heads `[B, H, L, d]`.
+        value, query, key = (x.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for x in (value, query, key))
         scores = query @ key.transpose(2, 3) + self.bias(query.shape[2], times)[:, None]
         weights = (F.silu(scores) / self.max_length).masked_fill(~window.causal_mask()[:, None], 0.0)
         return (weights @ value).transpose(1, 2).flatten(2)

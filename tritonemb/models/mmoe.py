@@ -1,7 +1,6 @@
 """MMoE: a mixture of experts with a gate per label (Ma et al., KDD 2018, doi:10.1145/3219819.3220007)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,18 +10,6 @@ from tritonemb.models.pooled import PooledModel
 from tritonemb.nn.layers import MLP
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
-from tritonemb.utils import Options, number
-
-
-@dataclass(frozen=True, kw_only=True)
-class MMoEOptions(Options):
-    """Options of MMoE and PLE.
-
-    Args:
-        num_experts: mmoe: experts that all labels share; ple: experts of each label, and shared ones, per level.
-    """
-
-    num_experts: int = number(4, least=1)
 
 
 class Experts(nn.ModuleList):

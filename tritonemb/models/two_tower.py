@@ -1,7 +1,6 @@
 """Two-tower model of retrieval: a vector per user and one per item (Yi et al., RecSys 2019, section 2)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -12,20 +11,7 @@ from tritonemb.models.pooled import PooledModel
 from tritonemb.nn.layers import MLP
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
-from tritonemb.utils import Options, join_names, number
-
-
-@dataclass(frozen=True, kw_only=True)
-class TwoTowerOptions(Options):
-    """Options of the two-tower model.
-
-    Args:
-        user_features: two_tower: features of the user and of the context; all others are of the item.
-        temperature: two_tower: divisor of the scores of unit vectors; if not given, a score is a dot product.
-    """
-
-    user_features: tuple[str, ...] = ()
-    temperature: float | None = number(None, positive=True)
+from tritonemb.utils import join_names
 
 
 class Tower(PooledModel):
@@ -92,11 +78,10 @@ class TwoTower(nn.Module):
         names = [name for table in tables for name in table.feature_names]
         if unknown := [name for name in user_features if name not in names]:
             raise ValueError(f"user_features has {unknown[0]!r}, which no table has: {join_names(names)}")
-        shares = [{name in user_features for name in table.feature_names} for table in tables]
-        if mixed := [table.name for table, share in zip(tables, shares, strict=True) if len(share) > 1]:
+        user_tables = [table for table in tables if {*table.feature_names} & {*user_features}]
+        item_tables = [table for table in tables if {*table.feature_names} - {*user_features}]
+        if mixed := [table.name for table in user_tables if table in item_tables]:
             raise ValueError(f"table {mixed[0]!r} has features of both towers; give each tower its table")
-        by_tower = ([t for t, share in zip(tables, shares, strict=True) if share == {kind}] for kind in (True, False))
-        user_tables, item_tables = by_tower
         if not user_tables or not item_tables:
             raise ValueError(
                 f"user_features must be some but not all of {join_names(names)}, got {list(user_features)}"

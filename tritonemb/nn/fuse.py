@@ -114,7 +114,6 @@ def unfuse(model: nn.Module) -> None:
 
 
 def unfuse_all(fused: list[Any]) -> None:
-    """Undo `fuse` for these modules."""
     for module in fused:
         group = module._optimized
         if group is not None and group.accumulator.is_open and not group.by_step:

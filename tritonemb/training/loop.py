@@ -108,7 +108,9 @@ class Loop:
             if metrics is not None and self.callbacks and (warning := warn_of_repeated_rows(self.state)):
                 self.callbacks.on_message(warning)
             if isinstance(self.state.step.dense_optimizer, OffloadedOptimizer):
-                self.callbacks.on_message(describe_transfers(self.state.model))
+                transfers = report(self.state.model).moved.items()
+                tiers = (f"{tier} {format_bytes(r)} read, {format_bytes(w)} written" for tier, (r, w) in transfers)
+                self.callbacks.on_message(f"offload: {'; '.join(tiers)}")
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
         except Exception as error:
@@ -158,8 +160,7 @@ class Loop:
                 if not (state.is_stream and state.finished):
                     step, last = self._next_step(steps)
                 if last or self.state.finished or self._stop_signal is not None:
-                    skipped, text = self.ranks.skipped_rows(step[1].report)
-                    self.evaluations.report_skipped(skipped, f"train {epoch}", text)
+                    self.evaluations.report_skipped(f"train {epoch}", *self.ranks.skipped_rows(step[1].report))
                 # Before a checkpoint, train all steps whose rows have been prefetched: it must not have later rows.
                 due = self._stop_signal is not None or self._checkpoint_due()
                 draining = due and self.state.has_prefetched_steps()
@@ -265,13 +266,6 @@ class Loop:
         return True
 
 
-def describe_transfers(model: nn.Module) -> str:
-    """Describe the bytes that an offloaded model has read and written per tier."""
-    moved = report(model).moved.items()
-    tiers = (f"{tier} {format_bytes(read)} read, {format_bytes(written)} written" for tier, (read, written) in moved)
-    return f"offload: {'; '.join(tiers)}"
-
-
 def start_of(state: TrainState, folder: RunFolder | None) -> FitStart:
     progress, exact = state.progress, state.data.num_rows("train")
     rows = state.data.estimated_rows("train") if exact is None else exact
@@ -315,10 +309,10 @@ class Evaluations:
             self._callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
             return None
         text = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad rows skipped"
-        self.report_skipped(metrics.num_skipped, split, text)
+        self.report_skipped(split, metrics.num_skipped, text)
         return metrics
 
-    def report_skipped(self, skipped: int, split: str, text: str) -> None:
+    def report_skipped(self, split: str, skipped: int, text: str) -> None:
         """Report skipped rows of a split, unless this number of them has been reported."""
         if skipped and self._reported_skipped.get(split) != skipped:
             self._reported_skipped[split] = skipped

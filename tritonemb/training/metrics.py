@@ -1,7 +1,7 @@
 """Metrics of click probabilities, and evaluation of a split."""
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any
@@ -177,13 +177,8 @@ class GroupRecorder(Batches):
     def wait(self, seconds: float) -> bool:
         return self._stream.wait(seconds)
 
-    @property
-    def position(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return self._stream.position
-
-    @property
-    def report(self) -> Any:  # type: ignore[override]
-        return self._stream.report
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)  # position and report
 
     @property
     def groups(self) -> Tensor | None:

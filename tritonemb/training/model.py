@@ -33,14 +33,10 @@ def build_model(
         if value != defaults[name] and name not in names:
             raise ValueError(f"{create.__name__} has no option {name}; remove it, or choose another model")
     if num_labels and "num_labels" not in names:
-        names_of_models = ", ".join(
-            name for name, model in MODELS.items() if "num_labels" in signature(model).parameters
-        )
-        raise ValueError(
-            f"{create.__name__} predicts one label, the data have {num_labels}; choose another model: {names_of_models}"
-        )
-    options |= {"num_labels": num_labels or 1}
-    options |= {"bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
+        able = ", ".join(name for name, model in MODELS.items() if "num_labels" in signature(model).parameters)
+        text = f"predicts one label, the data have {num_labels}; choose another model: {able}"
+        raise ValueError(f"{create.__name__} {text}")
+    options |= {"num_labels": num_labels or 1, "bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
     tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
     options = {name: value for name, value in options.items() if name in names}
     return create(tables, num_dense, optimizer=build_optimizer(config), device=config.device, **options)

@@ -74,7 +74,6 @@ class Schedule(Options):
 
     @property
     def is_constant(self) -> bool:
-        """Return whether the factor is always 1."""
         return self.warmup_steps == 0 and self.decay == "constant"
 
     def within(self, total_steps: int | None) -> Self:

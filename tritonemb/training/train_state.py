@@ -139,10 +139,9 @@ class TrainState:
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
         counted = partial(count, caches) if caches and prefetch and training else None
         empty, accumulate = partial(empty_batch, self.data), options.accumulate if training else 1
-        kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream, **signals}
         in_thread = prefetch is None or getattr(self.model, "prefetches_in_thread", True)
-        kind |= {"host_ids": not in_thread}
-        kind["num_labels"] = self.num_totals
+        kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream, **signals}
+        kind |= {"host_ids": not in_thread, "num_labels": self.num_totals}
         pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind)
         steps = pipeline.steps(stream)
 

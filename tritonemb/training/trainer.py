@@ -126,12 +126,11 @@ class Trainer(TrainerOptions):
         folder = None if path is None else RunFolder(path, options.keep, options.checkpoint_incremental)
         checkpointer = CheckpointManager(state, folder, options.checkpoint_async)
         # The dataclass is frozen: set derived attributes directly.
-        vars(self).update(device=device, dense_optimizer=step.dense_optimizer, state=state)
-        vars(self).update(run_folder=folder, checkpointer=checkpointer)
+        derived = {"dense_optimizer": step.dense_optimizer, "run_folder": folder, "checkpointer": checkpointer}
+        vars(self).update(device=device, state=state, **derived)
 
     @property
     def progress(self) -> Progress:
-        """Progress of the run."""
         return self.state.progress
 
     def fit(self, test: bool = False) -> FitResult:

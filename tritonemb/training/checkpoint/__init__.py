@@ -1,16 +1,7 @@
 """Checkpoints of a run: atomic writing, checks and reading, by one process or by several ranks."""
 
-from tritonemb.storage.checkpoint import MANIFEST
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.ranks import CheckpointError
 
-__all__ = [
-    "MANIFEST",
-    "CheckpointError",
-    "CheckpointFolder",
-    "RunFolder",
-    "load_tensors",
-    "read_manifest",
-    "stored_tensors",
-]
+__all__ = ["CheckpointError", "CheckpointFolder", "RunFolder", "load_tensors", "read_manifest", "stored_tensors"]

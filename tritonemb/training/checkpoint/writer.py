@@ -10,7 +10,7 @@ import json
 import re
 import time
 import zlib
-from collections import defaultdict
+from collections import ChainMap, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,15 +28,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding import sharded_tensor
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, check_coverage, dtype_and_shape
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
-from tritonemb.storage.checkpoint import (
-    CHANGES_SUFFIX,
-    METADATA,
-    ROWS_SUFFIX,
-    ChecksumWriter,
-    Files,
-    size_and_checksum,
-    size_of,
-)
+from tritonemb.storage.checkpoint import CHANGES_SUFFIX, ROWS_SUFFIX, ChecksumWriter, Files, size_and_checksum, size_of
 from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_rows import CachedRows, DiskTensor
 from tritonemb.tables.server_table import TableService
@@ -108,11 +100,9 @@ class CheckpointWriter(ChecksumWriter):
         outcomes: list[Any] = [rank_results.pop() for rank_results in results]
         if not any(isinstance(outcome, Failure) for outcome in outcomes):
             try:
-                metadata_files = self.finish_files(metadata, results)
-                outcomes[0].files.update(metadata_files)
-                rank_files = merge_files(outcomes)
+                rank_files = merge_files(outcomes, self.finish_files(metadata, results))
                 self._publish(rank_files)
-                outcomes = [rank_files.num_bytes + metadata_files[METADATA][0], time.perf_counter() - self._start_time]
+                outcomes = [rank_files.num_bytes, time.perf_counter() - self._start_time]
             except BaseException as error:
                 self._error, outcomes[0] = error, Failure.of(error)
         metadata.storage_data = outcomes  # torch sends it to all ranks; the file has been written
@@ -265,11 +255,13 @@ def snapshot_servers(folder: Path, name: str, service: TableService, earlier: Ea
     raise AssertionError
 
 
-def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
-    files, tables = sorted(entry for rank in ranks for entry in rank.files.items()), dict[str, dict[str, Any]]()
+def merge_files(ranks: Sequence[RankFiles], metadata: Files) -> RankFiles:
+    """Merge the files of all ranks, and torch's `metadata`."""
+    files, tables = sorted(ChainMap(*(rank.files for rank in ranks), metadata).items()), dict[str, dict[str, Any]]()
     for prefix, entry in (entry for rank in ranks for entry in rank.tables.items()):
         tables.setdefault(prefix, entry | {"parts": []})["parts"].extend(entry["parts"])
-    return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks), ranks[0].servers)
+    num_bytes = sum(rank.num_bytes for rank in ranks) + sum(size for size, _ in metadata.values())
+    return RankFiles(dict(files), tables, num_bytes, ranks[0].servers)
 
 
 def describe_shard(config: TableConfig) -> dict[str, Any]:
