@@ -154,6 +154,16 @@ def test_metrics_are_those_that_the_run_has_reported(trained):
     assert metrics.auc > 0.7
 
 
+def test_weights_of_rows_count_as_in_training(tmp_path):
+    rows = [{**row, "sales": 1 + number % 7} for number, row in enumerate(make_rows(150))]
+    log = write_csv(tmp_path / "log.csv", rows)
+    assert run("train", "--data", log, *COLUMNS, *SMALL, "--weight", "sales", "--out", tmp_path / "run") == 0
+    loaded_run, reported = te.load_run(tmp_path / "run"), read_run_log(tmp_path / "run" / "log.jsonl")[-1]["test"]
+    metrics, unweighted = loaded_run.evaluate(), loaded_run.evaluate(frame_of([{**r, "sales": 1} for r in rows[-25:]]))
+    assert (metrics.auc, metrics.log_loss) == (reported["auc"], reported["log_loss"])
+    assert metrics.log_loss != unweighted.log_loss
+
+
 def test_rows_of_tables_are_read_by_id(trained):
     folder, _ = trained
     loaded_run = te.load_run(folder / "run")

@@ -215,7 +215,7 @@ class Run:
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         check_group_by(group_by, rows.features)
         with rows.open("test", batch_size) as stream:
-            batches = GroupRecorder(stream, group_by, getattr(rows, "weighted", False))
+            batches = GroupRecorder(stream, group_by, getattr(rows, "has_weights", False))
             pair = predict_logits(self.model, map(pad_batch, batches), self.device, self._precision)
             return label_metrics(*pair, self.labels, None, batches.groups, batches.weights)
 
