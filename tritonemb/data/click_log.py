@@ -29,7 +29,6 @@ _log = logging.getLogger(__name__)
 UNSHUFFLED_ROWS = 16_384  # rows per buffer where the order is kept
 SOURCES: dict[Format, Callable[..., LogSource]] = {"text": TextSource, "parquet": ArrowSource, "table": ArrowSource}
 SOURCES["stream"] = StreamSource
-SplitParts = dict[Split, tuple[Part, ...]]
 
 
 class ClickLog(protocol.TablesMixin):
@@ -267,7 +266,7 @@ class ClickLog(protocol.TablesMixin):
         return log
 
 
-def _split_parts(name: str, options: LogOptions, kind: Kind, source: LogSource) -> SplitParts:
+def _split_parts(name: str, options: LogOptions, kind: Kind, source: LogSource) -> dict[Split, tuple[Part, ...]]:
     rule, held_out = options.split, options.split.held_out(kind)
     if kind != "end" or not any(held_out.values()):
         whole_files = tuple(map(Part, range(len(source.files))))

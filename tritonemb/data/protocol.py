@@ -29,7 +29,6 @@ Position = dict[str, Any]
 """Resume point of a stream, JSON-serializable: pass it to `Data.open` with the arguments that opened the stream."""
 
 T = TypeVar("T")
-Permit = Callable[[], AbstractContextManager[object]]
 GRACE = 2.0  # seconds for the thread to end after a failure
 POLL = 0.1  # seconds between checks that the thread is alive
 PREFETCH_DEPTH = 5  # batches
@@ -126,7 +125,7 @@ class Prefetcher(Closeable, Iterator[T]):
 
     def __init__(
         self, source: Iterator[T], depth: int, name: str, on_stop: Callable[[], None] | None = None, *,
-        collective: bool = False, permit: Permit | None = None,
+        collective: bool = False, permit: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:  # fmt: skip
         self._permit = permit or nullcontext
         self._complete = collective or permit is not None

@@ -33,7 +33,6 @@ from tritonemb.utils import join_names, on_error
 TensorMetadata = Mapping[str, TensorStorageMetadata]  # a checkpoint's tensors by name
 # Blocks of rows: row numbers in the unsharded table, ascending; first column; values by field, some without columns.
 Blocks = Iterator[tuple[Tensor, int, Mapping[str, Tensor]]]
-Entry = Mapping[str, Any]  # of the manifest
 
 
 def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
@@ -221,7 +220,7 @@ def _shards_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return entry["parts"]
 
 
-def _blocks_of(path: Path, shard: Entry, first: int, last: int, only_written: bool = False) -> Blocks:
+def _blocks_of(path: Path, shard: Mapping[str, Any], first: int, last: int, only_written: bool = False) -> Blocks:
     """Read those rows of a shard that are in [first, last) of the table; with `only_written`, only written ones."""
     (row, num_rows), (column, _) = shard["rows"], shard["columns"]
     first, last = max(0, first - row), min(num_rows, last - row)
