@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -115,12 +116,14 @@ class Peer:
             self.optimizer.step()
         self.epoch += 1
 
-    def library_epoch(self) -> Callable[[], object]:
-        """Return a function that trains an epoch by the loader and the loop of the library, with shuffled rows."""
+    def library_epoch(self) -> Callable[[], object] | None:
+        """Return a function that trains an epoch by the loader and the loop of the library, with shuffled rows; None
+        where the library has a loader for files of its own only."""
         rows = self.matrices["train"]
         widths = {name: part if name in self.lengths else part.start for name, part in self.slices.items()}
         columns = {name: rows[:, part].numpy() for name, part in widths.items()}
-        loop = self.library.make_loop(self, columns, columns.pop("label"))
+        if (loop := self.library.make_loop(self, columns, columns.pop("label"))) is None:
+            return None
 
         def train() -> None:
             with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
@@ -165,7 +168,7 @@ def feature_map(data: Dataset, dim: int, dense_dim: int, lengths: dict[str, int]
     features = load("fuxictr.features").FeatureMap("rows", "")
     for i in range(data.num_dense):
         features.features[f"dense_{i}"] = {"type": "numeric", "source": "", "embedding_dim": dense_dim}
-    for feature in data.features:
+    for feature in [feature for feature in data.features if not feature.table]:
         spec: dict[str, Any] = {"type": "categorical", "source": "", "vocab_size": feature.num_embeddings}
         if feature.name in lengths:
             spec |= {"type": "sequence", "vocab_size": feature.num_embeddings + 1, "padding_idx": 0}
@@ -175,11 +178,18 @@ def feature_map(data: Dataset, dim: int, dense_dim: int, lengths: dict[str, int]
     return features
 
 
+def history_of(data: Dataset) -> Feature:
+    """Return the history of a data set, whose `table` is its target."""
+    return next(feature for feature in data.features if feature.table)
+
+
 FUXI = {"optimizer": "adam", "loss": "binary_crossentropy", "verbose": 0, "model_root": "", "metrics": ["AUC"]}
 
 
 def fuxictr(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Build DeepFM, DCNv2 or FinalMLP of FuxiCTR's layers."""
+    """Build DeepFM, DCNv2 or FinalMLP of FuxiCTR's layers, or its DIN."""
+    if options.model == "din":
+        return fuxictr_din(data, options, lengths)
     layers, mlp, name = load("fuxictr.pytorch.layers"), list(options.mlp), options.model
     features = feature_map(data, options.dim, options.dim if name == "deepfm" else 1, lengths)
     width = features.sum_emb_out_dim()
@@ -215,7 +225,28 @@ def fuxictr(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[n
     return Model(), lambda module, batch: module(batch)["y_pred"].squeeze(1)
 
 
-def fuxictr_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], object]:
+def fuxictr_din(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Build DIN of FuxiCTR's zoo, which looks up history and target at once."""
+    features, history = feature_map(data, options.dim, 1, lengths), history_of(data)
+    spec = features.features[history.table]
+    spec |= {"source": "item", "padding_idx": 0, "vocab_size": spec["vocab_size"] + 1}
+    module = load("model_zoo.LongCTR.DIN.DIN").DIN(
+        features, dnn_hidden_units=list(options.mlp), attention_hidden_units=list(options.attention_mlp),
+        attention_hidden_activations="ReLU", embedding_dim=options.dim, **FUXI,
+    )  # fmt: skip
+
+    def call(module: nn.Module, batch: Batch) -> Tensor:
+        pair, past = (history.name, history.table), batch[history.name]
+        items = torch.cat([past, batch[history.table][:, None] + 1], dim=1).flatten()
+        others = {name: column for name, column in batch.items() if name not in pair}
+        return module((others, {history.table: items}, past > 0))["y_pred"].squeeze(1)
+
+    return module, call
+
+
+def fuxictr_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], object] | None:
+    if peer.options.model == "din":
+        return None
     loader, module = load("fuxictr.pytorch.dataloaders.npz_dataloader").NpzDataLoader, peer.module
     with TemporaryDirectory() as folder:
         np.savez(path := str(Path(folder) / "rows.npz"), label=labels, **columns)
@@ -232,28 +263,50 @@ def deepctr_columns(data: Dataset, dim: int, lengths: dict[str, int]) -> list[An
     """Describe features to DeepCTR-Torch, in the order of the matrix of its inputs."""
     inputs = load("deepctr_torch.inputs")
     columns = [inputs.DenseFeat(f"dense_{i}", 1) for i in range(data.num_dense)]
+    targets = [feature.table for feature in data.features]
     for feature in data.features:
-        is_list = feature.name in lengths
-        sparse = inputs.SparseFeat(feature.name, feature.num_embeddings + is_list, dim)
-        columns.append(inputs.VarLenSparseFeat(sparse, lengths[feature.name]) if is_list else sparse)
+        size = feature.num_embeddings + (feature.name in lengths or feature.name in targets)
+        sparse = inputs.SparseFeat(feature.name, size, dim)
+        if feature.table:
+            sparse = inputs.SparseFeat(f"hist_{feature.table}", size, dim, embedding_name=feature.table)
+            sparse = inputs.VarLenSparseFeat(sparse, lengths[feature.name], length_name="seq_length")
+        elif feature.name in lengths:
+            sparse = inputs.VarLenSparseFeat(sparse, lengths[feature.name])
+        columns.append(sparse)
     return columns
 
 
-def call_deepctr(module: Any, batch: Batch) -> Tensor:
+def with_history(data: Dataset, columns: Columns) -> Columns:
+    """Rename the history, if there is one, as DIN of DeepCTR-Torch expects it, and add its length; ids begin at 1."""
+    for feature in [feature for feature in data.features if feature.table]:
+        past, target = columns[feature.name], columns[feature.table]
+        columns = columns | {f"hist_{feature.table}": past, feature.table: target + 1, "seq_length": (past > 0).sum(1)}
+    return columns
+
+
+def call_deepctr(data: Dataset, module: Any, batch: Batch) -> Tensor:
+    batch = with_history(data, batch)
     columns = [batch[name] if batch[name].dim() > 1 else batch[name][:, None] for name in module.feature_index]
     return module(torch.cat(columns, dim=1)).squeeze(1)
 
 
 def deepctr(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """Build DeepFM of DeepCTR-Torch."""
-    columns = deepctr_columns(data, options.dim, lengths)
-    model = load("deepctr_torch.models.deepfm").DeepFM
-    module = model(columns, columns, dnn_hidden_units=options.mlp, l2_reg_linear=0, l2_reg_embedding=0)
-    return module, call_deepctr
+    """Build DeepFM or DIN of DeepCTR-Torch."""
+    columns, arguments = deepctr_columns(data, options.dim, lengths), {"dnn_hidden_units": options.mlp}
+    if options.model == "din":
+        module = load("deepctr_torch.models.din").DIN(
+            columns, [history_of(data).table], att_hidden_size=options.attention_mlp, att_activation="relu",
+            l2_reg_embedding=0, **arguments,
+        )  # fmt: skip
+    else:
+        model = load("deepctr_torch.models.deepfm").DeepFM
+        module = model(columns, columns, l2_reg_linear=0, l2_reg_embedding=0, **arguments)
+    return module, partial(call_deepctr, data)
 
 
 def deepctr_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], object]:
     peer.module.compile(peer.optimizer, "binary_crossentropy")
+    columns = with_history(peer.data, columns)
     return lambda: peer.module.fit(columns, labels, batch_size=peer.options.batch_size, epochs=1, verbose=0)
 
 
@@ -301,12 +354,12 @@ class Library:
         distribution: its name on PyPI.
         build: function of the data, the options and the maximal lengths of lists; it returns a module, and a function
             that calls it with columns by name and returns probabilities.
-        make_loop: function of a `Peer`, its columns and labels; it returns a function that trains an epoch.
+        make_loop: function of a `Peer`, its columns and labels; it returns a function that trains an epoch, or None.
     """
 
     distribution: str
     build: Callable[[Dataset, Options, dict[str, int]], tuple[nn.Module, Callable[..., Tensor]]]
-    make_loop: Callable[[Peer, Columns, Any], Callable[[], object]]
+    make_loop: Callable[[Peer, Columns, Any], Callable[[], object] | None]
 
 
 PEERS = {
