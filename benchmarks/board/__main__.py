@@ -71,8 +71,8 @@ def peer_table() -> str:
                 gap, error = mean_and_error([ours - peer for ours, peer in pairs])
                 figures = [f"{means[0]:.4f}", f"{means[1]:.4f}", f"{gap:+.4f} ± {error:.4f}"]
                 fastest = {
-                    name: min(min(result["epoch_cpu_seconds"][name]) for result in results)
-                    for name in results[0]["epoch_cpu_seconds"]
+                    name: min(min(result["cpu_seconds"][name]) for result in results)
+                    for name in results[0]["cpu_seconds"]
                 }
                 keys = [f"{library} {loop}" for loop in ("steps", "loop")]
                 ratios = [f"{fastest[key] / fastest['ours']:.2f}" if key in fastest else "-" for key in keys]

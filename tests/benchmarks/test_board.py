@@ -193,7 +193,7 @@ def test_a_ranking_model_is_trained_without_peers_and_with_those_installed(cell:
         result = ranking.run(options, installed, lambda *_: data, tmp_path, tmp_path, 0)
     outcomes = [result, *result["peers"].values()]
     assert all(0 < outcome["metrics"]["AUC"] <= 1 for outcome in outcomes)
-    assert {name.removesuffix(" steps") for name in result["epoch_cpu_seconds"]} >= {"ours", *installed}
+    assert {name.removesuffix(" steps") for name in result["cpu_seconds"]} >= {"ours", *installed}
 
 
 @pytest.mark.more
@@ -225,6 +225,6 @@ def test_a_cell_beside_peers_has_a_row_per_library(tmp_path: Path, monkeypatch: 
     for seed, (ours, peer, seconds) in enumerate([(0.8, 0.78, [2.0, 3.0]), (0.82, 0.82, [1.0, 2.0])]):
         result = {"metrics": {"AUC": ours}, "peers": {"A": {"metrics": {"AUC": peer}}}, "commit": "0123456789"}
         times = {"ours": seconds, "A steps": [1.5, 9.0], "A loop": [4.0]}
-        (tmp_path / f"toy-{seed}.json").write_text(json.dumps(result | {"epoch_cpu_seconds": times}))
+        (tmp_path / f"toy-{seed}.json").write_text(json.dumps(result | {"cpu_seconds": times}))
     expected = "| A | 0.8100 | 0.8000 | +0.0100 ± 0.0100 | 1.50 | 4.00 | 2 of 2 | 01234567 | no bias |"
     assert expected in __main__.peer_table()
