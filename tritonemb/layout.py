@@ -313,46 +313,28 @@ class Layout(NamedTuple):
 
 
 class FusedTables(NamedTuple):
-    """`T` tables with the state of their fused optimizer.
+    """`T` tables with the state of their fused optimizer."""
 
-    Attributes:
-        weights: `[T]` of `[rows, dim]`.
-        states: the first optimizer state of all tables, then the second; float32 `[rows]` or `[rows, dim]`.
-        steps: number of updates, one int64 `[]` for all tables, or one per table; for kernels `[]` or `[T]`.
-        skipped: number of rows skipped for a gradient that is not finite, one int64 `[T]`, or a `[1]` per table; for
-            kernels `[T]`.
-        learning_rate: float32 `[]`.
-        optimizer: name of the optimizer.
-        hyperparameters: values of `Hyperparameters`.
-    """
-
-    weights: list[Tensor]
-    states: list[Tensor]
-    steps: Any
+    weights: list[Tensor]  # `[T]` of `[rows, dim]`
+    states: list[Tensor]  # the first optimizer state of all tables, then the second; float32 `[rows]` or `[rows, dim]`
+    steps: Any  # number of updates: one int64 `[]` for all tables, or one per table; for kernels `[]` or `[T]`
+    # Rows skipped for a gradient that is not finite: one int64 `[T]`, or a `[1]` per table; for kernels `[T]`.
     skipped: Any
-    learning_rate: Tensor
-    optimizer: str
-    hyperparameters: Sequence[float]
+    learning_rate: Tensor  # float32 `[]`
+    optimizer: str  # its name
+    hyperparameters: Sequence[float]  # values of `Hyperparameters`
 
     def states_of(self, table: int) -> list[Tensor]:
         return self.states[table :: len(self.weights)]
 
 
 class BatchGradient(NamedTuple):
-    """Gradient of the output of a lookup, and the batch that was looked up.
+    """Gradient of the output of a lookup, and the batch that was looked up."""
 
-    Attributes:
-        grad: `[B, width]` or `[N, width]`; for the CPU kernel also a list of those of each lookup.
-        offsets: `[K * B + 1]`.
-        sample_weights: `[N]`, or None.
-        groups: fields of `RowGroups`; for the CPU kernel also the ids, which it groups.
-        layout: layout of the batch.
-    """
-
-    grad: Any
-    offsets: Tensor
-    sample_weights: Tensor | None
-    groups: Any
+    grad: Any  # `[B, width]` or `[N, width]`; for the CPU kernel also a list of those of each lookup
+    offsets: Tensor  # `[K * B + 1]`
+    sample_weights: Tensor | None  # `[N]`
+    groups: Any  # fields of `RowGroups`; for the CPU kernel also the ids, which it groups
     layout: Layout
 
 

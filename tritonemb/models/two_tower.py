@@ -18,11 +18,10 @@ class Tower(PooledModel):
     """Tower from features to vectors `[B, dim]`: dense features and pooled rows, then an MLP unless it has no layers.
 
     Args:
-        tables: tables of any dims.
-        num_dense: dense features per sample, at least 0.
         mlp: widths of the layers, of which the last is `dim`; without layers the inputs are the vectors.
         unit: whether vectors have length 1.
-        optimizer: optimizer of the tables, fused into the backward; None for ordinary gradients.
+
+    Other arguments are those of `PooledModel`.
     """
 
     def __init__(
