@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, settings
 from tests.gpu.driver import rehearsing
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
-from tests.selection import Meter, limit_examples, rest, schedule, select
+from tests.selection import Meter, limit_examples, rest, schedule, select, skips_file
+from tests.tracing import hasten_compilation
 from tritonemb.ops.registry import use_kernels
 
 _COMMON = {
@@ -33,6 +34,8 @@ settings.register_profile("several", max_examples=24, **_COMMON)  # in `make tes
 settings.register_profile("fast", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+hasten_compilation()
+gc.disable()  # until the first test: imports leave little garbage, and full collections would visit all of them
 if INTERPRETED:
     from tests.interpreter import hasten
 
@@ -53,6 +56,10 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if path := config.getoption("--measure"):
         config.pluginmanager.register(Meter(path))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("--quick") and skips_file(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
@@ -100,6 +107,7 @@ def _freeze_imports() -> None:
     """Free the garbage collector from the objects of modules, 400,000, which a full collection would visit."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

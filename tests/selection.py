@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -26,6 +27,7 @@ RANKS, RANKS_EXAMPLES = "ranks", 3
 COSTS = Path(__file__).with_name("costs.json")
 CHEAP = 0.1  # CPU seconds a case: more than the median, less than what is worth a line in costs.json
 CPU_SECONDS = "cpu_seconds"
+OTHER_FILES = re.compile(r"^pytestmark = .*\bmark\.(more|slow)\b", re.MULTILINE)
 
 
 def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -36,6 +38,11 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
             functions[function_of(item.nodeid)].append(item)
     chosen = {item.nodeid for cases in functions.values() for item in cover(cases)[: most_cases(cases[0])]}
     return [item for item in items if item.nodeid in chosen], [item for item in items if item.nodeid not in chosen]
+
+
+def skips_file(path: Path) -> bool:
+    """Whether `--quick` runs no test of a file; importing it may take longer than many tests."""
+    return path.match("test_*.py") and bool(OTHER_FILES.search(path.read_text()))
 
 
 def rest(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

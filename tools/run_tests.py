@@ -114,7 +114,7 @@ class Queue:
 
 def main() -> None:
     name, *arguments = sys.argv[1:]
-    jobs = int(os.environ.get("JOBS", "2"))
+    jobs = int(os.environ.get("JOBS", "3"))
     queues = [Queue(passes, arguments, jobs, shown=not at) for at, passes in enumerate(selections()[name])]
     if name == "test":  # with an empty cache each worker, and the server of rank processes, would compile these
         compile_kernels = [sys.executable, "-c", "import tests.preloaded"]
