@@ -56,10 +56,17 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return statistics.mean(values), error
 
 
+def ratio(results: list[dict[str, Any]], name: str) -> str:
+    """Return the median over turns of the CPU seconds of a loop of a peer relative to ours, if it was timed."""
+    times = [result["cpu_seconds"] for result in results if name in result["cpu_seconds"]]
+    ratios = [peer / ours for entry in times for peer, ours in zip(entry[name], entry["ours"], strict=True)]
+    return f"{statistics.median(ratios):.2f}" if ratios else "-"
+
+
 def peer_table() -> str:
     """Return the table of models beside those of other libraries: a row per cell and library, means over its seeds.
 
-    Samples per second are those of the epoch with the fewest CPU seconds of all seeds, relative to the peer's."""
+    Samples per second are ours relative to the peer's, by the median of all turns."""
     rows = []
     for cell in (cell for cell in cells().values() if cell.peers):
         for library, notes in cell.peers.items():
@@ -70,12 +77,7 @@ def peer_table() -> str:
                 means = [mean_and_error([pair[side] for pair in pairs])[0] for side in (0, 1)]
                 gap, error = mean_and_error([ours - peer for ours, peer in pairs])
                 figures = [f"{means[0]:.4f}", f"{means[1]:.4f}", f"{gap:+.4f} ± {error:.4f}"]
-                fastest = {
-                    name: min(min(result["cpu_seconds"][name]) for result in results)
-                    for name in results[0]["cpu_seconds"]
-                }
-                keys = [f"{library} {loop}" for loop in ("steps", "loop")]
-                ratios = [f"{fastest[key] / fastest['ours']:.2f}" if key in fastest else "-" for key in keys]
+                ratios = [ratio(results, f"{library} {loop}") for loop in ("steps", "loop")]
             commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
             seeds = f"{len(results)} of {cell.seeds}"
             rows.append([cell.data, cell.model, library, *figures, *ratios, seeds, commits, notes or "-"])

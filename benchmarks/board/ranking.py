@@ -2,8 +2,8 @@
 
 All models of a cell have the same tables, widths, initial distributions, batches in the same order, Adam, learning
 rate and stop: training ends after two epochs without a larger AUC of the validation rows, and the test metrics of the
-epoch with the largest one count. Then new models of all train on some rows in turns, on one thread, and the fewest CPU
-seconds of each are compared: of ours by `te.Trainer` with its loader, of a peer by plain train steps on gathered
+epoch with the largest one count. Then new models of all train on some rows in turns, on one thread, and the median
+ratio of their CPU seconds counts: of ours by `te.Trainer` with its loader, of a peer by plain train steps on gathered
 batches ("steps") and by its own loader and loop ("loop").
 """
 
@@ -32,7 +32,7 @@ from tritonemb.data.schema import CATEGORIES
 from tritonemb.models import DIN, DCNv2, DeepFM, FinalMLP
 from tritonemb.training.metrics import binary_metrics
 
-TURNS, TIMED_ROWS = 2, 20_480  # short epochs of each in turns, per seed; the fastest of all counts
+TURNS, TIMED_ROWS = 2, 20_480  # short epochs of each in turns, per seed
 MIN_COUNT = 24  # copies of two rows: occurrences in Criteo's training rows from which on a category has an id
 
 

@@ -224,7 +224,7 @@ def test_a_cell_beside_peers_has_a_row_per_library(tmp_path: Path, monkeypatch: 
     assert "rows" not in __main__.table()
     for seed, (ours, peer, seconds) in enumerate([(0.8, 0.78, [2.0, 3.0]), (0.82, 0.82, [1.0, 2.0])]):
         result = {"metrics": {"AUC": ours}, "peers": {"A": {"metrics": {"AUC": peer}}}, "commit": "0123456789"}
-        times = {"ours": seconds, "A steps": [1.5, 9.0], "A loop": [4.0]}
+        times = {"ours": seconds, "A steps": [4.0, 3.0], "A loop": [8.0, 4.0]}
         (tmp_path / f"toy-{seed}.json").write_text(json.dumps(result | {"cpu_seconds": times}))
-    expected = "| A | 0.8100 | 0.8000 | +0.0100 ± 0.0100 | 1.50 | 4.00 | 2 of 2 | 01234567 | no bias |"
+    expected = "| A | 0.8100 | 0.8000 | +0.0100 ± 0.0100 | 1.75 | 3.00 | 2 of 2 | 01234567 | no bias |"
     assert expected in __main__.peer_table()
