@@ -64,7 +64,10 @@ def test_integers_follow_the_definition(values, name, num_embeddings):
     assert hashes_to_ids(hashes.copy(), num_embeddings).tolist() == [id_of(int(h), num_embeddings) for h in hashes]
 
 
-@given(st.lists(st.binary(max_size=40), min_size=1), st.text(max_size=9))
+@given(
+    st.lists(st.binary(max_size=40) | st.binary(min_size=60, max_size=200), min_size=1, max_size=20),
+    st.text(max_size=9),
+)
 def test_strings_follow_the_definition(values, name):
     assert hashes_of_strings(name, values) == [hash_of(name, value) for value in values]
 

@@ -15,7 +15,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,24 +25,15 @@ from hypothesis import strategies as st
 pytest.importorskip("uvicorn")
 
 import tritonemb as te
-from tests.training.test_run import COLUMNS, SMALL, make_rows, run, write_csv
+from tests.serving.scorers import NAMES, train_run
 from tritonemb.cli import main
 from tritonemb.serving.http import App
 from tritonemb.serving.scorer import OverloadedError, Scorer
 
-NAMES = ("price", "age", "user", "item", "tags")
-
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A run, rows of requests and their scores."""
-    folder, rows = tmp_path_factory.mktemp("served"), make_rows(300)
-    assert (
-        run("train", "--data", write_csv(folder / "clicks.csv", rows), "--out", folder / "run", *COLUMNS, *SMALL) == 0
-    )
-    loaded_run = te.load_run(folder / "run")
-    requests = [{name: row[name] for name in NAMES} for row in rows[:60]]
-    return SimpleNamespace(run=loaded_run, rows=requests, scores=loaded_run.predict(requests), folder=folder)
+    return train_run(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -116,7 +116,8 @@ class RequestEncoder:
     def _check_columns(self, columns: Iterable[str], shared: Mapping[str, Any], place: str) -> None:
         if missing := [name for name in self._names if name not in columns and name not in shared]:
             text = f"missing columns: {join_names(missing)}; the row has {join_names(columns) or 'none'}"
-            raise ValueError(f"{place}: {text}{did_you_mean(missing[0], columns)}; pass None for a missing value")
+            near = did_you_mean(missing[0], islice(columns, 1000))
+            raise ValueError(f"{place}: {text}{near}; pass None for a missing value")
         if shared and (names := [name for name in columns if name in shared]):
             raise ValueError(f"{place}: {join_names(names)} must not be among the columns of the user, too")
 

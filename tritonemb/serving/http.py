@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -29,6 +30,9 @@ from tritonemb.serving.scorer import OverloadedError, Scorer, warm_up
 from tritonemb.utils import number, require
 
 READ_TIMEOUT = 10.0  # seconds for the head of a request, and for its body
+MAX_HEAD = 1 << 16  # bytes of the head of a request, with its path; a token and a few headers need less than 2 KiB
+MAX_BODIES = 8  # bodies of the maximum size that are read or scored at once; parsed, each may need 20 times its bytes
+MAX_ERROR = 1000  # characters of an error, which may quote what was sent
 SWITCH_INTERVAL = 5e-4  # seconds until a computing thread yields the GIL; 5 ms, Python's default, would delay replies
 METRICS = {  # by key of the scorer's statistics: name, type and help text
     "requests": "requests_total counter Requests that were scored or failed.",
@@ -46,11 +50,11 @@ DATA_TYPES = re.compile("BOOL|BYTES|U?INT(8|16|32|64)|FP(16|32|64)")
 logger = logging.getLogger(__name__)
 
 
-STATUS = {ValueError: 400, OverloadedError: 503, TimeoutError: 504}  # by kind of an error
+STATUS = {ValueError: 400, RecursionError: 400, OverloadedError: 503, TimeoutError: 504}  # by kind of an error
 
 
 class RejectedError(Exception):
-    """A request that is refused with a status before it is scored."""
+    """A request that is refused with a status before it is scored; its connection is closed, as its body is unread."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -70,8 +74,8 @@ def parse_json(body: bytes) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values := dict(pairs)) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"duplicate key {next(name for name in names if names.count(name) > 1)!r}")
+        counts = Counter(name for name, _ in pairs)
+        raise ValueError(f"duplicate key {max(counts, key=counts.__getitem__)!r}")
     return values
 
 
@@ -98,9 +102,9 @@ def parse_rows(body: Any, encoder: RequestEncoder) -> RawRows:
     return encoder.raw_rows(rows, shared)
 
 
-def parse_tensors(body: Any, encoder: RequestEncoder) -> RawRows:
+def parse_tensors(body: Any, encoder: RequestEncoder, max_rows: int) -> RawRows:
     """Rows of a request of the Open Inference Protocol: a tensor `[N]` or `[N, 1]` per column, `[N, L]` for lists; one
-    of `[1]` beside others of `[N]` is shared by all rows. ValueError for another form."""
+    of `[1]` beside others of `[N]` is shared by all rows. ValueError for another form, or more than `max_rows`."""
     tensors = body.get("inputs") if isinstance(body, dict) else None
     if not isinstance(tensors, list) or not all(isinstance(tensor, dict) for tensor in tensors):
         raise ValueError('expected {"inputs": [{"name": ..., "shape": ..., "datatype": ..., "data": ...}, ...]}')
@@ -117,6 +121,8 @@ def parse_tensors(body: Any, encoder: RequestEncoder) -> RawRows:
         values = [value for item in data for value in (item if isinstance(item, list) else (item,))]
         if len(values) != prod(sizes):
             raise ValueError(f"input {name!r}: shape {shape} has {prod(sizes)} values, data has {len(values)}")
+        if sizes[0] > max_rows:  # [N, 0] needs no data
+            raise ValueError(f"input {name!r} has {sizes[0]:,} rows; send up to {max_rows:,} per request")
         width = prod(sizes[1:])
         rows = ([values[i * width : (i + 1) * width] for i in range(sizes[0])]) if name in lists else values
         columns[name] = rows
@@ -133,6 +139,7 @@ class App:
 
     def __init__(self, scorer: Scorer, token: str, max_body: int, timeout: float, name: str = "model") -> None:
         self._scorer, self._token, self._max_body, self._timeout, self._name = scorer, token, max_body, timeout, name
+        self._num_bytes = 0  # of bodies that are read or scored
         self._routes: dict[tuple[str, str], Callable[[bytes], Any]] = {
             ("GET", "/health"): lambda _: self._health(),
             ("GET", "/metrics"): lambda _: format_metrics(METRICS, [(scorer.statistics(), {})]),
@@ -147,18 +154,23 @@ class App:
 
     async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         headers, extra, status = dict(scope["headers"]), [(b"content-type", b"application/json")], 200
+        body = bytearray()
         try:
             handler = self._handler(scope["method"], scope["path"], headers)
-            result = handler(await self._read(headers, receive) if scope["method"] == "POST" else b"")
+            if scope["method"] == "POST":
+                await self._read(headers, receive, body)
+            result = handler(bytes(body))
             content = await result if asyncio.iscoroutine(result) else result
         except Exception as error:
             status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
             status = error.status if isinstance(error, RejectedError) else status
-            content = {"error": str(error) or f"the body did not arrive within {READ_TIMEOUT:g} seconds"}
+            content = {"error": str(error)[:MAX_ERROR]}
             extra += [(b"retry-after", b"1")] * (status == 503) + [(b"www-authenticate", b"Bearer")] * (status == 401)
-            extra += [(b"connection", b"close")] * (status in (401, 413))  # the body is unread
+            extra += [(b"connection", b"close")] * isinstance(error, RejectedError)
             if status == 500:
                 logger.error("a request failed", exc_info=error)
+        finally:
+            self._num_bytes -= len(body)
         if isinstance(content, str):
             extra = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
@@ -175,14 +187,20 @@ class App:
             raise RejectedError(404, f"unknown path: {method} {path[:80]}")
         return self._routes[method, path]
 
-    async def _read(self, headers: Mapping[bytes, bytes], receive: Callable[[], Any]) -> bytes:
-        size, body, message = int(headers.get(b"content-length", b"0")), bytearray(), {"more_body": True}
-        async with asyncio.timeout(READ_TIMEOUT):
-            while message.get("more_body") and max(size, len(body)) <= self._max_body:
-                body += (message := await receive()).get("body", b"")
+    async def _read(self, headers: Mapping[bytes, bytes], receive: Callable[[], Any], body: bytearray) -> None:
+        """Append the body to `body`; RejectedError if it is too large or late."""
+        size, message = int(headers.get(b"content-length", b"0")), {"more_body": True}
+        try:
+            async with asyncio.timeout(READ_TIMEOUT):
+                while message.get("more_body") and max(size, len(body)) <= self._max_body:
+                    body += (data := (message := await receive()).get("body", b""))
+                    self._num_bytes += len(data)
+                    if self._num_bytes > MAX_BODIES * self._max_body:
+                        raise RejectedError(503, "too many large requests at once; try again later")
+        except TimeoutError:
+            raise RejectedError(408, f"the body did not arrive within {READ_TIMEOUT:g} seconds") from None
         if max(size, len(body)) > self._max_body:
             raise RejectedError(413, f"the body has more than {self._max_body:,} bytes; send fewer rows per request")
-        return bytes(body)
 
     async def _score(self, body: bytes) -> dict[str, Any]:
         scores = await self._scores(parse_rows(parse_json(body), self._scorer.encoder))
@@ -190,10 +208,14 @@ class App:
         return {"scores": dict(zip(labels, scores, strict=True)) if labels else scores[0]}
 
     async def _infer(self, body: bytes) -> dict[str, Any]:
-        scores = await self._scores(parse_tensors(request := parse_json(body), self._scorer.encoder))
+        scorer, request = self._scorer, parse_json(body)
+        raw = parse_tensors(request, scorer.encoder, scorer.max_queue)
+        if not isinstance(number := request.get("id", ""), str):
+            raise ValueError(f"id must be a string, got a {type(number).__name__}")
+        scores = await self._scores(raw)
         columns = zip(self._scorer.run.score_names, scores, strict=True)
         outputs = [{"name": name, "datatype": "FP32", "shape": [len(data)], "data": data} for name, data in columns]
-        return {"model_name": self._name, "id": request.get("id", ""), "outputs": outputs}
+        return {"model_name": self._name, "id": number, "outputs": outputs}
 
     async def _scores(self, raw: RawRows) -> list[list[float]]:
         """Scores of the rows, a list per label."""
@@ -247,7 +269,7 @@ class ServeOptions(LoadOptions):
         batch_size: rows of a batch; a larger request is scored alone.
         max_wait_ms: milliseconds that a request waits for others while the model is idle.
         slow_ms: milliseconds beyond which a request is logged.
-        max_queue: queued rows, beyond which requests are rejected with status 503.
+        max_queue: queued rows, beyond which requests are rejected with status 503; also of one request, with 400.
         max_body: bytes of a request, beyond which it is rejected with status 413.
         timeout_ms: milliseconds in the queue, beyond which a request fails with status 504.
         model: MODULE:FUNCTION that builds the model, for a run of te.Trainer.
@@ -299,7 +321,19 @@ def run_server(app: App, listener: socket.socket, certificate: Path | None = Non
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
     class Protocol(HttpToolsProtocol):
-        """Protocol that closes a connection if the head of a request does not arrive in time."""
+        """Protocol that closes a connection if the head of a request does not arrive in time, or is too large."""
+
+        num_bytes = 0  # received since the last head or part of a body
+
+        def data_received(self, data: bytes) -> None:
+            self.num_bytes += len(data)
+            super().data_received(data)
+            if self.num_bytes > MAX_HEAD and not self.transport.is_closing():
+                self.send_400_response(f"The head of the request has more than {MAX_HEAD} bytes.")
+
+        def on_body(self, body: bytes) -> None:
+            self.num_bytes = 0
+            super().on_body(body)
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -312,6 +346,7 @@ def run_server(app: App, listener: socket.socket, certificate: Path | None = Non
 
         def on_headers_complete(self) -> None:
             self.timer.cancel()
+            self.num_bytes = 0
             super().on_headers_complete()
 
     options = {"log_level": "warning", "access_log": False, "server_header": False, "proxy_headers": False}

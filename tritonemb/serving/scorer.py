@@ -46,7 +46,7 @@ class Scorer(Closeable):
         run: see `load_run`; ValueError if it has transforms, or cannot score raw rows.
         batch_size: rows of a batch; a larger request is scored alone.
         max_wait, slow: seconds that a request waits for others while the model is idle; after which it is logged.
-        max_queue: queued rows, beyond which requests are rejected.
+        max_queue: queued rows, beyond which requests are rejected; also those of one request.
         updates: updates of the model, which the scorer applies between two batches: `step` is served, published `age`
             seconds ago; `problem` is why newer steps are not; `pending()` says whether to call `apply()`.
     """
@@ -64,7 +64,7 @@ class Scorer(Closeable):
         if run.transforms:
             raise ValueError(f"{run.path}: a run with transforms cannot be served; transform rows before training")
         self.run, self.updates, self.encoder, self.failure = run, updates, run.encoder, ""
-        self._batch_size, self._max_queue, self._max_wait, self._slow = batch_size, max_queue, max_wait, slow
+        self._batch_size, self.max_queue, self._max_wait, self._slow = batch_size, max_queue, max_wait, slow
         self._queue, self._queued_rows, self._condition = deque[QueuedRequest](), 0, threading.Condition()
         self._counts, self._milliseconds, self._closing = Counter[str](), Counter[str](), False
         self._thread = threading.Thread(target=self._work, name="tritonemb-scorer", daemon=True)
@@ -72,10 +72,13 @@ class Scorer(Closeable):
 
     def submit(self, raw: RawRows, timeout: float = 10.0) -> "Future[Array]":
         """Queue rows of the `encoder`; return a future of their scores, float32 `[N]`. It raises ValueError for a bad
-        row, TimeoutError after `timeout` seconds in the queue, ArithmeticError for NaN; `submit`, OverloadedError."""
+        row, TimeoutError after `timeout` seconds in the queue, ArithmeticError if the model scores NaN; `submit` raises
+        ValueError for too many rows, OverloadedError if others are queued."""
+        if raw.num_rows > self.max_queue:
+            raise ValueError(f"the request has {raw.num_rows:,} rows; send up to {self.max_queue:,} per request")
         request = QueuedRequest(raw, timeout)
         with self._condition:
-            if self._closing or (self._queued_rows and self._queued_rows + raw.num_rows > self._max_queue):
+            if self._closing or self._queued_rows + raw.num_rows > self.max_queue:
                 self._counts["rejected"] += 1
                 raise OverloadedError(f"stopping or overloaded: {self._queued_rows:,} rows are queued; try again later")
             self._queue.append(request)
@@ -140,6 +143,7 @@ class Scorer(Closeable):
     def _score(self, requests: Sequence[QueuedRequest]) -> None:
         try:
             scores = self._run_model(self.encoder.encode([request.raw for request in requests]))
+            has_diverged = bool(np.isnan(scores).any() and np.isnan(self._run_model(missing_row(self.run))).any())
         except Exception as error:
             if len(requests) == 1:
                 return self._finish(requests[0], error)
@@ -149,8 +153,7 @@ class Scorer(Closeable):
         self._counts["batches"] += 1
         ends = np.cumsum([request.raw.num_rows for request in requests])
         for request, result in zip(requests, np.split(scores, ends[:-1]), strict=True):
-            text = "a score is NaN: a number is too large for the model, or training has diverged"
-            self._finish(request, ArithmeticError(text) if np.isnan(result).any() else result)
+            self._finish(request, _nan_error(result, has_diverged) if np.isnan(result).any() else result)
         return None
 
     def _run_model(self, rows: Batch) -> Array:
@@ -174,6 +177,19 @@ class Scorer(Closeable):
 
 def warm_up(run: Run, rows: str | None = None) -> None:
     """Compile the kernels that a request needs, and score a file of rows, whose table rows are then cached."""
-    run.score(run.encoder([dict.fromkeys((*run.encoder.schema.dense, *run.encoder.schema.sparse))]))
+    run.score(missing_row(run))
     if rows is not None:
         run.predict(rows)
+
+
+def _nan_error(scores: Array, has_diverged: bool) -> Exception:
+    """Return the error of the first row whose score is NaN, or of a model that has diverged."""
+    if has_diverged:
+        return ArithmeticError("all scores are NaN, because training has diverged; serve another checkpoint")
+    row = 1 + int(np.isnan(scores).reshape(len(scores), -1).any(1).argmax())
+    return ValueError(f"row {row}: the score is NaN, because a number is too large for the model")
+
+
+def missing_row(run: Run) -> Batch:
+    """Return a row all of whose values are missing."""
+    return run.encoder([dict.fromkeys((*run.encoder.schema.dense, *run.encoder.schema.sparse))])

@@ -1,0 +1,73 @@
+"""A small run, and `tritonemb serve` of it in a process."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import tritonemb as te
+from tests.programs import Program
+from tests.training.test_run import COLUMNS, SMALL, make_rows, run, write_csv
+
+NAMES = ("price", "age", "user", "item", "tags")
+
+
+def train_run(folder: Path) -> SimpleNamespace:
+    """A run, rows of requests and their scores."""
+    rows = make_rows(300)
+    assert (
+        run("train", "--data", write_csv(folder / "clicks.csv", rows), "--out", folder / "run", *COLUMNS, *SMALL) == 0
+    )
+    loaded_run = te.load_run(folder / "run")
+    requests = [{name: row[name] for name in NAMES} for row in rows[:60]]
+    return SimpleNamespace(run=loaded_run, rows=requests, scores=loaded_run.predict(requests), folder=folder)
+
+
+def start_server(run_folder: Path, *options: str) -> Program:
+    """`tritonemb serve` at a free port, which it prints when it is ready."""
+    words = ("serve", str(run_folder), "--address", "http://127.0.0.1:0", "--timeout-ms", "60000", *options)
+    return Program("tritonemb", *words, variables={"OMP_WAIT_POLICY": "passive"})
+
+
+def port_of(program: Program) -> int:
+    """The port of a server, once it is ready."""
+    for line in program.output:
+        if line.startswith("serving "):
+            return int(line.rpartition(":")[2])
+    raise AssertionError("the server has ended")
+
+
+@contextmanager
+def served_at(run_folder: Path, *options: str) -> Iterator[tuple[int, Program]]:
+    """Port and process of a server."""
+    program = start_server(run_folder, *options)
+    try:
+        yield port_of(program), program
+    finally:
+        program.process.kill()
+        program.finish()
+
+
+def request(port: int, method: str, path: str, body: Any = None) -> Any:
+    """The content of an answer with status 200; OSError or HTTPException if the server is gone."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body))
+        response = connection.getresponse()
+        content = json.loads(response.read())
+    finally:
+        connection.close()
+    assert response.status == 200, content
+    return content
+
+
+def scores_at(port: int, rows: list[dict[str, Any]]) -> list[float]:
+    """The scores of rows by a server, as float32."""
+    return np.float32(request(port, "POST", "/score", rows)["scores"]).tolist()
