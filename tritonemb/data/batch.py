@@ -253,8 +253,7 @@ def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
     size, keys = len(batch), batch.sparse.keys()
     if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
-    order = np.zeros(size + num_padding, dtype=np.int64)
-    order[:size] = np.arange(size)
+    order = np.append(np.arange(size), np.zeros(num_padding, np.int64))
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
     positions, lengths = segment_positions(batch.sparse.offsets().numpy(), bags)
     values = torch.from_numpy(batch.sparse.values().numpy()[positions])

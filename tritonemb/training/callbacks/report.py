@@ -96,8 +96,7 @@ def render_template(template: str, **values: Any) -> str:
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         finalize=_replace_unprintable,
     )  # fmt: skip
-    formats = {"count": "{:,.0f}", "metric": "{:.4f}", "percent": "{:.1f} %"}
-    environment.filters |= {name: text.format for name, text in formats.items()}
+    environment.filters |= {"count": "{:,.0f}".format, "metric": "{:.4f}".format, "percent": "{:.1f} %".format}
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds}
     return environment.get_template(template).render(GEOMETRY, **values)
 

@@ -154,10 +154,9 @@ class MLflow(Tracker):
         self._client = self._mlflow.MlflowClient(self._tracking_uri)
         if run_id is None:
             experiment = self._call("get_experiment_by_name", self._experiment)
-            name, new_id = start.folder and start.folder.name, None
-            if experiment is None:
-                new_id = self._call("create_experiment", self._experiment)
-            run_id = self._call("create_run", new_id or experiment.experiment_id, run_name=name).info.run_id
+            experiment_id = experiment and experiment.experiment_id
+            experiment_id = experiment_id or self._call("create_experiment", self._experiment)
+            run_id = self._call("create_run", experiment_id, run_name=start.folder and start.folder.name).info.run_id
             params = [self._entities.Param(key, str(value)[:MAX_PARAM_LENGTH]) for key, value in flat(start.config)]
             for start_index in range(0, len(params), MAX_PARAMS):
                 self._call("log_batch", run_id, params=params[start_index : start_index + MAX_PARAMS])
