@@ -21,7 +21,7 @@ ADAM_STATES = 8  # bytes per element: two fp32 states
 class Machine:
     """Resources of a rank: memory in bytes, rates in bytes and operations per second.
 
-    Default rates are those of one H200, PCIe 5 and one NVMe drive; `here` measures memory, not rates.
+    Default rates are those of one H200, PCIe 5 and one NVMe drive; `detect` measures memory, not rates.
     """
 
     device: float

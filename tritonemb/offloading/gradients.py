@@ -45,7 +45,7 @@ class Gradients:
     def of_chunk(self, chunk: StateChunk) -> Tensor:
         """Return the gradient `[numel]` of a chunk whose sub-group is in memory with its gradients."""
         if chunk.gradient is not None and chunk.gradient.is_set:
-            return chunk.gradient.scaled_view(chunk.group.buffer)
+            return chunk.gradient.scaled(chunk.gradient.view(chunk.group.buffer))
         return flat_like(to_local(chunk.parameter.grad), to_local(chunk.parameter))[chunk.begin : chunk.end]
 
     def read(self, parameter: Any) -> Tensor | None:
@@ -71,7 +71,6 @@ class Gradients:
                     self._start(pages, pages.zero)
 
     def scale(self, parameters: Sequence[Any], factor: Tensor | float) -> None:
-        """Multiply gradients by a factor."""
         for p in parameters:
             for pages in self._pages(p):
                 pages.scale(factor)

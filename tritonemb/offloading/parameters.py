@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.offloading.shards import Piece, StoredElements, flat_like, is_dense, local_shape, overlaps, padded_shape
 from tritonemb.offloading.tiers import Arena, Tier, empty_host, round_to_pages
-from tritonemb.storage.store import IoFuture
+from tritonemb.storage.store import IoFuture, wait_all
 
 PREFETCH_PARAMETERS = 16  # parameters: a few layers, whose reads overlap
 
@@ -82,8 +82,7 @@ class OffloadedParam(StoredElements):
     def finish_read(self) -> None:
         """Wait for the reads, and point the leaf to the block."""
         if self.leaf.data_ptr() != (self.block.data_ptr() if self.block is not None else 0):
-            for read in self._reads:
-                read.wait()
+            wait_all(self._reads)
             self._reads = []
             self.leaf.data = self.memory().view(self.dtype).as_strided(self.shape, self.leaf_strides)
         if self.leaf.requires_grad != self.parameter.requires_grad:

@@ -121,7 +121,6 @@ class Piece:
 
     @staticmethod
     def split(numel: int, max_elements: int) -> list["Piece"]:
-        """Split a tensor."""
         return [Piece(begin, min(begin + max_elements, numel)) for begin in range(0, numel, max_elements)]
 
 

@@ -19,7 +19,7 @@ from tritonemb.layout import ALIGNMENT
 from tritonemb.offloading.parameters import OffloadedParam
 from tritonemb.offloading.shards import Piece, StoredElements, flat_view, is_dense, local_shape, overlaps, to_local
 from tritonemb.offloading.tiers import BufferedPages, GradientPages, Span, Tier, empty_host, empty_on, round_to_pages
-from tritonemb.storage.store import IoFuture
+from tritonemb.storage.store import IoFuture, wait_all
 
 MASTER = "master"  # name of the state with fp32 master weights of a 16-bit parameter
 MIN_BUFFERS = 3  # one is read, one is stepped, one is written
@@ -157,7 +157,6 @@ class SubGroup:
                     self.buffer_bytes += round_to_pages(pages.span.num_bytes)
 
     def begin_read(self, buffer: Tensor) -> None:
-        """Start to read states into a buffer."""
         self.buffer, self.is_dirty = buffer, False
         if self.span is not None and self.is_stored:
             self.transfers.append(self.span.read(buffer[: round_to_pages(self.state_bytes)]))
@@ -237,8 +236,7 @@ class Buffers:
         for group in self._resident:
             group.wait()
         for futures, _ in self._writing:
-            for future in futures:
-                future.wait()
+            wait_all(futures)
 
     def reset(self) -> None:
         """Discard all states, also in memory."""
@@ -258,8 +256,7 @@ class Buffers:
             futures, written = self._writing[0]
             if not (wait or all(future.done() for future in futures)):
                 break
-            for future in futures:
-                future.wait()
+            wait_all(futures)
             self._writing.popleft()
             self._free.append(written)
         if not self._free:

@@ -192,7 +192,7 @@ class GradientPages(BufferedPages):
             return self.span.memory[: self.span.num_bytes].view(self._dtype)
         pages = empty_host(self.span.num_bytes, torch.device("cpu"))
         self.span.read(pages).wait()
-        return self._scaled(pages[: self.span.num_bytes].view(self._dtype), in_place=True)
+        return self.scaled(pages[: self.span.num_bytes].view(self._dtype), in_place=True)
 
     def scale(self, factor: Tensor | float) -> None:
         if self.span.memory is None:
@@ -200,11 +200,8 @@ class GradientPages(BufferedPages):
         else:
             self.load().mul_(factor)
 
-    def scaled_view(self, buffer: Tensor | None) -> Tensor:
-        """View of the gradient, or a copy if it is scaled."""
-        return self._scaled(self.view(buffer))
-
-    def _scaled(self, values: Tensor, in_place: bool = False) -> Tensor:
+    def scaled(self, values: Tensor, in_place: bool = False) -> Tensor:
+        """Multiply the gradient by the factors; a copy, unless there are none or `in_place`."""
         for factor in self._factors:
             values = values.mul_(factor) if in_place else values.mul(factor)
             in_place = True
@@ -221,7 +218,6 @@ class HostTier:
         self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reserve(self, num_bytes: int) -> Span:
-        """Allocate a span."""
         return Span(self, num_bytes)
 
     def transfer(self, span: Span, values: Tensor, write: bool) -> IoFuture:

@@ -332,7 +332,6 @@ class WholeRowUpdate:
         self._pending.append(updates)
 
     def discard(self) -> None:
-        """Discard all queued updates."""
         self._pending = []
 
     @torch.no_grad()

@@ -29,12 +29,12 @@ class RowFile:
     """The opened, checked and locked file of a `DiskRows`, for one thread at a time; unusable after a `failure`."""
 
     def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
-        subject = f"table {identity.table!r}: file {path}"
-        self.file, header = open_file(subject, path, ROWS, writable=True)
-        with storage_errors(f"{subject} cannot be opened", "check the disk"), on_error(self.file.close):
+        self.subject = f"table {identity.table!r}: file {path}"
+        self.file, header = open_file(self.subject, path, ROWS, writable=True)
+        with storage_errors(f"{self.subject} cannot be opened", "check the disk"), on_error(self.file.close):
             check_identity(header, identity, path)
             if not self.file.lock():
-                raise StorageError(f"{subject} is open for another table or process; close it there first")
+                raise StorageError(f"{self.subject} is open for another table or process; close it there first")
             self.blocks = BlockFile(self.file, header)
         self.identity, self._initializer = identity, initializer
         self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
@@ -90,8 +90,7 @@ class RowFile:
     def raise_if_failed(self) -> None:
         if (failure := self.failure) is not None:
             failure.raised = True
-            subject = f"table {self.identity.table!r}: file {self.file.path}"
-            raise StorageError(f"{subject} is unusable because a write failed: {failure}") from failure
+            raise StorageError(f"{self.subject} is unusable because a write failed: {failure}") from failure
 
     def _write_header(self, num_blocks: int | None) -> None:
         with self.fail_on_error("the header could not be written"):
@@ -180,7 +179,6 @@ class DiskRows(Closeable):
         return self._submit(lambda: self._rows.read(rows, records))
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Write the records of the rows."""
         store.check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.write(rows, records))
 
@@ -262,7 +260,7 @@ class DiskRows(Closeable):
 
         with self._lock:
             if self._closing is not None:
-                raise StorageError(f"table {self.table_name!r}: file {self.path} is closed; open it again")
+                raise StorageError(f"{self._file.subject} is closed; open it again")
             self._file.raise_if_failed()
             return self._operations.submit(checked_operation)
 
@@ -288,7 +286,7 @@ class DiskRows(Closeable):
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
         if changes_only and self.last_snapshot is None:
             reason = "none was taken, or the file was written to after it and opened again; take a whole snapshot first"
-            raise StorageError(f"table {self.table_name!r}: file {self.path} has no last snapshot: {reason}")
+            raise StorageError(f"{self._file.subject} has no last snapshot: {reason}")
         self._flush()
         file, parent = self._file, self.last_snapshot if changes_only else None
         file.last_snapshot = take_snapshot(file.blocks, file.identity, path, parent)

@@ -75,10 +75,6 @@ class Option(NamedTuple):
     def __str__(self) -> str:
         return self.kind.replace("_", "-") + (f" ({self.num_blocks} blocks)" if self.num_blocks > 1 else "")
 
-    @property
-    def on_tier(self) -> str:
-        return f"{self} on {self.placement}"
-
     @classmethod
     def of(cls, plan: ShardingPlan, table: TableConfig) -> Self:
         """Return the option that a plan has chosen for a table."""

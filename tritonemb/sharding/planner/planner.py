@@ -186,7 +186,6 @@ def _adapt(running: ShardingPlan, new: ShardingPlan, model: CostModel) -> Shardi
 def _decode(
     model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution
 ) -> ShardingPlan:
-    """Convert a solution to a plan."""
     shardings, placements, assignment = dict[str, Sharding](), dict[str, TablePlacement](), solution.assignment
     for number, (table, rule) in enumerate(zip(model.tables, rules, strict=True)):
         index = int(assignment.options[number])

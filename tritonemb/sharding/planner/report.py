@@ -49,13 +49,13 @@ class TableReport:
 
     def cells(self) -> dict[str, str]:
         """Return text by the title of its column."""
-        table, option = self.table, self.option
+        table, option, runner_up = self.table, self.option, self.runner_up
         shares = [f"{100 * share:.2g} %" for share in (option.cache_share, option.host_share) if share]
-        runner_up = f"{self.runner_up.on_tier}, {duration(self.extra, '+')}" if self.runner_up else ""
+        next_best = f"{runner_up} on {runner_up.placement}, {duration(self.extra, '+')}" if runner_up else ""
         return {
             "table": table.name, "rows": f"{table.max_rows:,}", "dim": str(table.embedding_dim),
             "size": format_bytes(self.size), "sharding": str(option), "tier": option.placement,
-            "cached": " + ".join(shares), "time, all ranks": duration(self.seconds), "next best": runner_up,
+            "cached": " + ".join(shares), "time, all ranks": duration(self.seconds), "next best": next_best,
         }  # fmt: skip
 
 

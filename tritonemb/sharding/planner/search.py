@@ -82,7 +82,7 @@ def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0) -> Relaxa
     unit = max(float(np.minimum.reduceat(means[:, 0], starts).sum()), 1e-12)  # scale of seconds in the LP
     uses, option = means / [unit, 1, 1, 1, 1], np.flatnonzero(~infeasible)
     # Variables: shares of options, the load, and overruns of the budgets.
-    one = _sums_to_one(table[option], (len(starts), len(option) + 5))
+    one = _sums_to_one(table[option], np.arange(len(option)), (len(starts), len(option) + 5))
     above = sparse.csr_array(np.concatenate([uses[option].T, -np.eye(5)], axis=1))
     cost = np.concatenate([np.zeros(len(option)), [1.0], np.full(4, SETTINGS.overrun_cost)])
     most = np.append(0.0, np.full(4, 1 - slack))
@@ -98,9 +98,9 @@ def relax(problem: Problem, limit: float = np.inf, slack: float = 0.0) -> Relaxa
     return Relaxation(bound, share, min_shards, cost, prices)
 
 
-def _sums_to_one(row: Array, shape: tuple[int, int]) -> Any:
-    """Return the matrix whose rows sum up the variables of each table or unit, `row` by variable."""
-    return sparse.coo_array((np.ones(len(row)), (row, np.arange(len(row)))), shape).tocsr()
+def _sums_to_one(row: Array, variable: Array, shape: tuple[int, int]) -> Any:
+    """Return the matrix whose rows sum up the variables of each table or unit."""
+    return sparse.coo_array((np.ones(len(row)), (row, variable)), shape).tocsr()
 
 
 def _lower_bound(problem: Problem) -> tuple[float, Relaxation] | None:
@@ -210,7 +210,7 @@ def _solve_milp(
     if not np.bincount(table, minlength=len(problem.table_options) - 1).all():
         return None, np.inf
     means, unit = problem.mean_uses(relaxation.min_shards)[candidates], max(relaxation.bound, 1e-12)
-    one = _sums_to_one(table, (table[-1] + 1, len(candidates)))
+    one = _sums_to_one(table, np.arange(len(table)), (table[-1] + 1, len(table)))
     budgets = optimize.LinearConstraint(means[:, 1:].T, -np.inf, 1 - spare)
     with stdout_to_stderr():  # HiGHS prints debug text, whatever its options
         result = optimize.milp(
@@ -400,9 +400,9 @@ class Search:
         cost, above = np.append(np.zeros(num_shards), weights), sparse.csr_array(np.concatenate([uses, -slack], axis=1))
         # The shares of a unit add up to 1.
         free_units, unit_index = np.unique(units[free], return_inverse=True)
-        entries, ones = (unit_index, np.flatnonzero(free)), np.ones(len(free_units))
-        one = sparse.coo_array((np.ones(len(unit_index)), entries), (len(free_units), len(cost))).tocsr()
-        result = optimize.linprog(cost, above, limits, one, ones, bounds=(0, None), method="highs-ds")
+        one = _sums_to_one(unit_index, np.flatnonzero(free), (len(free_units), len(cost)))
+        totals = np.ones(len(free_units))
+        result = optimize.linprog(cost, above, limits, one, totals, bounds=(0, None), method="highs-ds")
         if result.x is None:
             return None
         # Shares of 0 drop their shards.

@@ -102,7 +102,6 @@ class Assignment(NamedTuple):
 
     @classmethod
     def empty(cls, options: Array, ranks: int) -> Self:
-        """Return an assignment of options without shards."""
         return cls(options, np.full((len(options), ranks), -1), np.zeros((len(options), ranks)))
 
 
@@ -201,7 +200,6 @@ def add_shard(p, s, unit, bin_index, share):
 
 @uncounted
 def remove_shard(p, s, table, bin_index):
-    """Remove a table's shard from a bin."""
     unit = s.unit[table, bin_index]
     s.unit[table, bin_index] = -1
     s.num_shards[unit] -= 1

@@ -204,7 +204,6 @@ class _Counts:
         self.weights: Array = np.zeros(0)
 
     def add(self, ids_by_key: Mapping[str, tuple[int, Array]], title: str) -> None:
-        """Count a batch."""
         if missing := [feature for feature in self.features if feature not in ids_by_key]:
             if not self.table:
                 return
