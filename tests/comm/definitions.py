@@ -1,7 +1,5 @@
 """What exchanges do, told by one process that knows all ranks' inputs."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from typing import Any, NamedTuple
 
@@ -71,7 +69,7 @@ class IdsCase(NamedTuple):
                     bags.append(local)
         return result
 
-    def asked(self, rank: int) -> list[tuple[int, int]]:
+    def requests(self, rank: int) -> list[tuple[int, int]]:
         """A rank's ids, lane by lane: lane and id."""
         return [(n, v) for n, lane in enumerate(self.lanes) for bag in self.ids[rank][lane.feature] for v in bag]
 

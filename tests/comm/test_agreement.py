@@ -1,7 +1,5 @@
 """Rounds of agreement, and what is known of a rank that takes part in none."""
 
-from __future__ import annotations
-
 import threading
 import time
 from datetime import timedelta
@@ -12,9 +10,9 @@ from tritonemb.comm.control import FailureReports, lost_contact
 from tritonemb.comm.group import Consensus, RankFailed, RankGroup, Round
 
 
-def rounds(rank, given):
+def rounds(rank, inputs):
     agreement = Consensus(RankGroup.world())
-    return [agreement.next(**item[rank]) for item in given]
+    return [agreement.next(**item[rank]) for item in inputs]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -35,21 +33,21 @@ def test_all_ranks_hear_the_same(ranks, size):
     assert fourth.rows == (1,) * size
 
 
-def failing(rank, who):
+def failing(rank, failed_ranks):
     agreement = Consensus(RankGroup.world())
     agreement.next(1)
     try:
-        agreement.next(1, failure=f"ValueError: bad line of {rank}" if rank in who else None)
+        agreement.next(1, failure=f"ValueError: bad line of {rank}" if rank in failed_ranks else None)
     except RankFailed as error:
         return str(error), error.ranks
     return None
 
 
-@pytest.mark.parametrize("who", [[0, 3], [2]])
-def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
-    heard = ranks(4).run(failing, who)
-    expected = "; ".join(f"rank {rank} has failed: ValueError: bad line of {rank}" for rank in who)
-    assert heard == [(expected, tuple(who))] * 4
+@pytest.mark.parametrize("failed_ranks", [[0, 3], [2]])
+def test_a_failure_reaches_all_ranks_with_its_reason(ranks, failed_ranks):
+    heard = ranks(4).run(failing, failed_ranks)
+    expected = "; ".join(f"rank {rank} has failed: ValueError: bad line of {rank}" for rank in failed_ranks)
+    assert heard == [(expected, tuple(failed_ranks))] * 4
 
 
 def beside_the_main_thread(rank, count):
@@ -70,8 +68,8 @@ def test_it_may_be_held_in_a_thread(ranks):
         assert result == [1 + 20 * i for i in range(50)]
 
 
-def silent(rank, who, seconds, failed=None):
-    """What ranks raise while rank `who` takes no part in a round; `failed` has an error of its own."""
+def silent(rank, silent_rank, seconds, failed=None):
+    """What ranks raise while rank `silent_rank` takes no part in a round; `failed` has an error of its own."""
     world = RankGroup.world()
     agreement = Consensus(world, timedelta(seconds=seconds))
     done, reports = world.duplicate("gloo"), FailureReports(world)
@@ -79,7 +77,7 @@ def silent(rank, who, seconds, failed=None):
     messages = None
     if rank == failed:
         reports.report(ValueError("bad"), 7)
-    elif rank != who:
+    elif rank != silent_rank:
         begin = time.monotonic()
         with pytest.raises(RuntimeError) as caught:
             agreement.next(1)

@@ -1,7 +1,5 @@
 """Values that are on their way: an ordinary tensor to whoever uses them, asked for when they are first read."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Pooled columns and rows of tables on their way, there and back, by every codec."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -96,9 +94,9 @@ def test_int8_is_as_near_as_a_row_of_a_table_is_wide(ranks):
         assert sent["pooled"][0] == case.rows[1 - rank] * (columns + 8 * pieces)
 
 
-def near(found, exact, runs):
+def near(actual, exact, runs):
     for start, size in runs:
-        a, b = found[:, start : start + size], exact[:, start : start + size]
+        a, b = actual[:, start : start + size], exact[:, start : start + size]
         step = (b.amax(1) - b.amin(1)) / 255
         assert bool(((a - b).abs().amax(1) <= step / 2 * 1.001 + 1e-7).all())
         assert not torch.equal(a, b)

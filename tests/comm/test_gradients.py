@@ -1,7 +1,5 @@
 """Rows and sums of their gradients gathered from all ranks, and blocks of columns that become whole rows."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

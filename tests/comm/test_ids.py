@@ -1,7 +1,5 @@
 """Ids go to the owners of their rows, and what owners send back comes to where it was asked for."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -57,7 +55,7 @@ def check(ranks, world: int, cases: list[IdsCase]) -> None:
             assert total == sum(samples)
             if expected or not case.once:
                 assert sizes == ([1] * world if case.once else samples)
-            requests = case.asked(rank)
+            requests = case.requests(rank)
             assert rows == [row_of(n, v) if case.is_inside(n, v) else [0.0] * DIM for n, v in requests], case
             given_back += grad_sum
             received += DIM * len(requests) * (len(requests) + 1) / 2
@@ -66,7 +64,7 @@ def check(ranks, world: int, cases: list[IdsCase]) -> None:
         assert given_back == received  # every rank's gradients came to some owner, once
 
 
-def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
+def ids_bytes(case: IdsCase, rank: int, world: int, messages, number: int) -> int:
     """Lengths of bags, ids and weights, to every other rank."""
     wide = 4 if all(lane.max_rows < 2**31 - 1 for lane in case.lanes) else 8
     weighted = case.weights is not None and not case.once and any(v for b in case.ids for v in b.values() if any(v))
@@ -75,7 +73,7 @@ def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
     for other in range(world):
         if other == rank:
             continue
-        to = found[other][number][0]
+        to = messages[other][number][0]
         for of_lane in to.values():
             local = of_lane[first : first + bags[rank]]
             total += 4 * len(local) + sum(len(bag) for bag in local) * (wide + 4 * weighted)

@@ -1,7 +1,5 @@
 """Meeting beside what earlier attempts have left in the store."""
 
-from __future__ import annotations
-
 import threading
 from datetime import timedelta
 

@@ -1,7 +1,5 @@
 """Backends for tests: run a graph as it is after the pass, or record what AOTAutograd makes of it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any

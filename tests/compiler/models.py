@@ -1,7 +1,5 @@
 """Recommendation models as people write them in plain PyTorch: nothing here knows of tritonemb."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

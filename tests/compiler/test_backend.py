@@ -1,7 +1,5 @@
 """`torch.compile(backend="tritonemb")`, by Inductor."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from importlib.metadata import entry_points

@@ -1,7 +1,5 @@
 """`explain` says what happens, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

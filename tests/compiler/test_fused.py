@@ -1,7 +1,5 @@
 """Modules of tritonemb's, and fused optimizers: one lookup, one update, the bits of the uncompiled model."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """What may be merged, what stays, and why."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -44,8 +42,8 @@ def ids(*shape):
     return torch.randint(0, ROWS, shape)
 
 
-def ops_in(found):
-    return [getattr(node.target, "__name__", node.target) for gm in found.graphs for node in gm.graph.nodes]
+def ops_in(compiled):
+    return [getattr(node.target, "__name__", node.target) for gm in compiled.graphs for node in gm.graph.nodes]
 
 
 def test_a_lookup_of_another_ones_result_is_not_merged_with_it():

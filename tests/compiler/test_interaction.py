@@ -1,7 +1,5 @@
 """DLRM's interaction, as models write it, becomes one op where a kernel serves it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -70,8 +68,8 @@ def served():
         pytest.skip("the reference serves it")
 
 
-def ops_of(found):
-    return [node.target for gm in found.graphs for node in gm.graph.nodes]
+def ops_of(compiled):
+    return [node.target for gm in compiled.graphs for node in gm.graph.nodes]
 
 
 @pytest.mark.parametrize("interact", [of_facebookresearch, of_torchrec, of_another_order, by_flattening, some_pairs])

@@ -1,7 +1,5 @@
 """Every kind of lookup, merged, gives PyTorch's results and gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Models in plain `torch.nn` train to the same losses by our backend, with one lookup, grouping and update a graph."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """The table of docs/compile.md: what is one graph, bitwise identical to the uncompiled model, and what raises."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

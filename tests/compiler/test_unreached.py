@@ -1,7 +1,5 @@
 """What a backward pass does not reach is not trained, merged or not; what happens in place is seen."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Models to offload, and a few steps of training them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Checkpoints of offloaded models: streamed, for other tiers, and for plain models by torch.distributed.checkpoint."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

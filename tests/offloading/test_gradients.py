@@ -1,7 +1,5 @@
 """Gradients in host memory and on disk: the bits of `.grad`, whatever happens between backward and step."""
 
-from __future__ import annotations
-
 import resource
 from typing import Any
 
@@ -220,8 +218,8 @@ def test_gradients_that_cannot_be_stored_are_named(tmp_path):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("before", [True, False])
-def test_compiled_layers(before, tmp_path, dynamo):
+@pytest.mark.parametrize("compiles_first", [True, False])
+def test_compiled_layers(compiles_first, tmp_path, dynamo):
     def compile_layers(model):
         for block in model.blocks:
             block.compile(backend="aot_eager")
@@ -229,10 +227,10 @@ def test_compiled_layers(before, tmp_path, dynamo):
 
     expected = train(lambda: compile_layers(Transformer(blocks=2)), tmp_path, 2)
     model, optimizer = plain(lambda: Transformer(blocks=2))
-    model = compile_layers(model) if before else model
+    model = compile_layers(model) if compiles_first else model
     options: Any = {"params": "host", "states": "disk", "grads": "disk", "path": tmp_path, "budget": 400_000}
     model, optimizer = te.offload(model, optimizer, **options)
-    model = model if before else compile_layers(model)
+    model = model if compiles_first else compile_layers(model)
     assert steps(model, optimizer, 2) == expected.losses
 
 

@@ -1,7 +1,5 @@
 """A model whose parameters, gradients and states need three times the memory that a process may have."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """`te.offload`: the same bits on every tier, within the budget; and what it refuses."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from dataclasses import replace
@@ -737,7 +735,7 @@ def channels_last():
 def test_a_parameter_keeps_its_strides(make, params, states, tmp_path, monkeypatch):
     monkeypatch.setattr("tritonemb.offloading.checkpoint.BLOCK_BYTES", 100)
 
-    def made(seed, **offload):
+    def make_model(seed, **offload):
         torch.manual_seed(seed)
         model = make()
         if make is Transposed:
@@ -760,8 +758,8 @@ def test_a_parameter_keeps_its_strides(make, params, states, tmp_path, monkeypat
     def strides(tensors):
         return [tensor.stride() for tensor in tensors if tensor.dim() > 1]
 
-    plain, its_adam = made(0)
-    model, optimizer = made(0, params=params, states=states, path=tmp_path / "a")
+    plain, its_adam = make_model(0)
+    model, optimizer = make_model(0, params=params, states=states, path=tmp_path / "a")
     assert losses(model, optimizer) == losses(plain, its_adam)
     expected = [p for name, p in plain.named_parameters() if name != "gaps"]
     stored = [value for name, value in model.state_dict().items() if name != "gaps"]
@@ -772,11 +770,11 @@ def test_a_parameter_keeps_its_strides(make, params, states, tmp_path, monkeypat
         assert strides(param_state.values()) == strides(state.values())
         assert all(torch.equal(param_state[name], value) for name, value in state.items())
     te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
-    other, fresh = made(1, params=params, states=states, path=tmp_path / "b")
+    other, fresh = make_model(1, params=params, states=states, path=tmp_path / "b")
     te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
     with te.gather_parameters(other, modify=True):
         assert all(torch.equal(p, value) for p, value in zip(other.parameters(), plain.parameters(), strict=True))
-    again, loaded = made(2)
+    again, loaded = make_model(2)
     again.load_state_dict(model.state_dict())
     loaded.load_state_dict(optimizer.state_dict())
     assert losses(other, fresh) == losses(model, optimizer) == losses(again, loaded) == losses(plain, its_adam)

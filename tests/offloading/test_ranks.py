@@ -1,7 +1,5 @@
 """Several ranks by `fully_shard`: every rank offloads its shards."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Pretrained weights in safetensors files: loaded by `te.offload(checkpoint=)` and by `load_safetensors`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Arenas, spans of host memory and swap files; disks that fail, fill up or change what was written."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Trainings of one collection by several ranks, and by one process on the batches of all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
@@ -222,7 +220,7 @@ def train_steps(
                 parts = []
                 for number in range(micros):
                     output = output_of(collection, next(ahead))
-                    grad = _own(case, step, number, rank, output)
+                    grad = _local_gradient(case, step, number, rank, output)
                     # Rounded first: small float16 numbers would be lost.
                     output.backward(grad.to(output.dtype) * case.world)
                     parts.append(output.detach())
@@ -230,7 +228,7 @@ def train_steps(
     return outputs
 
 
-def _own(case: Case, step: int, micro: int, rank: int, output: Tensor) -> Tensor:
+def _local_gradient(case: Case, step: int, micro: int, rank: int, output: Tensor) -> Tensor:
     sizes = rows_of_parts(case, step)
     place = micro * case.world + rank
     whole = case.gradient(step, (sum(sizes), *output.shape[1:]))

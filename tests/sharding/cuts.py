@@ -1,7 +1,5 @@
 """Tables cut at random into rectangles that ranks hold, the same on all of them."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Models of four tables, each sharded in another way, their batches, and the state of sharded models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

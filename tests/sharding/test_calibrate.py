@@ -1,7 +1,5 @@
 """Calibration: lines through times, and topologies that are measured, here on tables too small to say anything."""
 
-from __future__ import annotations
-
 import os
 import time
 from functools import partial

@@ -1,7 +1,5 @@
 """Sharded collections: what each rank looks up and learns is what one process would on the batches of all."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

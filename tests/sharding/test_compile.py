@@ -1,7 +1,5 @@
 """A hybrid-parallel step as one graph: from exchanged ids to the loss and back, tables updated bit for bit."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle

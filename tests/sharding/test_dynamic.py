@@ -1,7 +1,5 @@
 """Dynamic tables on several ranks: the ids, steps, counts and rows of one process with all samples."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -216,13 +214,13 @@ def one_graph(rank: int, world: int, pooled: bool) -> None:
 
 
 def rows_of_one_rank_alone(rank: int, world: int) -> None:
-    def made(sharding: Any) -> te.HybridParallel:
+    def make(sharding: Any) -> te.HybridParallel:
         table = te.TableConfig("user", None, 4, capacity=40)
         collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
         return te.HybridParallel(collection, ShardingPlan({"user": sharding}, world, world), exchange=EXACT)
 
     with small_partitions():
-        by_rows, other, whole = made(RowWise()), made(RowWise()), made(TableWise(0))
+        by_rows, other, whole = make(RowWise()), make(RowWise()), make(TableWise(0))
         ids = torch.tensor([5])  # one row, so other ranks have none
         by_rows(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
         other.load_state_dict(by_rows.state_dict())

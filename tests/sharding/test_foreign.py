@@ -1,7 +1,5 @@
 """Tables of other libraries in ours."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

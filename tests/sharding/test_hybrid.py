@@ -1,7 +1,5 @@
 """Whole models in parallel: what they learn, and what their state is called, is the plain model's."""
 
-from __future__ import annotations
-
 import copy
 import sys
 import threading
@@ -33,7 +31,7 @@ def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for name, parameter in model.named_parameters() if not name.startswith("embeddings")]
 
 
-def alone(model: nn.Module, steps: int, world: int, micro: int = 1) -> dict[str, torch.Tensor]:
+def train_alone(model: nn.Module, steps: int, world: int, micro: int = 1) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
     for step in range(steps):
         optimizer.zero_grad()
@@ -87,7 +85,7 @@ def test_models_train_as_one_process_on_all_samples(ranks, world):
     cases = CASES + (NODES if world == 4 else [])
     results = ranks(world).run(trained, world, cases)
     for number, case in enumerate(cases):
-        expected = alone(case[0](), 3, world)
+        expected = train_alone(case[0](), 3, world)
         for rank in range(world):
             assert_near(results[rank][number][1], expected)
             for name, tensor in results[0][number][1].items():
@@ -99,7 +97,7 @@ def test_without_a_job_nothing_changes(exchange):
     """One process, without torch.distributed: the plain model's bits."""
     parallel = te.HybridParallel(dlrm(), exchange=exchange)
     train(parallel, 0, 1, 5, ahead=True)
-    expected = alone(dlrm(), 5, 1)
+    expected = train_alone(dlrm(), 5, 1)
     state = whole_state(parallel)
     assert list(state) == list(expected)
     for name, tensor in expected.items():
@@ -134,7 +132,7 @@ def in_parts(rank, world, kind, number, compiled):
 @pytest.mark.parametrize("kind", [dlrm, pytest.param(dcn, marks=pytest.mark.slow)])
 def test_sub_batches_train_as_the_whole_batch(ranks, world, number, compiled, kind):
     """Seven are more than there are samples."""
-    expected = alone(kind(), 3, world)
+    expected = train_alone(kind(), 3, world)
     for state in ranks(world).run(in_parts, world, kind, number, compiled):
         assert_near(state, expected)
 
@@ -382,7 +380,7 @@ def accumulated(rank, world, dense, micro):
 
 @pytest.mark.parametrize("dense", ["ddp", "fsdp"])
 def test_micro_batches_are_one_large_batch(ranks, dense):
-    expected = alone(dlrm(), 2, 2, micro=3)
+    expected = train_alone(dlrm(), 2, 2, micro=3)
     for state in ranks(2).run(accumulated, 2, dense, 3):
         assert_near(state, expected)
 
@@ -410,7 +408,7 @@ def loaded(rank, world, dense, state, bad):
 @pytest.mark.parametrize("dense", ["ddp", "fsdp"])
 def test_the_state_of_a_plain_model(ranks, dense):
     plain = dlrm()
-    alone(plain, 2, 2)
+    train_alone(plain, 2, 2)
     state = plain.state_dict()
     wrong = dict.fromkeys(("embeddings.t1.weight", "bottom.0.weight"), torch.ones(3, 3))
     bad = [

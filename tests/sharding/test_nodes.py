@@ -1,7 +1,5 @@
 """Traffic between nodes: table-row-wise sharding sends one vector per sample of other nodes."""
 
-from __future__ import annotations
-
 import pytest
 
 import tritonemb as te

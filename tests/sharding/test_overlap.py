@@ -1,8 +1,6 @@
 """Exchanges run beside what does not need them: in which order they begin and are waited for, and that no bit depends
 on it."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from unittest import mock

@@ -1,7 +1,5 @@
 """Plans: what they say of tables, as text too, and what they refuse."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The planner: what it chooses against brute force, bounds and other plans, what it refuses, and what it says."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import json

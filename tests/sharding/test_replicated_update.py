@@ -1,7 +1,5 @@
 """Updates that need other ranks, where a backward pass fails or reaches a table several times."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import ExitStack
 

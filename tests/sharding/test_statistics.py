@@ -1,7 +1,5 @@
 """Access statistics of tables: their formulas, and counts in batches."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Sharded tables in checkpoints: whatever saved them, however they are cut, they are loaded with the same bits."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

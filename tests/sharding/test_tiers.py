@@ -1,7 +1,5 @@
 """Shards that live in host memory or on disk train as whole tables on the device of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """What tests of storage share."""
 
-from __future__ import annotations
-
 import gc
 import signal
 import sys

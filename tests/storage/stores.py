@@ -1,7 +1,5 @@
 """Tables for the tests of stores of rows, and a plain model of them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -101,22 +99,22 @@ class Model:
                 result[place] = self.written[row]
         return result
 
-    def copy(self) -> Model:
-        other = Model(self.num_bytes)
-        other.written = dict(self.written)
-        return other
+    def copy(self) -> "Model":
+        result = Model(self.num_bytes)
+        result.written = dict(self.written)
+        return result
 
 
 def failing(
-    real: Callable[..., int], code: int, offsets: range = range(1 << 62), after: int = 0
+    real: Callable[..., int], code: int, offsets: range = range(1 << 62), first_call: int = 0
 ) -> Callable[..., int]:  # fmt: skip
-    """`os.preadv` or `os.pwritev` that fails within some bytes of a file, from the call number `after` on."""
+    """`os.preadv` or `os.pwritev` that fails within some bytes of a file, from the call number `first_call` on."""
     calls = [0]
 
     def call(handle: int, views: Sequence[memoryview], offset: int) -> int:
         if offset < offsets.stop and offset + len(views[0]) > offsets.start:
             calls[0] += 1
-            if calls[0] > after:
+            if calls[0] > first_call:
                 raise OSError(code, os.strerror(code))
         return real(handle, views, offset)
 
@@ -126,12 +124,12 @@ def failing(
 class _Refused:
     """A transfer some of whose extents were never handed over."""
 
-    def __init__(self, transfer: aio.AioTransfer, kept: np.ndarray, code: int) -> None:
-        self._transfer, self._kept, self._code = transfer, kept, code
+    def __init__(self, transfer: aio.AioTransfer, mask: np.ndarray, code: int) -> None:
+        self._transfer, self._mask, self._code = transfer, mask, code
 
     def wait(self) -> np.ndarray:
-        results = np.full(self._kept.size, -self._code)
-        results[self._kept] = self._transfer.wait()
+        results = np.full(self._mask.size, -self._code)
+        results[self._mask] = self._transfer.wait()
         return results
 
 
@@ -148,8 +146,8 @@ def break_queues(patch: pytest.MonkeyPatch, code: int, offsets: range = range(1 
 
     def submit(self: aio.AioQueue, handle: int, extents: aio.Extents, write: bool) -> Any:
         begins, ends = extents.offsets, extents.offsets + extents.sizes
-        retained = (begins >= offsets.stop) | (ends <= offsets.start) | np.array(write != writes)
-        return _Refused(real(self, handle, aio.Extents(*(part[retained] for part in extents)), write), retained, code)
+        mask = (begins >= offsets.stop) | (ends <= offsets.start) | np.array(write != writes)
+        return _Refused(real(self, handle, aio.Extents(*(part[mask] for part in extents)), write), mask, code)
 
     patch.setattr(aio.AioQueue, "submit", submit)
 

@@ -1,7 +1,5 @@
 """Linux's asynchronous I/O, and what replaces it elsewhere."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

@@ -1,7 +1,5 @@
 """Which blocks have changed, and what it costs to know."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

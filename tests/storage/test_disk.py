@@ -1,7 +1,5 @@
 """Rows on disk, against a dict: in any order, by many threads, in files of any size."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

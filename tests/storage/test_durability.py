@@ -1,7 +1,5 @@
 """What a power failure must not take: a file is on the disk before it has its name, and its name is then."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

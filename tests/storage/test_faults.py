@@ -1,7 +1,5 @@
 """Disks that fail, files that are damaged: a clear message, and nothing wrong is ever read."""
 
-from __future__ import annotations
-
 import errno
 import os
 import threading

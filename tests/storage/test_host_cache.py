@@ -1,7 +1,5 @@
 """Rows of a table on disk that are in host memory: as a dict, whatever is there, and nothing is lost silently."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os
@@ -36,7 +34,7 @@ PAGE = 4096
 
 
 @contextmanager
-def held(store: DiskRows) -> Iterator[None]:
+def paused(store: DiskRows) -> Iterator[None]:
     """The store does nothing of what it is asked for until all has been asked for."""
     begun, go_on = threading.Event(), threading.Event()
 
@@ -110,7 +108,7 @@ def test_a_small_table_is_all_in_memory(tmp_path):
 
 def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
     with disk_rows(tmp_path / "rows", 1000, 516, host_rows=32) as store:
-        with held(store):
+        with paused(store):
             requests = []
             for seed in range(4):
                 requests.append((start_read(store, range(100)), seed - 1))
@@ -175,7 +173,7 @@ def test_what_was_asked_for_behind_a_failure_is_refused(filled, monkeypatch):
     store = disk_rows(filled, 100, 516, host_rows=32)
     write(store, range(32), 2).wait()
     break_writes(monkeypatch)
-    with held(store):
+    with paused(store):
         (first, _), (second, _) = start_read(store, [50]), start_read(store, [5])  # row 5 is in memory
         third = write(store, [5], 3)
     with pytest.raises(StorageError, match="could not be written"):
@@ -239,15 +237,15 @@ def test_changes_need_a_snapshot_to_follow(filled):
     store.close()
 
 
-@pytest.mark.parametrize("how", ["dropped", "in a circle", "while operators are traced"])
-def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, how):
+@pytest.mark.parametrize("ending", ["dropped", "in a circle", "while operators are traced"])
+def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, ending):
     initial, shapes = set(threading.enumerate()), ShapeEnv()
     store = disk_rows(tmp_path / "rows", 1000, 516, host_rows=1000)
     write(store, range(1000), 5).wait()
-    if how != "dropped":
+    if ending != "dropped":
         store.itself = store
     local = {thread for thread in set(threading.enumerate()) - initial if not thread.name.startswith("tritonemb-disk")}
-    traced = how == "while operators are traced"
+    traced = ending == "while operators are traced"
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes) if traced else nullcontext():
         del store
         deadline = time.monotonic() + 60

@@ -1,7 +1,5 @@
 """Rows in host memory."""
 
-from __future__ import annotations
-
 import gc
 import mmap
 from contextlib import nullcontext
@@ -46,7 +44,7 @@ def cudart(monkeypatch):
     """What is asked of the CUDA runtime, which answers with the code `failure`."""
     requests: list[tuple] = []
     runtime = SimpleNamespace(
-        failure=0, asked=requests, cudaGetErrorString=lambda code: f"error {code}",
+        failure=0, calls=requests, cudaGetErrorString=lambda code: f"error {code}",
         cudaHostRegister=lambda *args: requests.append(("register", *args)) or runtime.failure,
         cudaHostUnregister=lambda *args: requests.append(("unregister", *args)) or runtime.failure,
     )  # fmt: skip
@@ -65,17 +63,17 @@ def test_pinned_rows_take_their_own_bytes_until_nothing_refers_to_them(cudart):
     weight = store.fields["weight"]
     address = weight.data_ptr()
     assert address % mmap.PAGESIZE == 0
-    assert cudart.asked == [("device", GPU), ("wait", GPU), ("register", address, 36_000, 3)]
-    cudart.asked.clear()
+    assert cudart.calls == [("device", GPU), ("wait", GPU), ("register", address, 36_000, 3)]
+    cudart.calls.clear()
     del store
     gc.collect()
     expected = torch.empty(3000, 12, dtype=torch.uint8)
     initial(torch.arange(3000), expected)
     assert torch.equal(weight, expected)
-    assert cudart.asked == []
+    assert cudart.calls == []
     del weight
     gc.collect()
-    assert cudart.asked == [("device", GPU), ("wait", GPU), ("unregister", address)]
+    assert cudart.calls == [("device", GPU), ("wait", GPU), ("unregister", address)]
 
 
 def test_rows_that_cannot_be_pinned_are_an_error_and_are_not_unpinned(cudart):
@@ -85,4 +83,4 @@ def test_rows_that_cannot_be_pinned_are_an_error_and_are_not_unpinned(cudart):
     ):
         HostRows(3000, plain_record(12), initial, GPU, table_name="user")
     gc.collect()
-    assert [name for name, *_ in cudart.asked] == ["device", "wait", "register"]
+    assert [name for name, *_ in cudart.calls] == ["device", "wait", "register"]

@@ -1,7 +1,5 @@
 """Rows on disk, some of them in host memory or none, against a dict: whatever is asked for, in any order."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

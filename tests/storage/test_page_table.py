@@ -1,7 +1,5 @@
 """Page tables, against a dict; pages of the size of a disk's sectors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,9 +15,9 @@ blocks = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(sorted)
 
 
 @given(st.lists(blocks, max_size=8))
-def test_they_are_as_a_dict(asked):
+def test_they_are_as_a_dict(requests):
     table, model = PageTable(NUM_BLOCKS), {}
-    for subset in asked:
+    for subset in requests:
         for block in subset:
             model.setdefault(block, len(model))
         assert table.allocate(np.array(subset, dtype=np.int64)).tolist() == [model[block] for block in subset]
@@ -158,7 +156,7 @@ def test_new_files_have_pages_of_sectors_unless_these_are_too_many(monkeypatch):
     ],
 )
 def test_the_system_says_the_alignment(tmp_path, monkeypatch, mask, alignments, expected):
-    def call(number, handle, path, flags, wanted, address):
+    def call(number, handle, path, flags, field_mask, address):
         words = np.ctypeslib.as_array((aio.ctypes.c_uint32 * 64).from_address(address))
         words[0], words[38:40] = mask, alignments
 

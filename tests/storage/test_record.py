@@ -1,7 +1,5 @@
 """A row's record: where its fields stand, and views of them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

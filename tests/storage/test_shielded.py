@@ -1,7 +1,5 @@
 """Signals whose handlers raise, as Ctrl-C's does, while the main thread waits for a disk."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import threading

@@ -1,7 +1,5 @@
 """Snapshots read as they are, and what tells their files from others."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Snapshots: equal to the table as it was, whole or in increments, and taken for good only when whole."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -1,7 +1,5 @@
 """The threads that wait for a disk, and the one that keeps operations in order."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
@@ -115,14 +113,14 @@ def test_a_run_that_is_interrupted_waits_for_what_has_begun_and_begins_nothing_m
     pool.run(ended.append, 2)  # it goes on
 
 
-@pytest.mark.parametrize("there", [0, 2])
-def test_a_pool_makes_do_with_the_threads_that_there_can_be(monkeypatch, there):
+@pytest.mark.parametrize("num_started", [0, 2])
+def test_a_pool_makes_do_with_the_threads_that_there_can_be(monkeypatch, num_started):
     """When the interpreter ends no more are started."""
     pool, runs = IoThreads(4), []
-    pool.run(runs.append, there)
+    pool.run(runs.append, num_started)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     pool.run(runs.append, 10)
-    assert sorted(runs[there:]) == list(range(10))
+    assert sorted(runs[num_started:]) == list(range(10))
 
 
 class Late(Completion):
