@@ -160,7 +160,7 @@ def _is_undisturbed(first: Node, last: Node, gm: GraphModule) -> bool:
 
 def _is_joined_with(dense: Node, pairs_node: Node, dtype: torch.dtype, gm: GraphModule) -> bool:
     """Return whether the only use of P is `cat([x, P], 1)`, of one dtype."""
-    node = next(iter(pairs_node.users), None)
+    node: Any = next(iter(pairs_node.users), None)
     if len(pairs_node.users) != 1 or not is_concatenation(node) or concat_operands(node) != [dense, pairs_node]:
         return False
     return value_of(dense).dtype == dtype and _is_undisturbed(pairs_node, node, gm)
