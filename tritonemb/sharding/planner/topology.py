@@ -7,6 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+import torch
+
 from tritonemb.types import checked_number, checked_size
 from tritonemb.utils import JsonFile, cpu_model, did_you_mean
 
@@ -139,8 +141,6 @@ class Topology(JsonFile):
     @classmethod
     def detect(cls, world_size: int, local_world_size: int = 0, device: str = "cpu") -> Self:
         """Return a topology with this machine's memory and assumed rates. Without a GPU, 0.9 of the RAM is used."""
-        import torch
-
         local = local_world_size or world_size
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if device == "cuda" and torch.cuda.is_available():
@@ -168,8 +168,6 @@ class Topology(JsonFile):
 
 def machine(device: str = "cpu") -> str:
     """Return the identity of a calibrated machine: processor, CPUs available to the process, device."""
-    import torch
-
     device_name = torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
     return f"{cpu_model()}, {len(os.sched_getaffinity(0))} CPUs, {device_name}"
 
