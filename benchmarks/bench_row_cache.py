@@ -54,10 +54,11 @@ class Directory:
         layout = make_layout(tables, workload.table_names, True, device)
         sets = [-(-rows // (10 * ops.WAYS)) for rows in workload.num_rows]
         sizes, num_sets = [count * ops.WAYS for count in sets], torch.tensor(sets, device=device)
-        self.tags = [torch.full((size,), ops.NO_ROW, dtype=torch.int64, device=device) for size in sizes]
-        self.used = [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
-        self.pins = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
-        self._directory = DirectoryTensors(self.tags, self.used, self.pins, layout.tables, num_sets)
+        tags = torch.full((sum(sizes),), ops.NO_ROW, dtype=torch.int64, device=device)
+        used, pins = torch.zeros_like(tags), torch.zeros_like(tags, dtype=torch.int32)
+        first_slots = (num_sets.cumsum(0) - num_sets) * ops.WAYS
+        self._directory = DirectoryTensors(tags, used, pins, first_slots, layout.tables, num_sets)
+        self.tags, self.used, self.pins = (list(part.split(sizes)) for part in (tags, used, pins))
         self.first_rows, self.num_rows = layout.tables[:, FIRST_ROW].contiguous(), layout.num_rows
         for now, batch in enumerate(draw_batches(workload, NUM_BATCHES, device)):
             self.groups = ops.row_groups(batch.values, batch.offsets, layout)

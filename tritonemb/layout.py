@@ -30,6 +30,7 @@ ELEMENTS_PER_COUNTER = 8  # consecutive 16-bit elements of a row that one random
 PIECE = 32  # gradients of a row that are summed sequentially
 SPAN = 32 * PIECE  # gradients of a row whose pieces are summed pairwise, before spans are added in order
 WAYS = 32  # slots in a set of a row cache
+SLOT_ALIGNMENT = 4  # slots: 16 bytes of pins, which a lane of a GPU loads at once
 NO_ROW = -1  # tag of an empty slot
 POLICIES = ("lru", "lfu")  # unpinned row to evict: the least recently, or least frequently used one
 MAX_PARTITIONS = 1_024  # per dynamic table
@@ -138,9 +139,11 @@ class PendingInsert(NamedTuple):
 class DirectoryTensors(NamedTuple):
     """Directory of a row cache of `T` tables; see `kernels/row_cache.py`."""
 
-    tags: Sequence[Tensor]
-    used: Sequence[Tensor]
-    pins: Sequence[Tensor]
+    # Of the slots of all tables, `[S]`.
+    tags: Tensor
+    used: Tensor
+    pins: Tensor
+    first_slots: Tensor  # int64 `[T]`: where each table's slots begin, multiples of `SLOT_ALIGNMENT`
     tables: Tensor  # of the layout
     num_sets: Tensor  # int64 `[T]`
 

@@ -216,13 +216,10 @@ def jagged(weighted: bool, ids: torch.dtype) -> list[Tensor | None]:
 def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
     """Two batches of a cache whose tables have these numbers of sets, the second with other rows."""
     p, result = problem([16] * len(num_sets), num_rows=200), []
-    tags, used, pins = [], [], []
-    for sets in num_sets:
-        tags.append(torch.full((sets * 32,), -1, device=_device))
-        used.append(torch.zeros(sets * 32, dtype=torch.int64, device=_device))
-        pins.append(torch.zeros(sets * 32, dtype=torch.int32, device=_device))
-    sets, now = torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
-    directory = DirectoryTensors(tags, used, pins, p.layout.tables, sets)
+    size, sets, now = sum(num_sets) * 32, torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
+    tags, used = torch.full((size,), -1, device=_device), torch.zeros(size, dtype=torch.int64, device=_device)
+    pins, first_slots = torch.zeros(size, dtype=torch.int32, device=_device), (sets.cumsum(0) - sets) * 32
+    directory = DirectoryTensors(tags, used, pins, first_slots, p.layout.tables, sets)
     for ids in (p.batch.values(), p.batch.values() // 2):
         rows, starts, order, num_groups = row_groups_reference(ids, p.batch.offsets(), p.layout)
         distinct = rows[: int(num_groups)]
@@ -231,7 +228,7 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
         by_group = torch.full_like(rows, -1)
         by_group[: slots.numel()] = slots
         result += [slots, evicted, load("row_cache_translate", _kernels)(by_group, starts, order, num_groups)]
-    return [*result, *tags, *used, *pins]
+    return [*result, tags, used, pins]
 
 
 def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Tensor]:

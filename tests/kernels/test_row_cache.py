@@ -23,7 +23,7 @@ from tritonemb.layout import POLICIES, DirectoryTensors, make_layout
 WAYS = 32
 MASK64 = 2**64 - 1
 POISON = 2**62 + 3
-OVERFLOW = 5  # elements behind the sets, which are somebody else's
+OVERFLOW = 4  # elements behind the sets, which are somebody else's
 MODULES = {"cpu": "tritonemb.kernels.cpu.{}", "reference": "tritonemb.kernels.{}", "triton": "tritonemb.kernels.{}"}
 
 
@@ -149,8 +149,10 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> M
     for part, behind in ((tags, 0), (used, -7), (pins, -9)):  # a tag that would be found, a use and a pin for eviction
         for tensor in part:
             tensor[-OVERFLOW:] = behind
-    parts = [[tensor.to(device) for tensor in part] for part in (tags, used, pins)]
-    directory = DirectoryTensors(*parts, tables.to(device), torch.tensor(problem.num_sets, device=device))
+    whole, first_slots = [torch.cat(part).to(device) for part in (tags, used, pins)], [0, *accumulate(sizes[:-1])]
+    numbers = (torch.tensor(values, device=device) for values in (first_slots, problem.num_sets))
+    directory = DirectoryTensors(*whole, next(numbers), tables.to(device), next(numbers))
+    parts = [part.split(sizes) for part in whole]
     model = Model(problem.first_rows, problem.num_sets, problem.policy)
     generator, pinned = torch.Generator().manual_seed(problem.seed), []
     for step, batch in enumerate(problem.steps):

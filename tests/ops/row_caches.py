@@ -23,14 +23,10 @@ class Cache(NamedTuple):
 
 def make_cache(policy: str = "lru") -> Cache:
     configs = [te.TableConfig("a", 100, 4), te.TableConfig("b", 7, 4), te.TableConfig("c", 300, 4)]
-    num_sets, sizes = torch.tensor([1, 0, 2]), (32, 0, 70)
-    directory = DirectoryTensors(
-        [torch.full((n,), -1) for n in sizes],
-        [torch.zeros(n, dtype=torch.int64) for n in sizes],
-        [torch.zeros(n, dtype=torch.int32) for n in sizes],
-        make_layout(configs, ["a", "b", "c"], True).tables,
-        num_sets,
-    )
+    size, first_slots, num_sets = 32 + 70, torch.tensor([0, 32, 32]), torch.tensor([1, 0, 2])
+    tags, used, pins = torch.full((size,), -1), torch.zeros(size).long(), torch.zeros(size).int()
+    tables = make_layout(configs, ["a", "b", "c"], True).tables
+    directory = DirectoryTensors(tags, used, pins, first_slots, tables, num_sets)
     return Cache(directory, torch.tensor([3, 50, 102, 110, 111, 400]), torch.tensor(9), policy)
 
 

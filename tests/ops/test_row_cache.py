@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 import torch
 from torch import Tensor
@@ -23,11 +21,11 @@ def test_rows_are_found_where_they_were_put():
     assert (evicted == -1).all()
     assert (slots >= 0).all()
     rows = cache.rows - torch.tensor([0, 0, 100, 107, 107, 107])
-    for table, group in ((0, 0), (0, 1), (2, 3), (2, 4), (2, 5)):
-        assert cache.directory.tags[table][slots[group]] == rows[group]
-    assert [int((pins > 0).sum()) for pins in cache.directory.pins] == [2, 0, 3]
+    for first, group in ((0, 0), (0, 1), (32, 3), (32, 4), (32, 5)):
+        assert cache.directory.tags[first + slots[group]] == rows[group]
+    assert [int((pins > 0).sum()) for pins in cache.directory.pins.split([32, 70])] == [2, 3]
     assert torch.equal(ops.row_cache_look_up_(*cache), slots)
-    assert [int(pins.sum()) for pins in cache.directory.pins] == [4, 0, 6]
+    assert [int(pins.sum()) for pins in cache.directory.pins.split([32, 70])] == [4, 6]
 
 
 def test_a_batch_reads_its_rows_through_the_cache():
@@ -36,12 +34,12 @@ def test_a_batch_reads_its_rows_through_the_cache():
     expected = weight.clone()
     layout = make_layout([te.TableConfig("t", 300, 5)], ["t"], True)
     slots_weight, slots_state = torch.zeros(64, 5), torch.zeros(64)
-    tags, used = [torch.full((64,), -1)], [torch.zeros(64, dtype=torch.int64)]
-    pins, sets = [torch.zeros(64, dtype=torch.int32)], torch.tensor([2])
+    tags, used, pins = torch.full((64,), -1), torch.zeros(64).long(), torch.zeros(64).int()
+    directory = DirectoryTensors(tags, used, pins, torch.tensor([0]), layout.tables, torch.tensor([2]))
     for step in range(6):
         ids = torch.randint(-1, 301, (40,))
         groups = ops.row_groups(ids, torch.tensor([0, 40]), layout)
-        rows, directory = groups.rows[: int(groups.num_groups)], DirectoryTensors(tags, used, pins, layout.tables, sets)
+        rows = groups.rows[: int(groups.num_groups)]
         slots = ops.row_cache_look_up_(directory, rows, torch.tensor(step), "lru")
         absent = slots == -1
         evicted = ops.row_cache_allocate_(directory, rows, slots, torch.tensor(step), "lru")
@@ -58,7 +56,7 @@ def test_a_batch_reads_its_rows_through_the_cache():
         assert torch.equal(slots_state[places[occupied]], state[ids[occupied]])
         slots_weight[places[occupied].unique()] += 1.0
         expected[ids[occupied].unique()] += 1.0
-        pins[0].zero_()
+        pins.zero_()
 
 
 @pytest.mark.usefixtures("dynamo")
@@ -74,8 +72,8 @@ def test_compiled_as_one_graph():
     found_to = torch.zeros(100, 3)
     actual = torch.compile(step, fullgraph=True, backend="aot_eager")(compiled, found_to, source)
     for value, reference in zip(
-        [*actual, found_to, *chain.from_iterable(compiled.directory[:3])],
-        [*expected, to, *chain.from_iterable(eager.directory[:3])],
+        [*actual, found_to, *compiled.directory[:3]],
+        [*expected, to, *eager.directory[:3]],
         strict=True,
     ):
         assert torch.equal(value, reference)
@@ -83,7 +81,7 @@ def test_compiled_as_one_graph():
 
 def test_autograd_learns_of_changes():
     cache = make_cache()
-    tensors = [*chain.from_iterable(cache.directory[:3])]
+    tensors = cache.directory[:3]
     initial = [tensor._version for tensor in tensors]
     slots, _ = serve(cache)
     assert all(tensor._version > old for tensor, old in zip(tensors, initial, strict=True))
@@ -103,7 +101,7 @@ def test_inference_mode_serves_too():
 
 def test_caches_that_cannot_be_are_refused():
     cache = make_cache()
-    tags, used, _, tables, _ = cache.directory
+    tags, used, _, first_slots, tables, _ = cache.directory
 
     def refuse(error: type[Exception], match: str, **changes: object) -> None:
         directory = {name: value for name, value in changes.items() if name in DirectoryTensors._fields}
@@ -116,13 +114,14 @@ def test_caches_that_cannot_be_are_refused():
             ops.row_cache_allocate_(changed.directory, changed.rows, slots, changed.now, changed.policy)
 
     refuse(ValueError, "unknown policy 'fifo'", policy="fifo")
-    refuse(ValueError, "got 3 tags, 2 used, 3 pins", used=used[:2])
-    refuse(ValueError, r"used\[2\] must have shape \(70,\), got \(64,\)", used=[*used[:2], used[2][:64]])
-    refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=used)
-    refuse(ValueError, r"tags\[0\] must be contiguous", tags=[torch.zeros(64, dtype=torch.int64)[::2], *tags[1:]])
+    refuse(ValueError, "must have at least one table", first_slots=first_slots[:0])
+    refuse(ValueError, r"used must have shape \(102,\), got \(96,\)", used=used[:96])
+    refuse(TypeError, r"pins must be torch.int32, got torch.int64", pins=used)
+    refuse(ValueError, r"tags must be contiguous", tags=torch.stack([tags, tags], 1)[:, 0])
+    refuse(ValueError, r"num_sets\[0\] is 1, but the table has 32 slots from 2 on", first_slots=first_slots + 2)
     refuse(TypeError, "rows must be torch.int64", rows=cache.rows.int())
     refuse(ValueError, r"tables must have shape \(3, 8\)", tables=tables[:, :2])
-    refuse(ValueError, r"num_sets\[2\] is 3, but tags\[2\] has 70", num_sets=torch.tensor([1, 0, 3]))
+    refuse(ValueError, r"num_sets\[2\] is 3, but the table has 70 slots", num_sets=torch.tensor([1, 0, 3]))
     refuse(ValueError, r"num_sets\[1\] is -1", num_sets=torch.tensor([1, -1, 2]))
     refuse(ValueError, "now must be on cpu", now=torch.tensor(1, device="meta"))
     with pytest.raises(ValueError, match=r"slots must have shape \(6,\)"):

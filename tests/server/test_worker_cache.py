@@ -41,6 +41,14 @@ def test_only_rows_that_have_changed_are_sent():
         assert all(2 * cache.rows_read == 6 * cache.rows_saved > 0 for cache in caches)
 
 
+def test_evaluation_reads_one_server_past_the_cache():
+    batch, outputs = next(batches(1)), []
+    for cache in (None, 10_000):
+        with local_servers(1) as servers, torch.no_grad():
+            outputs.append(make(servers, 1, cache=cache)(batch))
+    assert torch.equal(*outputs)
+
+
 def test_at_most_reads_rows_that_are_new_enough():
     """The rows of a step k have the updates of all steps up to k - 1 - s: so does what is cached."""
     staleness = 2

@@ -15,7 +15,6 @@ A single product of a 24-bit integer and a float32, so all devices round alike.
 Bytes: `4 · R · D` written, `8 · R` read with ids. CPUs are bound by the generator: ten rounds per 16 bytes.
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -176,10 +175,8 @@ def _initialize_kernel(
 
 
 def initialize_rows_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], initial: Sequence[tuple[int, float]],
-    ids: Tensor | None = None, rows: Tensor | None = None, tables: Tensor | None = None,
-    origin: tuple[int, int] = (0, 0),
-) -> None:  # fmt: skip
+    weights: Any, states: Any, initial: Any, ids: Any = None, rows: Any = None, tables: Any = None, origin: Any = (0, 0)
+) -> None:
     """Launch once per dtype. Arguments as in the reference."""
     device, num_states = weights[0].device, len(states) // len(weights)
     per_element = sum((state.dim() > 1) << n for n, state in enumerate(states[:: len(weights)]))
@@ -202,8 +199,8 @@ def initialize_rows_(
         launch(_initialize_kernel, grid, *args, *index_tensors, num_rows, *origin, **options)
 
 
-def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
-    first_row, first_column = origin
+def _draw_by_torch(out: Tensor, initial: tuple[int, float], origin: tuple[int, int], ids: Tensor | None) -> None:
+    (seed, bound), (first_row, first_column) = initial, origin
     ids = first_row + torch.arange(out.shape[0], device=out.device) if ids is None else ids
     first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
     words = philox_by_torch(seed, first, last, ids, 0)
@@ -212,16 +209,12 @@ def _draw_by_torch(out: Tensor, seed: int, bound: float, origin: tuple[int, int]
     out.copy_((signed >> 8).to(torch.float32) * bound * UNIT)
 
 
-def initialize_by(
-    draw: Callable[..., None], write: Callable[..., None], weights: Sequence[Tensor], states: Sequence[Tensor],
-    initial: Sequence[tuple[int, float]], ids: Tensor | None = None, rows: Tensor | None = None,
-    tables: Tensor | None = None, origin: tuple[int, int] = (0, 0),
-) -> None:  # fmt: skip
+def initialize_rows_reference_(
+    weights: Any, states: Any, initial: Any, ids: Any = None, rows: Any = None, tables: Any = None, origin: Any = (0, 0)
+) -> None:
     """Initialize rows of several tables with random values, and their states with zeros.
 
     Args:
-        draw: function that fills in float32 values of one table.
-        write: function that writes such values to rows of a weight.
         weights: `[rows, dim]` of each table, contiguous, float32 or of 16 bits.
         states: the first state of each table, then the second; float32.
         initial: seed, of 63 bits, and bound of each table.
@@ -231,20 +224,12 @@ def initialize_by(
         origin: first row and column of this shard in the unsharded table.
     """
     if ids is None or rows is None or tables is None:
-        draw(weights[0], *initial[0], origin, ids)
+        _draw_by_torch(weights[0], initial[0], origin, ids)
         return
     for index, (weight, seed_and_bound) in enumerate(zip(weights, initial, strict=True)):
         entries = nonzero((tables == index) & (rows >= 0))
         values, table_rows = torch.empty(entries.numel(), weight.shape[1], device=weight.device), rows[entries]
-        draw(values, *seed_and_bound, (0, 0), ids[entries])
-        write(weight, table_rows, values)
+        _draw_by_torch(values, seed_and_bound, (0, 0), ids[entries])
+        weight.index_copy_(0, table_rows, values.to(weight.dtype))
         for state in states[index :: len(weights)]:
             state.index_fill_(0, table_rows, 0.0)
-
-
-def initialize_rows_reference_(*args: Any, **options: Any) -> None:
-    initialize_by(_draw_by_torch, _write_by_torch, *args, **options)
-
-
-def _write_by_torch(weight: Tensor, rows: Tensor, values: Tensor) -> None:
-    weight.index_copy_(0, rows, values.to(weight.dtype))

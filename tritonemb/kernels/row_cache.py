@@ -1,6 +1,6 @@
 """The directory of a set-associative row cache: which rows of a table are cached, in which slots, and which to evict.
 
-A table with `S` sets has three tensors with an entry for each of its `S · WAYS` slots; further entries are not used:
+A table with `S` sets has `S · WAYS` slots; further ones are not used. Three tensors have an entry for each slot:
 
     tags  int64  row of the table in the slot, -1 if it is empty
     used  int64  time of the last use (policy "lru"), or number of uses (policy "lfu")
@@ -54,7 +54,7 @@ from tritonemb.kernels.triton_utils import (
 from tritonemb.layout import NO_ROW, DirectoryTensors, mix64
 
 WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
-TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
+ALIGNMENT = tl.constexpr(layout.SLOT_ALIGNMENT)
 LOOK_UP_ROWS = 16  # per program of two warps: four loads of 16 bytes per lane
 ALLOCATE_SETS = 8  # per program of one warp: few, since all wait for the set with the most misses
 BLOCK = 1024  # entries per program
@@ -72,16 +72,8 @@ def _set_of(row, num_sets):
     return (mix(row).to(tl.uint64) % tl.maximum(num_sets, 1).to(tl.uint64)).to(tl.int64)
 
 
-@jit
-def _directory_pointers(directory, num_tables, table, mask, PART, ALIGN):
-    """Return pointers to the tags, uses or pins of each table."""
-    address = tl.load(directory + PART * num_tables + table, mask=mask, other=0)
-    pointer = address.to(tl.pointer_type(tl.int32 if PART == PINS else tl.int64))
-    return tl.multiple_of(pointer, ALIGN)
-
-
 @jit(varying=["num_rows"])
-def _look_up_kernel(directory, tables, num_sets, rows, now, slots, num_tables, num_rows, LFU, ALIGN, ROWS):
+def _look_up_kernel(tags, used, pins, starts, tables, num_sets, rows, now, slots, num_tables, num_rows, LFU, ROWS):
     """Look up ROWS rows: write their slots, -1 for misses; pin the slots of hits, and update their use."""
     # Table and set of each row.
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -94,16 +86,16 @@ def _look_up_kernel(directory, tables, num_sets, rows, now, slots, num_tables, n
     # Compare the tags of the set.
     first = _set_of(row, sets) * WAYS
     ways = tl.arange(0, WAYS)
-    slots_of_set = first[:, None] + ways[None, :]
-    tags = _directory_pointers(directory, num_tables, table, cached, TAGS, ALIGN)
-    tag = tl.load(tags[:, None] + slots_of_set, mask=cached[:, None] & (ways[None, :] >= 0), other=EMPTY)
+    table_slot = tl.multiple_of(tl.load(starts + table), ALIGNMENT)
+    slots_of_set = (table_slot + first)[:, None] + ways[None, :]
+    tag = tl.load(tags + slots_of_set, mask=cached[:, None] & (ways[None, :] >= 0), other=EMPTY)
     way = tl.max(tl.where(tag == row[:, None], ways[None, :], -1), 1)
     is_hit = cached & (way >= 0)
     # Pin, and update the use; rows are distinct, so no two programs write one slot.
     slot = first + way
-    pin_pointers = _directory_pointers(directory, num_tables, table, is_hit, PINS, 4) + slot
+    pin_pointers = pins + table_slot + slot
     tl.store(pin_pointers, tl.load(pin_pointers, mask=is_hit, other=0) + 1, mask=is_hit)
-    use_pointers = _directory_pointers(directory, num_tables, table, is_hit, USED, 8) + slot
+    use_pointers = used + table_slot + slot
     new_use = tl.zeros((ROWS,), tl.int64) + tl.load(now)
     if LFU:
         new_use = tl.load(use_pointers, mask=is_hit, other=0) + 1
@@ -129,31 +121,29 @@ def _miss_kernel(tables, num_sets, set_ends, rows, slots, keys, evicted, num_tab
 
 @jit(varying=["num_rows"])
 def _allocate_kernel(
-    directory, tables, num_sets, rows, keys, misses, now, slots, evicted, num_tables, no_set, num_rows, LFU, ALIGN, SETS
+    tags, used, pins, base, tables, sets, rows, keys, order, now, slots, victims, num_tables, none, num_rows, LFU, SETS
 ):
-    """Assign slots to misses sorted by set: `keys` are their sets, `misses` their indices into `rows`."""
+    """Assign slots to misses sorted by set: `keys` are their sets, `order` their indices into `rows`."""
     start = tl.program_id(0).to(tl.int64) * SETS
-    if tl.load(keys + start) < no_set:  # misses are sorted before all other rows
+    if tl.load(keys + start) < none:  # misses are sorted before all other rows
         # A lane group serves the set whose first miss is at its index.
         index = start + tl.arange(0, SETS)
-        key = tl.load(keys + index, mask=index < num_rows, other=no_set)
+        key = tl.load(keys + index, mask=index < num_rows, other=none)
         previous_key = tl.load(keys + index - 1, mask=(index > 0) & (index < num_rows), other=-1)
-        active = (key < no_set) & (key != previous_key)
-        group = tl.load(misses + index, mask=active, other=0)
+        active = (key < none) & (key != previous_key)
+        group = tl.load(order + index, mask=active, other=0)
         linear = tl.load(rows + group, mask=active, other=0)
         table = table_of(tables, num_tables, linear)
         first_row = tl.load(field_at(tables, table, FIRST_ROW))
-        first = _set_of(linear - first_row, tl.load(num_sets + table)) * WAYS
+        first = _set_of(linear - first_row, tl.load(sets + table)) * WAYS
         # Read the set.
         ways = tl.arange(0, WAYS)
-        slot = first[:, None] + ways[None, :]
+        table_slot = tl.multiple_of(tl.load(base + table), ALIGNMENT)
+        slot = (table_slot + first)[:, None] + ways[None, :]
         mask = active[:, None] & (ways[None, :] >= 0)
-        tags = _directory_pointers(directory, num_tables, table, active, TAGS, ALIGN)
-        used = _directory_pointers(directory, num_tables, table, active, USED, ALIGN)
-        pins = _directory_pointers(directory, num_tables, table, active, PINS, ALIGN)
-        tag = tl.load(tags[:, None] + slot, mask=mask, other=0)
-        last_use = tl.load(used[:, None] + slot, mask=mask, other=0)
-        unpinned = tl.load(pins[:, None] + slot, mask=mask, other=1) == 0
+        tag = tl.load(tags + slot, mask=mask, other=0)
+        last_use = tl.load(used + slot, mask=mask, other=0)
+        unpinned = tl.load(pins + slot, mask=mask, other=1) == 0
         stamp = tl.load(now)
         if LFU:
             stamp = stamp * 0 + 1
@@ -169,18 +159,18 @@ def _allocate_kernel(
             chosen = active[:, None] & (ways[None, :] == way[:, None])
             # Write the slot, and keep the copy of the set in registers current.
             row = linear - first_row
-            tl.store(evicted + group, tl.sum(tl.where(chosen, tag, 0), 1), mask=active)
+            tl.store(victims + group, tl.sum(tl.where(chosen, tag, 0), 1), mask=active)
             tl.store(slots + group, first + way, mask=active)
-            tl.store(tags + first + way, row, mask=active)
-            tl.store(used + first + way, tl.zeros((SETS,), tl.int64) + stamp, mask=active)
-            tl.store(pins + first + way, tl.full((SETS,), 1, tl.int32), mask=active)
+            tl.store(tags + table_slot + first + way, row, mask=active)
+            tl.store(used + table_slot + first + way, tl.zeros((SETS,), tl.int64) + stamp, mask=active)
+            tl.store(pins + table_slot + first + way, tl.full((SETS,), 1, tl.int32), mask=active)
             tag = tl.where(chosen, row[:, None], tag)
             unpinned = unpinned & (chosen == 0)
             # Next miss of the same set.
             index += 1
             has_next = active & (index < num_rows)
-            active = active & (tl.load(keys + index, mask=has_next, other=no_set) == key)
-            group = tl.load(misses + index, mask=active, other=0)
+            active = active & (tl.load(keys + index, mask=has_next, other=none) == key)
+            group = tl.load(order + index, mask=active, other=0)
             linear = tl.load(rows + group, mask=active, other=0)
 
 
@@ -239,19 +229,11 @@ def _move_kernel(
         _copy(pair, to_row, from_row, valid & (is_wide == 0), UNIT, UNIT, BLOCK)
 
 
-def _directory_args(directory: DirectoryTensors) -> tuple[Tensor, int]:
-    """Return the addresses int64 `[3 · T]` of tags, uses and pins, and their common alignment, up to 16."""
-    pointers = [tensor.data_ptr() for tensor in (*directory.tags, *directory.used, *directory.pins)]
-    return on_device(pointers, directory.tables.device), math.gcd(16, *pointers)
-
-
 def row_cache_look_up_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up in one launch. Arguments and result as in the reference."""
     slots, num_rows = torch.empty_like(rows), rows.numel()
-    addresses, align = _directory_args(directory)
-    args = addresses, directory.tables, directory.num_sets, rows, now, slots, len(directory.tags), num_rows
-    options = {"LFU": policy == "lfu", "ALIGN": align, "ROWS": LOOK_UP_ROWS}
-    launch(_look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), *args, num_warps=2, **options)
+    args, options = (*directory, rows, now, slots, len(directory.num_sets), num_rows), {"LFU": policy == "lfu"}
+    launch(_look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), *args, num_warps=2, ROWS=LOOK_UP_ROWS, **options)
     return slots
 
 
@@ -259,15 +241,14 @@ def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor
     """Allocate by two launches and a sort; no host synchronization. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
     tables, num_sets = directory.tables, directory.num_sets
-    no_set = sum(tensor.numel() // layout.WAYS for tensor in directory.tags)  # at least as many as there are sets
+    no_set = directory.tags.numel() // layout.WAYS  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
-    sizes = len(directory.tags), no_set, num_rows
+    sizes = len(num_sets), no_set, num_rows
     args = tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, keys, evicted
     launch(_miss_kernel, (cdiv(num_rows, BLOCK),), *args, *sizes, BLOCK=BLOCK)
     keys, misses = torch.sort(keys, stable=True)
-    addresses, align = _directory_args(directory)
-    sorted_misses = addresses, tables, num_sets, rows, keys, misses, now
-    options = {"LFU": policy == "lfu", "ALIGN": align, "SETS": ALLOCATE_SETS, "num_warps": 1}
+    sorted_misses = *directory, rows, keys, misses, now
+    options = {"LFU": policy == "lfu", "SETS": ALLOCATE_SETS, "num_warps": 1}
     launch(_allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),), *sorted_misses, slots, evicted, *sizes, **options)
     return evicted
 
@@ -334,7 +315,8 @@ def _groups_of_table(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, 
 
 def row_cache_look_up_reference_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
-    slots, (tags, used, pins, tables, num_sets) = torch.full_like(rows, -1), directory
+    slots, (*parts, first_slots, tables, num_sets) = torch.full_like(rows, -1), directory
+    tags, used, pins = (part.tensor_split(first_slots[1:].tolist()) for part in parts)
     for table, sets in enumerate(num_sets.tolist()):
         groups, table_rows = _groups_of_table(rows, tables, table)
         if sets == 0:
@@ -357,7 +339,8 @@ def row_cache_allocate_reference_(
 
     The use of a newly cached row is `now` ("lru") or 1 ("lfu").
     """
-    evicted, (tags, used, pins, tables, num_sets) = torch.full_like(rows, -1), directory
+    evicted, (*parts, first_slots, tables, num_sets) = torch.full_like(rows, -1), directory
+    tags, used, pins = (part.tensor_split(first_slots[1:].tolist()) for part in parts)
     for table, sets in enumerate(num_sets.tolist()):
         if sets == 0:
             continue

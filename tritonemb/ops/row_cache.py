@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS, DirectoryTensors
+from tritonemb.layout import POLICIES, SLOT_ALIGNMENT, TABLE_SIZE, WAYS, DirectoryTensors
 from tritonemb.ops.registry import SHARED_ARGUMENTS, check_tensor, define, kernel
 
 Tensors = Sequence[Tensor]
-_STATE = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
 
 
 def row_cache_look_up_(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> Tensor:
     """Look up the slots of a batch's distinct rows; pin each cached row once, and record its use.
 
     Args:
-        directory: `tags`, `used` and `pins`, int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS`
-            elements or more (more are ignored), empty for a table without cache; `used` and `pins` change in place.
-            `tables` int64 `[T, 8]`, `Layout.tables`; `num_sets` int64 `[T]`, 0 for a table without cache, not checked
-            on a GPU.
+        directory: `tags`, `used` and `pins`, int64, int64 and int32 `[S]`, of all slots; `used` and `pins` change in
+            place. `first_slots` int64 `[T]`: a table's slots, `num_sets · WAYS` or more (more are ignored), begin at a
+            multiple of `SLOT_ALIGNMENT`. `tables` int64 `[T, 8]`, `Layout.tables`; `num_sets` int64 `[T]`, 0 for a
+            table without cache. Slots and sets are not checked on a GPU.
         rows: int64 `[N]`, linear rows, ascending, distinct for cached tables.
         now: int64 `[]`, time of use for policy "lru"; it should ascend.
         policy: "lru" or "lfu".
@@ -120,30 +119,30 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _check(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> None:
-    tags, used, pins, tables, num_sets = directory
     if policy not in POLICIES:
         raise ValueError(f"unknown policy {policy!r}; expected one of {list(POLICIES)}")
-    num_tables, device = len(tags), rows.device
-    if num_tables == 0 or len(used) != num_tables or len(pins) != num_tables:
-        raise ValueError(f"expected one each per table: got {num_tables} tags, {len(used)} used, {len(pins)} pins")
-    for table, tensors in enumerate(zip(tags, used, pins, strict=True)):
-        for (name, dtype), tensor in zip(_STATE, tensors, strict=True):
-            _check_tensor(f"{name}[{table}]", tensor, dtype, (tensors[0].numel(),), device)
-    _check_tensor("rows", rows, torch.int64, (rows.numel(),), device)
-    _check_tensor("tables", tables, torch.int64, (num_tables, TABLE_SIZE), device)
-    _check_tensor("num_sets", num_sets, torch.int64, (num_tables,), device)
-    _check_tensor("now", now, torch.int64, (), device)
+    size, num_tables = (directory.tags.numel(),), (directory.first_slots.numel(),)
+    if num_tables == (0,):
+        raise ValueError("a directory must have at least one table")
+    shapes = {"tags": size, "used": size, "pins": size, "tables": (*num_tables, TABLE_SIZE)}
+    for name, tensor in zip(directory._fields, directory, strict=True):
+        dtype = torch.int32 if name == "pins" else torch.int64
+        _check_tensor(name, tensor, dtype, shapes.get(name, num_tables), rows.device)
+    _check_tensor("rows", rows, torch.int64, (rows.numel(),), rows.device)
+    _check_tensor("now", now, torch.int64, (), rows.device)
 
 
 def _run(op: str, directory: DirectoryTensors, *args: Any) -> Any:
     """Raise if a table is too small for its sets; not on a GPU, which would need a synchronization. Run the kernel."""
-    device = directory.num_sets.device
-    for table, sets in enumerate(directory.num_sets.tolist() if device.type == "cpu" else ()):
-        size = directory.tags[table].numel()
-        if not 0 <= sets <= size // WAYS:
-            capacity = f"{size} elements, enough for {size // WAYS} sets of {WAYS}"
-            raise ValueError(f"num_sets[{table}] is {sets}, but tags[{table}] has {capacity}")
-    return kernel(op, device)(directory, *args)
+    num_sets, first_slots = directory.num_sets, directory.first_slots
+    if num_sets.device.type == "cpu":
+        sizes = first_slots.diff(append=first_slots.new_tensor([directory.tags.numel()]))
+        is_bad = (num_sets < 0) | (num_sets * WAYS > sizes) | (first_slots % SLOT_ALIGNMENT != 0)
+        for (table,) in is_bad.nonzero()[:1].tolist():
+            sets, size, first = (int(values[table]) for values in (num_sets, sizes, first_slots))
+            problem = f"num_sets[{table}] is {sets}, but the table has {size} slots from {first} on"
+            raise ValueError(f"{problem}; it needs {WAYS} per set, from a multiple of {SLOT_ALIGNMENT} on")
+    return kernel(op, num_sets.device)(directory, *args)
 
 
 def _run_moves(destinations: Any, sources: Any, to_rows: Tensor, from_rows: Tensor, starts: Any, tables: Any) -> None:
@@ -156,7 +155,7 @@ def _run_moves(destinations: Any, sources: Any, to_rows: Tensor, from_rows: Tens
 
 SHARED_ARGUMENTS["*DirectoryTensors"] = (
     DirectoryTensors,
-    "Tensor(a!)[] tags, Tensor(b!)[] used, Tensor(c!)[] pins, Tensor tables, Tensor num_sets",
+    "Tensor(a!) tags, Tensor(b!) used, Tensor(c!) pins, Tensor first_slots, Tensor tables, Tensor num_sets",
 )
 _look_up = define(
     "row_cache_look_up_",

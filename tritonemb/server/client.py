@@ -269,7 +269,7 @@ class PendingPull(Pull):
             cached_versions = cat([pull.versions for pull in self.cached])
             matrices = [cat([pull.rows for pull in self.cached[block]]) for block in blocks]
             versions, steps = torch.empty(2, len(requested), dtype=torch.int64)
-        elif len(replies) > 1:
+        elif self.routes[0][0] is not None:
             matrices = [m.new_empty(sum(self.sizes[b]), m.shape[1]) for m, b in zip(matrices, blocks, strict=True)]
         # Write the rows of the servers there, and mark ids that were not admitted.
         for positions, reply in zip(self.routes[0], replies, strict=True):

@@ -21,6 +21,7 @@ from tritonemb.storage.store import cpu_kernels
 from tritonemb.tables.batch import AssignedRows, RowBatch
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.index import find_batch, insert_batch
+from tritonemb.tables.table import initial_values
 from tritonemb.tables.table_set import TableSet
 from tritonemb.tables.tier_lookup import PinnedBatch, prefetch_batch
 from tritonemb.types import CacheConfig
@@ -167,11 +168,12 @@ class Partitions:
             if batch is not None:
                 batch.release()
         if ids is not None and (missing := nonzero(rows < 0)).numel():
-            positions, bounds = positions_in(blocks, sizes), torch.searchsorted(missing, offsets_of(sizes)).tolist()
+            positions, offsets = positions_in(blocks, sizes), offsets_of(sizes)
+            entries = torch.searchsorted(offsets, missing, right=True, out_int32=True) - 1
             for table_fields, block in zip(fields, blocks, strict=True):
-                for entry in range(block.start, block.stop):
-                    at = missing[bounds[entry] : bounds[entry + 1]]
-                    table_fields["weight"][positions[at]] = self.by_number[numbers[entry]].initial_values(ids[at])
+                part = slice(*torch.searchsorted(missing, offsets[[block.start, block.stop]]).tolist())
+                tables, at = [self.by_number[number] for number in numbers[block]], missing[part]
+                table_fields["weight"][positions[at]] = initial_values(tables, ids[at], entries[part] - block.start)
 
     @torch.no_grad()
     def update(self, ids: Tensor, sizes: Sequence[int], grads: list[Tensor], lr: float | None) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import itemgetter
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ class LeaseClient(CollectionClient, RowStore):
         super().__init__(connections, name, spec)
         self._lessee: Callable[[], TableSet | None] = lambda: None  # a weak reference, once registered
         self._has_lease = False
-        self._pending_transfers: dict[tuple[bool, int], Transfer] = {}  # by whether it reads, and table
+        self._pending_transfers: dict[bool, Transfer] = {}  # by whether it reads
         self._sending, self.receiving = threading.RLock(), threading.Lock()
         self._allocation_error: Exception | None = None
 
@@ -109,51 +109,46 @@ class LeaseClient(CollectionClient, RowStore):
             rows[index] += first_rows.repeat_interleave(torch.tensor(shard)).where(rows[index] >= 0, 0)
         return list(zip(rows.split(sizes), new_mask.split(sizes), strict=True))
 
-    def read_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
-        return self._collect(Transfer(self, self.spec.numbers[table], rows, records, False))
-
-    def write_records(self, table: str, rows: Tensor, records: Tensor) -> "Transfer":
-        return self._collect(Transfer(self, self.spec.numbers[table], rows, records, True))
-
-    def _collect(self, transfer: "Transfer") -> "Transfer":
+    def transfer(self, requests: Sequence[tuple[str, Tensor, Tensor]], write: bool) -> "Transfer":
+        transfer = Transfer(self, [(self.spec.numbers[name], rows, records) for name, rows, records in requests])
         with self._sending:
-            key = not transfer.is_write, transfer.table
-            if key in self._pending_transfers:
+            if (reads := not write) in self._pending_transfers:
                 self.send_transfers()  # a request reads and writes each table at most once
-            self._pending_transfers[key] = transfer
+            self._pending_transfers[reads] = transfer
         return transfer
 
     def send_transfers(self) -> None:
         """Send the collected transfers, writes before reads, a request per server."""
         with self._sending:
-            pending, self._pending_transfers = sorted(self._pending_transfers.items(), key=itemgetter(0)), {}
-            transfers, replies = [transfer for _, transfer in pending], list[tuple[Future[Message], Any]]()
-            for server, (keys, sizes, rows) in enumerate(self._route_rows(transfers)):
-                parts = [transfer for transfer, size in zip(transfers, sizes, strict=True) if size]
+            pending, self._pending_transfers = sorted(self._pending_transfers.items()), {}
+            entries = [(reads, *entry) for reads, transfer in pending for entry in transfer.entries]
+            replies: list[tuple[Future[Message], Any]] = []
+            for server, (keys, sizes, rows) in enumerate(self._route_rows(entries)):
+                parts = list(compress(entries, sizes))
                 if not parts:
                     continue
                 # Gather the records to write, a matrix per block of tables.
-                num_writes, sizes = sum(part.is_write for part in parts), [size for size in sizes if size]
-                numbers, records = [part.table for part in parts], record_fields([part.records for part in parts])
+                is_read, numbers, _, tensors = zip(*parts, strict=True)
+                num_writes, sizes, records = is_read.count(False), [*filter(None, sizes)], record_fields(tensors)
                 written, read = slice(num_writes), slice(num_writes, None)
                 blocks = [self.spec.record_blocks(numbers[half]) for half in (written, read)]
                 shapes, first = self.spec.record_shapes(numbers, sizes, blocks[0]), sum(sizes[written])
-                tensors = empty_tensors([("int64", [len(keys)]), *shapes])
-                tensors[0].copy_(keys)
-                fields = record_fields(tensors[1:])
+                message = empty_tensors([("int64", [len(keys)]), *shapes])
+                message[0].copy_(keys)
+                fields = record_fields(message[1:])
                 move_rows(fields, blocks[0], records[written], rows[:first], sizes[written], write=False)
                 values = {"sizes": [*zip(numbers, sizes, strict=True)], "writes": num_writes}
                 arguments = blocks[1], records[read], rows[first:], sizes[read], True
-                replies.append((self._submit(server, "transfer", values, tensors), arguments))
-            for transfer in transfers:
+                replies.append((self._submit(server, "transfer", values, message), arguments))
+            for _, transfer in pending:
                 transfer.replies = replies
 
-    def _route_rows(self, transfers: Sequence["Transfer"]) -> list[tuple[Tensor, list[int], Tensor]]:
-        """Return, per server, the keys of its rows, their number per transfer, and their positions in the transfers."""
-        if not transfers:
+    def _route_rows(self, entries: Sequence[tuple[Any, ...]]) -> list[tuple[Tensor, list[int], Tensor]]:
+        """Return, per server, the keys of its rows, their number per entry, and their positions in the entries."""
+        if not entries:
             return []
-        numbers, sizes = [transfer.table for transfer in transfers], [len(transfer.rows) for transfer in transfers]
-        rows, counts = cat([transfer.rows for transfer in transfers]), torch.tensor(sizes)
+        numbers, sizes = [number for _, number, *_ in entries], [len(rows) for _, _, rows, _ in entries]
+        rows, counts = cat([rows for _, _, rows, _ in entries]), torch.tensor(sizes)
         # Static rows are routed by their ids, those of dynamic tables by the servers' offsets.
         first_rows, starts = self._first_rows[numbers].T.contiguous(), segment_offsets(counts)[:-1]
         positions, shard_sizes = self.route(rows - first_rows[0].repeat_interleave(counts), sizes, numbers)
@@ -263,13 +258,10 @@ class ShardedLeases(TableClient):
 
 @dataclass(eq=False)
 class Transfer(IoFuture):
-    """Asynchronous read or write of a table's records."""
+    """Asynchronous read or write of tables' records."""
 
     client: LeaseClient
-    table: int
-    rows: Tensor
-    records: Tensor
-    is_write: bool
+    entries: list[tuple[int, Tensor, Tensor]]  # number, rows and records of each table
     # Per server the reply to all transfers sent together, and arguments of `move_rows` for its records; None: not sent.
     replies: list[tuple[Future[Message], Any]] | None = None
 

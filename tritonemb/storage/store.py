@@ -345,7 +345,7 @@ class CacheDirectory:
         return row_cache_allocate_(self._by_table(tables), rows, slots, self.clock, self.policy)
 
     def _by_table(self, tables: Tensor) -> layout.DirectoryTensors:
-        return layout.DirectoryTensors(*self.table_views, tables, self.num_sets)
+        return layout.DirectoryTensors(self.tags, self.used, self.pins, self.first_slots, tables, self.num_sets)
 
     def clear(self, table: int) -> None:
         for name, empty_value in _EMPTY:
@@ -356,7 +356,7 @@ class CacheDirectory:
         return slice(self.starts[table], self.starts[table] + self.num_slots[table])
 
     def grow(self, num_new: Sequence[int]) -> None:
-        """Add `num_new` slots to the tables' overflows; `starts` change."""
+        """Add `num_new` slots, multiples of `SLOT_ALIGNMENT`, to the tables' overflows; `starts` change."""
         for name, empty_value in _EMPTY:
             by_table = zip(getattr(self, name).split(self.num_slots), num_new, strict=True)
             grown = [tensor for old, size in by_table for tensor in (old, old.new_full((size,), empty_value))]
@@ -367,16 +367,13 @@ class CacheDirectory:
     def free_overflow(self, table: int) -> Tensor:
         """Return the free slots of a table's overflow, ascending."""
         first = self.in_sets[table]
-        return (self.table_views[0][table][first:] == layout.NO_ROW).nonzero()[:, 0] + first
+        return (self.tags[self.slice_of(table)][first:] == layout.NO_ROW).nonzero()[:, 0] + first
 
     def _update_views(self) -> None:
         # First slot of each table.
         ends = list(accumulate(self.num_slots))
         self.starts = [0, *ends[:-1]]
         self.first_slots = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
-        # Views of tags, used and pins, by table.
-        tags, used, pins = (list(values.split(self.num_slots)) for values in (self.tags, self.used, self.pins))
-        self.table_views = tags, used, pins
         # Overflow slots of all tables, ascending; usually none.
         slots = torch.arange(sum(self.num_slots), device=self.device)
         bounds = zip(self.starts, self.in_sets, ends, strict=True)

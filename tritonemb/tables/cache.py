@@ -182,7 +182,7 @@ class RowCache:
 
     def row_ids(self, table: int) -> Tensor:
         """Return the row in each slot of a table, int64 `[slots]`. The caller holds `storage.lock`."""
-        return self._directory.table_views[0][table]
+        return self._directory.tags[self._directory.slice_of(table)]
 
     def write_back(self) -> None:
         """Write dirty rows to their stores; they stay in their slots."""
@@ -205,7 +205,7 @@ class RowCache:
                 self._transfer.finish_writes()
                 synchronize(self.device)
             if unpinned:
-                if bool((directory.table_views[2][index] > 0).any()):
+                if bool((directory.pins[directory.slice_of(index)] > 0).any()):
                     problem = f"a batch has pinned rows of table {cached.config.name!r}"
                     raise RuntimeError(f"{problem}; finish its backward pass, or drop it, first")
                 directory.clear(index)
@@ -223,7 +223,7 @@ class RowCache:
     @contextmanager
     def _exclusive(self, released_before: int | None = None) -> Iterator[None]:
         """Let one thread at a time transfer rows, behind earlier transfers. Any failure disables the cache."""
-        with self._lock, torch.no_grad(), torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._failure is not None:
                 raise RuntimeError(
                     f"an earlier cache transfer failed ({str(self._failure) or repr(self._failure)}); the cache is in "
@@ -244,11 +244,10 @@ class RowCache:
             released = self.releases.popleft()
             for event in released.events:
                 torch.cuda.current_stream(self.device).wait_event(event)
-            with torch.inference_mode(False):
-                slots = self._directory.first_slots[released.tables] + released.slots
-                self._directory.pins.index_add_(0, slots, torch.full_like(slots, -1, dtype=torch.int32))
-                if released.is_dirty:
-                    self._directory.dirty.index_fill_(0, slots, True)
+            slots = self._directory.first_slots[released.tables] + released.slots
+            self._directory.pins.index_add_(0, slots, torch.full_like(slots, -1, dtype=torch.int32))
+            if released.is_dirty:
+                self._directory.dirty.index_fill_(0, slots, True)
 
     def _pin(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
         """Pin a batch's distinct rows, and read missing rows. Return their slots, and the positions of cached rows."""

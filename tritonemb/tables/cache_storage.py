@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, set_row_ids
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, SLOT_ALIGNMENT, WAYS, Layout, set_row_ids
 from tritonemb.storage.memory import HostRows
 from tritonemb.storage.store import CacheDirectory, IoFuture, wait_all
 from tritonemb.tables.cached_rows import CachedRows
@@ -80,8 +80,9 @@ class CacheStorage:
         directory, num_new = self._directory, []
         for index, number in enumerate(shortages):
             size = directory.num_slots[index] - directory.in_sets[index]
-            max_size = self.tables[index].rows.config.num_embeddings - size
-            num_new.append(min(max(number, size, MIN_GROWTH), max_size) if number > 0 else 0)
+            max_size = self.tables[index].rows.config.num_embeddings - WAYS  # the rows of a full set are not there
+            new_size = min(size + max(number, size, MIN_GROWTH), max_size)
+            num_new.append(-(-new_size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT - size if number > 0 else 0)
         with self.lock:
             synchronize(directory.device)  # other streams may be reading the old tensors
             directory.grow([*num_new, 0])
@@ -98,11 +99,12 @@ class CacheStorage:
             getattr(table, name).data = torch.cat([tensor, spare])
 
     def _update_layouts(self, *layouts: Layout) -> None:
+        tags = self._directory.tags
         for layout in layouts:
             for index, table in enumerate(self.tables):
                 if table.rows.is_cached:
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    set_row_ids(layout, index, self._directory.table_views[0][index], table.rows.config.row_origin)
+                    set_row_ids(layout, index, tags[self._directory.slice_of(index)], table.rows.config.row_origin)
                 if (ids := table._buffers.get("id") if table.rows.is_cached else table.index.ids) is not None:
                     set_row_ids(layout, index, ids)
 
@@ -139,7 +141,8 @@ class RowTransfer:
             records, copy = self._stage(on_disk, moves)
             copy(False)
             rows = moves.rows.cpu().split(moves.sizes)  # on a GPU this also waits for the records
-            self.finish_writes([cached.store.write(rows[n], records[n]) for n, cached in on_disk.items()])
+            requests = [(cached, rows[n], records[n]) for n, cached in on_disk.items()]
+            self.finish_writes(requests[0][0].submit(requests, write=True))
 
     def finish_writes(self, later: Sequence[IoFuture] = ()) -> None:
         """Wait for all writes but `later` ones. StorageError if one failed."""
@@ -150,7 +153,8 @@ class RowTransfer:
         """Read rows into slots. StorageError if a read failed."""
         if on_disk := self._copy_in_host(moves, True):
             (records, copy), rows = self._stage(on_disk, moves), moves.rows.cpu().split(moves.sizes)
-            wait_all([cached.store.read(rows[n], records[n]) for n, cached in on_disk.items()])
+            requests = [(cached, rows[n], records[n]) for n, cached in on_disk.items()]
+            wait_all(requests[0][0].submit(requests, write=False))
             copy(True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # before the records are freed

@@ -166,7 +166,7 @@ def assign_rows(
         raise_no_optimizer(tables)
     if training and tables.cache is None:  # a cache orders updates itself, by pins
         update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
-    with tables.lock, torch.no_grad(), torch.inference_mode(False):
+    with tables.lock, torch.inference_mode(False), torch.no_grad():
         # Find rows of ids, and in training insert new ids.
         values, all_known = batch.values().long(), False
         if tables.service is not None:

@@ -107,11 +107,8 @@ class RowStore(TableService, Protocol):
         other ids have got rows on another server by then, no further batch can be trained.
         """
 
-    def read_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
-        """See `DiskRows.read`; in a static table ids are row numbers. `wait` raises errors of the servers."""
-
-    def write_records(self, table: str, rows: Tensor, records: Tensor) -> IoFuture:
-        """See `DiskRows.write`."""
+    def transfer(self, requests: Sequence[tuple[str, Tensor, Tensor]], write: bool) -> IoFuture:
+        """Read or write rows and records of tables, see `DiskRows.read`; in a static table ids are row numbers."""
 
 
 class ServerState:
@@ -227,9 +224,12 @@ class LeasedRows(ServerState, CachedRows):
         """Create the store at construction; RuntimeError once there is one."""
         if self.store is not None:
             super().reset(table)
-        service, name = self.service, self.config.name
-        read, write = partial(service.read_records, name), partial(service.write_records, name)
-        self.store = SimpleNamespace(read=read, write=write, counts=Counts)  # the interface of `DiskRows`
+        self.store = SimpleNamespace(counts=Counts)
+
+    @staticmethod
+    def submit(requests: Sequence[tuple[Any, Tensor, Tensor]], write: bool) -> Sequence[IoFuture]:
+        by_name = [(leased.config.name, rows, records) for leased, rows, records in requests]
+        return [requests[0][0].service.transfer(by_name, write)]
 
 
 class ServerIndex(DenseIndex):

@@ -94,6 +94,15 @@ def initialize(tables: Sequence[Any], ids: Tensor, rows: Tensor, numbers: Tensor
     )  # fmt: skip
 
 
+def initial_values(tables: Sequence[Any], ids: Tensor, numbers: Tensor) -> Tensor:
+    """Return the initial values of ids, `[N, dim]`, in tables of one width and dtype with these numbers, int32."""
+    config, initial = tables[0].config, [(table.seed, table.config.bound) for table in tables]
+    values = torch.empty(ids.numel(), config.embedding_dim, dtype=config.dtype, device=ids.device)
+    weights, rows = [values] * len(tables), torch.arange(ids.numel(), device=ids.device)
+    kernel("initialize_rows_", ids.device)(weights, [], initial, ids, rows, numbers)
+    return values
+
+
 @dataclass(frozen=True)
 class DynamicStatistics:
     """Cumulative counters of a dynamic table, and its size.
@@ -160,9 +169,7 @@ class Table(nn.Module):
 
     def initial_values(self, ids: Tensor) -> Tensor:
         """Return the initial values of ids of a dynamic table, `[N, embedding_dim]`."""
-        values = torch.empty(ids.numel(), self.config.embedding_dim, dtype=self.config.dtype, device=ids.device)
-        fill_initial_(values, self.seed, self.config.bound, rows=ids)
-        return values
+        return initial_values([self], ids, torch.zeros_like(ids, dtype=torch.int32))
 
     def device_tensors(self) -> dict[str, Tensor]:
         """Return weight and states on the device by name."""

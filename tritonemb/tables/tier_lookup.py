@@ -176,7 +176,7 @@ def prefetch_batch(
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     if find_replica_rows is None:
         replica_rows = None
-    with torch.no_grad(), torch.inference_mode(False):  # the slots are used in training as well
+    with torch.inference_mode(False), torch.no_grad():  # the slots are used in training as well
         groups, invalid, pinned = ops.row_groups(values, offsets, table_layout), None, None
         rows = RowBatch(values, offsets, batch.weights_or_none(), groups, slot_layout)
         # Grouping drops ids out of range, so compare the numbers of ids.
@@ -278,7 +278,7 @@ class PulledLookup(PrefetchedLookup):
         batch, service = checked_batch(features), tables.tables[0].rows.require_service()
         inputs, training = batch, tables.trains()
         batch, layout = split_lookups(tables, batch)
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             any_dynamic = any(config.is_dynamic for config in tables.configs)
             rows, all_ids = (_deduplicate if any_dynamic else _deduplicate_rows)(tables, batch, layout)
             # Grouping drops ids out of range.

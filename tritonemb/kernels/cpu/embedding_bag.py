@@ -13,7 +13,7 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu import simd
 from tritonemb.kernels.cpu.jit import BFLOAT16, FEW_ELEMENTS, FLOAT16, FLOAT32, inlined, parallel
-from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, arrays_of, as_float32, as_int64, first_bad_bag, memory_of
+from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, arrays_of, batch_arrays, first_bad_bag, memory_of
 from tritonemb.kernels.cpu.simd import LONG, PREFETCH_DISTANCE, dot, float32_row, item_at, prefetch, row_size
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Batch, Layout, cached_fact
 from tritonemb.memory import empty_result
@@ -203,7 +203,7 @@ def embedding_bag(
 def look_up(kernel: Any, tables: Any, batch: Batch, layout: Layout, check_bounds: bool) -> Tensor:
     """Run a kernel on tables, given as the `weights` of `pool_samples`; float32 `[B, width]` or `[N, width]`."""
     values, offsets, sample_weights = batch
-    ids, bag_offsets = as_int64(values, offsets)
+    weights, ids, bag_offsets = batch_arrays(sample_weights, values, offsets)
     if (bag := first_bad_bag(bag_offsets, ids.size)) != GOOD_OFFSETS:
         raise errors.offsets_error(bag, offsets, ids.size, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
@@ -212,7 +212,7 @@ def look_up(kernel: Any, tables: Any, batch: Batch, layout: Layout, check_bounds
     if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a lookup
         out.zero_()
     first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
-    sizes, arrays = (num_rows, batch_size), (ids, bag_offsets, as_float32(sample_weights))
+    sizes, arrays = (num_rows, batch_size), (ids, bag_offsets, weights)
     target = out.data_ptr(), layout.width, _zero_row(layout.width).data_ptr(), out.nbytes >= STREAMED_BYTES
     kernel(torch.get_num_threads(), first_bad.size, first_bad, sizes, tables, arrays_of(layout), arrays, target)
     if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
@@ -254,9 +254,9 @@ def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
     batch_size = batch_size_of(offsets, layout.key_starts)
-    out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
+    out, (gradient, *indices) = torch.zeros(values.numel(), dtype=torch.float32), batch_arrays(grad, values, offsets)
     num_tasks = _num_tasks(batch_size, values, layout)
-    args = memory_of(weights), arrays_of(layout), tuple(as_int64(values, offsets))
+    args = memory_of(weights), arrays_of(layout), tuple(indices)
     target = layout.pooled, gradient.ctypes.data, layout.width, out.numpy()
     _sample_weight_gradients(torch.get_num_threads(), num_tasks, num_tasks, batch_size, *args, target)
     return out

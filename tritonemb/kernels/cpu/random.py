@@ -1,13 +1,13 @@
 """CPU twin of `kernels/random.py`: 16-bit rows, widened exactly, narrowed to nearest or at random; initial values."""
 
-from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import FLOAT16, inlined, parallel
-from tritonemb.kernels.cpu.row_cache import move_rows_
+from tritonemb.kernels.cpu.jit import FLOAT16, FLOAT32, inlined, parallel
+from tritonemb.kernels.cpu.row_groups import memory_of
 from tritonemb.kernels.cpu.simd import (
     bfloat16_to_float32,
     float16_to_float32,
@@ -15,8 +15,10 @@ from tritonemb.kernels.cpu.simd import (
     float32_from_bits,
     float32_row,
     float32_to_float16,
+    row_size,
+    uint16_row,
 )
-from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT, initialize_by
+from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
@@ -128,32 +130,44 @@ def narrow_row_stochastic(row, dtype, bits, words):
 
 
 ELEMENTS_PER_TASK = 1 << 15
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 @parallel
-def _fill_rows(task, num_tasks, out, seed, scale, origin, rows):
-    """Fill the task's rows at address `out[0]` with initial values of `rows`, or of rows from the first one on."""
-    (address, num_rows, dim), (first_row, first_column) = out, origin
+def _initialize(task, num_tasks, memory, states, initial, entries, origin):
+    """Initialize the task's rows: with values of ids, or of consecutive rows from the first one on."""
+    (addresses, dtypes), (state_addresses, per_element, dims), (seeds, scales) = memory, states, initial
+    (num_rows, ids, rows, tables), (first_row, first_column), max_dim = entries, origin, dims.max()
     begin = first_column % UNIFORMS_PER_COUNTER
-    counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
-    words = np.empty(counters * UNIFORMS_PER_COUNTER, dtype=np.uint32)
+    words = np.empty(begin + max_dim + UNIFORMS_PER_COUNTER, dtype=np.uint32)
+    buffer = np.empty(max_dim, dtype=np.float32)  # of a row of 16 bits
     for index in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
-        row = rows[index] if rows.size else first_row + index
-        fill_philox(words, seed, first_column // UNIFORMS_PER_COUNTER, row, np.int64(0))
-        values = float32_row(address + index * dim * 4, dim)
+        row, table = (rows[index], np.int64(tables[index])) if rows.size else (index, 0)
+        if row < 0:
+            continue
+        dim, dtype, id = dims[table], dtypes[table], ids[index] if ids.size else first_row + index
+        row_words = words[: -(-(begin + dim) // UNIFORMS_PER_COUNTER) * UNIFORMS_PER_COUNTER]
+        fill_philox(row_words, seeds[table], first_column // UNIFORMS_PER_COUNTER, id, np.int64(0))
+        address = addresses[table] + row * row_size(dim, dtype)
+        values = float32_row(address if dtype == FLOAT32 else np.int64(buffer.ctypes.data), dim)
         for column in range(dim):
-            values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
+            values[column] = np.float32(np.int32(row_words[begin + column]) >> np.int32(8)) * scales[table]
+        if dtype != FLOAT32:
+            narrow_row(values, dtype, uint16_row(address, dim))
+        for state in range(per_element.size):
+            size = dim if per_element[state] else 1
+            float32_row(state_addresses[state, table] + row * size * 4, size)[:] = np.float32(0)
 
 
-def _draw(out: Tensor, seed: int, bound: float, origin: tuple[int, int], ids: Tensor | None) -> None:
-    row_ids = np.empty(0, dtype=np.int64) if ids is None else ids.contiguous().numpy()
-    num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
-    args = (out.data_ptr(), *out.shape), seed, np.float32(bound * UNIT), origin, row_ids
-    _fill_rows(torch.get_num_threads(), num_tasks, num_tasks, *args)
-
-
-def _write(weight: Tensor, rows: Tensor, values: Tensor) -> None:
-    move_rows_([weight], [values.to(weight.dtype)], rows, torch.arange(rows.numel()))
-
-
-initialize_rows_ = partial(initialize_by, _draw, _write)
+def initialize_rows_(
+    weights: Any, states: Any, initial: Any, ids: Any = None, rows: Any = None, tables: Any = None, origin: Any = (0, 0)
+) -> None:
+    num_rows = next((values.numel() for values in (rows, ids) if values is not None), weights[0].shape[0])
+    entries = [_NO_IDS if t is None else t.contiguous().numpy() for t in (ids, rows, tables)]
+    dims, per_element = [weight.shape[1] for weight in weights], [state.dim() > 1 for state in states[:: len(weights)]]
+    num_tasks = max(1, min(num_rows, num_rows * max(dims) // ELEMENTS_PER_TASK))
+    (seeds, bounds), addresses = zip(*initial, strict=True), np.array([*map(Tensor.data_ptr, states)], dtype=np.int64)
+    state_arrays = addresses.reshape(-1, len(weights)), np.array(per_element, dtype=np.bool_), np.array(dims)
+    values = np.array(seeds, dtype=np.int64), np.array([bound * UNIT for bound in bounds], dtype=np.float32)
+    args = memory_of(weights), state_arrays, values, (num_rows, *entries), origin
+    _initialize(torch.get_num_threads(), num_tasks, num_tasks, *args)

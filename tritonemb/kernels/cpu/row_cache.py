@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
-from tritonemb.kernels.cpu.row_groups import addresses_of
 from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
 from tritonemb.kernels.row_cache import Tensors, pair_fields
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors
@@ -163,8 +162,9 @@ def _translate(task, num_tasks, slots, starts, order, num_groups, values):
 
 def _arrays(directory: DirectoryTensors, rows: Tensor, now: Tensor, policy: str) -> tuple[Any, np.ndarray, Any]:
     """Return `caches`, `rows` and `use` of kernels."""
-    tags, used, pins, tables, num_sets = directory
-    addresses = addresses_of([*tags, *used, *pins]).reshape(3, -1)
+    *parts, first_slots, tables, num_sets = directory
+    starts = first_slots.numpy()
+    addresses = np.stack([part.data_ptr() + starts * part.element_size() for part in parts])
     return (addresses, tables.numpy(), num_sets.numpy()), rows.numpy(), (int(now), policy == "lfu")
 
 

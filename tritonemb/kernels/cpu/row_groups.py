@@ -50,16 +50,11 @@ def arrays_of(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy()
 
 
-def as_int64(*tensors: Tensor) -> list[np.ndarray]:
-    """Return contiguous int64 arrays, views if possible."""
-    return [(t if t.dtype == torch.int64 else t.to(torch.int64)).contiguous().numpy() for t in tensors]
-
-
-def as_float32(tensor: Tensor | None) -> np.ndarray:
-    """Return a contiguous float32 array, a view if possible; empty for None."""
-    if tensor is None:
-        return _ABSENT
-    return tensor.detach().to(torch.float32).contiguous().numpy()
+def batch_arrays(weights: Tensor | None, *indices: Tensor) -> list[np.ndarray]:
+    """Return contiguous arrays, views if possible: float32 weights, empty for None, and int64 indices."""
+    tensors = [(t if t.dtype == torch.int64 else t.to(torch.int64)).contiguous() for t in indices]
+    weight_array = _ABSENT if weights is None else weights.detach().to(torch.float32).contiguous().numpy()
+    return [weight_array, *map(Tensor.numpy, tensors)]
 
 
 @inlined
@@ -407,7 +402,7 @@ def _group(num_threads, tables, values, sorted_units, groups):
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     capacity = values.numel() * layout.multiplicity
-    ids, bag_offsets = as_int64(values, offsets)
+    _, ids, bag_offsets = batch_arrays(None, values, offsets)
     _, units, pairs = sort_pairs(ids, bag_offsets, layout, by_bag=False)
     groups = np.empty(capacity, np.int64), np.empty(capacity + 1, np.int32), np.empty(capacity, np.int32)
     num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, (units, pairs), groups)

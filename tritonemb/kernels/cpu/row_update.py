@@ -17,8 +17,7 @@ from tritonemb.kernels.cpu.row_groups import (
     NUM_GROUPS,
     NUM_VALUES,
     arrays_of,
-    as_float32,
-    as_int64,
+    batch_arrays,
     groups_of_slice,
     lookups_by_table,
     sort_pairs,
@@ -393,7 +392,9 @@ def _run(
     """Run `_update` and return its result; `pointers` are the rows from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
     grad, offsets, sample_weights, groups, layout = batch
-    limit, per_lookup, (bag_offsets,) = optimizer[2][MAX_GRADIENT], not isinstance(grad, Tensor), as_int64(offsets)
+    limit, per_lookup = optimizer[2][MAX_GRADIENT], not isinstance(grad, Tensor)
+    ungrouped = [groups] if isinstance(groups, Tensor) else []
+    weight_array, bag_offsets, *ids = batch_arrays(sample_weights, offsets, *ungrouped)
     # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
     grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]
     grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors] if limit < np.inf else grad_tensors
@@ -404,8 +405,7 @@ def _run(
     sorted_ids, group_arrays = (_NO_IDS, bag_offsets, _NO_UNITS, _NO_PAIRS), (_NO_IDS, *_NO_GROUPS)
     if isinstance(groups, Tensor):
         by_bag = layout.pooled and sample_weights is None and groups.numel() > 2 * offsets.numel()  # smaller pairs
-        (ids,) = as_int64(groups)
-        sorted_ids = ids, *sort_pairs(ids, bag_offsets, layout, by_bag)
+        sorted_ids = ids[0], *sort_pairs(ids[0], bag_offsets, layout, by_bag)
     else:
         group_arrays = *map(Tensor.numpy, groups[:3]), int(groups[3])
     # Only the steps that the tables' dtypes need are compiled; sums are written as assigned rows are.
@@ -416,7 +416,7 @@ def _run(
     pointers = [*map(Tensor.data_ptr, weights), *dtypes, *pointers]
     table_arrays = np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element
     bags = batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled
-    gradients = grads, per_lookup, layout.width, as_float32(sample_weights)
+    gradients = grads, per_lookup, layout.width, weight_array
     num_threads, arrays = torch.get_num_threads(), arrays_of(layout)
     step_args = *optimizer, (step_float32, step_16bit)
     return _update(num_threads, step_args, table_arrays, arrays, bags, sorted_ids, group_arrays, gradients)
