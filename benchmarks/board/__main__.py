@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import time
 from importlib import import_module
@@ -50,10 +49,10 @@ def results_of(cell: Cell) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob(f"{cell.name}-[0-9]*.json"))]
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """Return the mean and its standard error, which is NaN for one value."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
-    return statistics.mean(values), error
+def format_mean(values: list[float], sign: str = "") -> str:
+    """Format the mean and, of several values, its standard error."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{sign}.4f}{error}"
 
 
 def ratio(results: list[dict[str, Any]], name: str) -> str:
@@ -74,26 +73,14 @@ def peer_table() -> str:
             figures, ratios = ["not run", "-", "-"], ["-", "-"]
             if results:
                 pairs = [(result["metrics"]["AUC"], result["peers"][library]["metrics"]["AUC"]) for result in results]
-                means = [mean_and_error([pair[side] for pair in pairs])[0] for side in (0, 1)]
-                gap, error = mean_and_error([ours - peer for ours, peer in pairs])
-                figures = [f"{means[0]:.4f}", f"{means[1]:.4f}", f"{gap:+.4f} ± {error:.4f}"]
+                figures = [f"{statistics.mean(values):.4f}" for values in zip(*pairs, strict=True)]
+                figures.append(format_mean([ours - peer for ours, peer in pairs], "+"))
                 ratios = [ratio(results, f"{library} {loop}") for loop in ("steps", "loop")]
             commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
             seeds = f"{len(results)} of {cell.seeds}"
             rows.append([cell.data, cell.model, library, *figures, *ratios, seeds, commits, notes or "-"])
-    speed = "samples/s: plain steps", "its own loop"
-    header = [
-        "data",
-        "model",
-        "peer",
-        "AUC here",
-        "AUC of the peer",
-        "difference",
-        *speed,
-        "seeds",
-        "commit",
-        "differs",
-    ]
+    names = "AUC here", "AUC of the peer", "difference", "samples/s: plain steps", "its own loop"
+    header = ["data", "model", "peer", *names, "seeds", "commit", "differs"]
     return markdown_table(header, rows, len(header))
 
 
@@ -114,8 +101,7 @@ def table() -> str:
         figures, published, reached = [], [], []
         for name in names:
             values = [result["metrics"][name] for result in results]
-            spread = f" ± {statistics.stdev(values) / len(values) ** 0.5:.4f}" if len(values) > 1 else ""
-            figures.append(f"{name} {statistics.mean(values):.4f}{spread}" if values else "not run")
+            figures.append(f"{name} {format_mean(values)}" if values else "not run")
             published.append(f"{cell.published[name]:.4f}" if name in cell.published else "-")
             if values and name in cell.published:
                 reached.append(f"{statistics.mean(values) / cell.published[name] - 1:+.1%}")
@@ -125,8 +111,7 @@ def table() -> str:
             if gaps := [
                 r["metrics"][name] - json.loads(p.read_text())["metrics"][name] for r, p in paired if p.exists()
             ]:
-                mean, error = mean_and_error(gaps)
-                reached.append(f"{mean:+.4f} ± {error:.4f}")
+                reached.append(format_mean(gaps, "+"))
         seconds = statistics.mean(result["seconds"] for result in results) if results else 0
         commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
         targets = f"{' / '.join(published)} ({cell.source})" if cell.published else "-"
