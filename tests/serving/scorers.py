@@ -37,11 +37,11 @@ def start_server(run_folder: Path, *options: str) -> Program:
 
 
 def port_of(program: Program) -> int:
-    """The port of a server, once it is ready."""
+    """The port of a server, once it is ready; EOFError if it ends before."""
     for line in program.output:
         if line.startswith("serving "):
             return int(line.rpartition(":")[2])
-    raise AssertionError("the server has ended")
+    raise EOFError("the server has ended")
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ import tritonemb as te
 from tests.server.jobs import local_servers
 from tests.serving.models import KINDS, Model, scores, train
 from tritonemb.serving import ModelFollower, Publisher
+from tritonemb.serving import publisher as publishing
 from tritonemb.serving.publisher import PUBLISHED
 from tritonemb.serving.updates import FollowedTable, Update
 from tritonemb.storage import StorageError
@@ -277,22 +281,43 @@ def test_another_model_is_refused(change, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in served.state_dict().items())
 
 
-def test_a_full_disk(small_disk):
+@pytest.mark.parametrize("kind", ["device", "server"])
+@pytest.mark.parametrize("file", ["changes", "snapshot", "manifest"])
+def test_a_full_disk(small_disk, kind, file, monkeypatch):
     """The publisher says so, the follower serves what it has, and the next snapshot is a full one."""
-    model, served, publisher = Model(), Model(seed=1), Publisher(small_disk / "p")
-    publisher.publish(model, 1)
-    follower, expected = ModelFollower(served, small_disk / "p", poll=None), scores(model)
-    free = shutil.disk_usage(small_disk).free
-    (small_disk / "filler").write_bytes(bytes(free - 8192))
-    train(model, 2)
-    model.tables.load_state_dict(Model(seed=7).tables.state_dict())  # all rows change
-    with pytest.raises(StorageError, match="could not be written"):
-        publisher.publish(model, 2)
-    assert not follower.refresh()
-    assert torch.equal(scores(served), expected)
-    (small_disk / "filler").unlink()
-    publisher.publish(model, 3)
-    assert len(json.loads(read_sealed(small_disk / "p" / PUBLISHED))["model"][0]["files"]) == 1
-    assert follower.refresh()
-    follower.apply()
-    assert torch.equal(scores(served), scores(model))
+    model, served, publisher = (
+        Model(kind),
+        Model(seed=1),
+        Publisher(small_disk / "p", most=1 if file == "snapshot" else 16),
+    )
+    with local_servers(2) if kind == "server" else nullcontext() as servers:
+        if servers is not None:
+            te.server.attach(model, servers, 0)
+        publisher.publish(model, 1)
+        previous = {path.name for path in (small_disk / "p").iterdir()}
+        follower, expected = ModelFollower(served, small_disk / "p", poll=None), scores(model)
+        model.tables.load_state_dict(Model(seed=7).tables.state_dict())  # all rows change
+        train(model, 2)
+        with monkeypatch.context() as patch:
+            if file == "manifest":
+                error = OSError(errno.ENOSPC, "No space left on device")
+                patch.setattr(publishing, "atomic_write", Mock(side_effect=error))
+            else:
+                free = shutil.disk_usage(small_disk).free
+                (small_disk / "filler").write_bytes(bytes(free - 8192))
+            for _ in range(2):
+                with pytest.raises(StorageError, match="No space left on device"):
+                    publisher.publish(model, 2)
+                assert not follower.refresh()
+                assert torch.equal(scores(served), expected)
+        (small_disk / "filler").unlink(missing_ok=True)
+        publisher.publish(model, 3)
+        manifest = json.loads(read_sealed(small_disk / "p" / PUBLISHED))
+        assert len(manifest["model"][0]["files"]) == 1
+        assert follower.refresh()
+        follower.apply()
+        assert (follower.step, follower.problem) == (3, None)
+        assert torch.equal(scores(served), scores(model))
+        chains = [manifest["model"], *manifest["servers"].values()]
+        names = {file for entries in chains for entry in entries for file in entry["files"]}
+        assert names >= {path.name for path in (small_disk / "p").iterdir()} - {PUBLISHED} - previous

@@ -32,7 +32,6 @@ from tritonemb.utils import number, require
 READ_TIMEOUT = 10.0  # seconds for the head of a request, and for its body
 MAX_HEAD = 1 << 16  # bytes of the head of a request, with its path; a token and a few headers need less than 2 KiB
 MAX_BODIES = 8  # bodies of the maximum size that are read or scored at once; parsed, each may need 20 times its bytes
-MAX_ERROR = 1000  # characters of an error, which may quote what was sent
 SWITCH_INTERVAL = 5e-4  # seconds until a computing thread yields the GIL; 5 ms, Python's default, would delay replies
 METRICS = {  # by key of the scorer's statistics: name, type and help text
     "requests": "requests_total counter Requests that were scored or failed.",
@@ -74,8 +73,7 @@ def parse_json(body: bytes) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values := dict(pairs)) < len(pairs):
-        counts = Counter(name for name, _ in pairs)
-        raise ValueError(f"duplicate key {max(counts, key=counts.__getitem__)!r}")
+        raise ValueError(f"duplicate key {Counter(name for name, _ in pairs).most_common(1)[0][0]!r}")
     return values
 
 
@@ -164,7 +162,7 @@ class App:
         except Exception as error:
             status = next((STATUS[kind] for kind in type(error).__mro__ if kind in STATUS), 500)
             status = error.status if isinstance(error, RejectedError) else status
-            content = {"error": str(error)[:MAX_ERROR]}
+            content = {"error": str(error)[:1000]}  # it may quote what was sent
             extra += [(b"retry-after", b"1")] * (status == 503) + [(b"www-authenticate", b"Bearer")] * (status == 401)
             extra += [(b"connection", b"close")] * isinstance(error, RejectedError)
             if status == 500:

@@ -35,7 +35,7 @@ from tritonemb.server.transport import Message
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.tables.cached_rows import DiskTensor, metadata_only
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.table import WEIGHT
@@ -301,7 +301,8 @@ class Publisher(Callback):
         previous = previous if previous and len(previous[0]["files"]) < self._max_files else []
         for changes_only in (True, False) if previous else (False,):
             stem = self._folder / f"{uuid.uuid4().hex}-"
-            headers = service.snapshot(stem, changes_only, CHAIN)
+            with storage_errors(f"rows of servers could not be published in {self._folder}", "check their disks"):
+                headers = service.snapshot(stem, changes_only, CHAIN)
             if not changes_only or [h["after"] for h in headers] == [entry["snapshot"] for entry in previous]:
                 break  # otherwise a restarted server has written a full snapshot
         files = [f"{stem.name}{server}.server" for server in range(len(headers))]
@@ -319,7 +320,8 @@ class Publisher(Callback):
         with suppress(FileNotFoundError, ValueError):  # missing, or damaged
             previous = json.loads(read_sealed(manifest))
         current: dict[str, Any] = {"servers": self._chains, "model": self._model_chains, "step": self._step}
-        atomic_write(manifest, seal(json.dumps(current)))
+        with storage_errors(f"{manifest} could not be written", "check the disk"):
+            atomic_write(manifest, seal(json.dumps(current)))
         # Followers may still read the files of the previous manifest.
         chains = ([m.get("model", []), *m["servers"].values()] for m in (previous, current) if m)
         used_files = {file for entry in chain(*chain(*chains)) for file in entry["files"]}
