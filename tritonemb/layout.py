@@ -92,8 +92,16 @@ class DynamicIndex(_IndexTensors):
 
     @functools.cached_property
     def addresses(self) -> np.ndarray:
-        """Address and number of elements of each tensor, int64 `[10, 2]`; to delete when a tensor moves."""
-        return np.array([(tensor.data_ptr(), tensor.numel()) for tensor in self], dtype=np.int64)
+        """Address and number of elements of each tensor and `old_ways`, int64 `[11, 2]`; to delete when one moves."""
+        return np.array([(t.data_ptr(), t.numel()) for t in (*self, self.old_ways)], dtype=np.int64)
+
+    @functools.cached_property
+    def old_ways(self) -> Tensor:
+        """Step, in the upper 32 bits, and ways of each set's home bucket that may have been last used before it.
+
+        Zeros say nothing: copy the index if last steps decrease. For "lru" on CPUs.
+        """
+        return _zeros(self.overflowed.numel(), torch.int64, "cpu")
 
     def __reduce__(self) -> Any:
         return type(self), tuple(self)  # a copy has other addresses

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import MAX_USES, NO_KEY, dynamic_rows, nonzero, partitions_of
+from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, dynamic_rows, nonzero, partitions_of
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.index import HashIndex, concat_ids, find_batch, insert_batch
 from tritonemb.tables.table import WEIGHT, DenseIndex, DeviceRows, Lock, Table, draw_seed, load_named_tensors
@@ -246,6 +246,8 @@ class DynamicTable(Table):
         rule = MAX_USES, -1, 0  # the latest step, so that uses can be undone
         rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
         self.index.counters.update(inserts=-int((keys != NO_KEY).sum()))  # do not count loaded rows as inserts
+        # Last steps may decrease.
+        self.index.tensors = DynamicIndex(*self.index.tensors)
         self.index.tensors.entries[rows, 1] = step + (count.clamp(max=MAX_USES) << 32)  # both int32 of `uses`
         if "row" in state:
             allocated_rows, rows = rows, state["row"].to(ids)[order] - self.rows.config.row_origin

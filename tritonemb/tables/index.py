@@ -222,7 +222,7 @@ class HashIndex(DenseIndex):
             self.sketch.clear()
         if not self.tensors.num_allocated.any():
             return  # writing zeros would allocate memory
-        index = self.tensors
+        self.tensors = index = DynamicIndex(*self.tensors)
         for tensor in (index.digests, index.overflowed, index.num_rows, index.num_allocated, index.num_overflow):
             tensor.zero_()
         index.num_sets.fill_(1)

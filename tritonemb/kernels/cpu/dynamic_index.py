@@ -1,6 +1,5 @@
 """CPU twin of `kernels/dynamic_index.py`: look-ups parallel over ids, insertions over partitions."""
 
-from collections import namedtuple
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,64 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import called, compiled, inlined, inlined_uncounted, parallel
-from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
-from tritonemb.kernels.cpu.simd import (
-    atomic_add,
-    count_bits,
-    equal_ways,
-    highest_bit,
-    int32_row,
-    int64_row,
-    lowest_bit,
-    mix,
-    prefetch,
-    uint8_row,
-)
+from tritonemb.kernels.cpu.jit import called, compiled, inlined_uncounted, parallel
+from tritonemb.kernels.cpu.row_cache import CHUNK, home_bucket, index_partition, set_mask, tasks_for, view_index
+from tritonemb.kernels.cpu.simd import atomic_add, borrow_int64, count_bits, equal_ways, lowest_bit, mix, prefetch
 from tritonemb.kernels.dynamic_index import begin_insert_by_numpy
 from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
 _ALL_WAYS, _NO_VICTIM = np.int64(2**WAYS - 1), np.int64(2**63 - 1)  # mask of a bucket; above all keys of rows
-_IndexArrays: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:]))  # type: ignore[misc]
-
-
-@inlined
-def _borrow_int64(array):
-    """View int64 `[N]` without reference counts, whose atomic updates threads contend for."""
-    return int64_row(array.ctypes.data, array.size)
-
-
-@inlined
-def _view_index(fields):
-    """View an index by its `_index_addresses`, without reference counts."""
-    return _IndexArrays(  # type: ignore[call-arg]
-        int64_row(fields[0, 0], fields[0, 1]).reshape((-1, 2)),
-        int32_row(fields[0, 0] + 8, 2 * fields[0, 1]).reshape((-1, 4)), uint8_row(fields[1, 0], fields[1, 1]),
-        int32_row(fields[2, 0], fields[2, 1]), int32_row(fields[3, 0], fields[3, 1]),
-        int32_row(fields[4, 0], fields[4, 1]), int32_row(fields[5, 0], fields[5, 1]),
-        int32_row(fields[6, 0], fields[6, 1]), int32_row(fields[7, 0], fields[7, 1]),
-        int32_row(fields[8, 0], fields[8, 1]), int64_row(fields[9, 0], fields[9, 1]),
-    )  # fmt: skip
-
-
-@inlined_uncounted
-def _partition_of(index, bits):
-    return np.int64(((np.uint64(bits) >> np.uint64(32)) * np.uint64(index.shard[0])) >> np.uint64(32)) - index.shard[1]
-
-
-@inlined_uncounted
-def _mask(sets):
-    """Return `2^(L + 1) - 1` for `2^L ≤ sets < 2^(L + 1)`."""
-    return (np.int64(2) << highest_bit(sets)) - 1
-
-
-@inlined_uncounted
-def _home_bucket(index, hash64):
-    partition = _partition_of(index, hash64)
-    sets = np.int64(index.num_sets[partition])
-    mask = _mask(sets)
-    number = hash64 & mask
-    return (number if number < sets else number & (mask >> 1)) * index.num_sets.size + partition
+AHEAD = 2  # ids between the prefetch of the rows of two sets and their search: more than fill buffers serve at once
+OLD_SHARE = 4  # part of the range of last steps whose rows are kept as old: a set is searched whole every few evictions
 
 
 @inlined_uncounted
@@ -124,13 +74,13 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
     """Look up ids [begin, end) of one table in chunks: each loop over a chunk prefetches what the next one reads."""
     (table, step, occurrences), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    id_of = np.int64(index.ids.ctypes.data)
+    _id_of = np.int64(index.ids.ctypes.data)
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         # Hashes; prefetch digests.
         for i in range(size):
             hashes[i] = mix(ids[start + i])
-            slots[i] = _home_bucket(index, hashes[i]) * WAYS
+            slots[i] = home_bucket(index, hashes[i]) * WAYS
             prefetch(digests + slots[i], 1)
         # First slot with an equal digest; prefetch its row number.
         for i in range(size):
@@ -143,17 +93,17 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
             row = np.int64(index.rows[slots[i]]) if slots[i] >= 0 else np.int64(-1)
             rows[start + i] = row
             if row >= 0:
-                prefetch(id_of + row * 16, 1)
+                prefetch(_id_of + row * 16, 1)
         # Compare ids, with a full search on a mismatch; update uses, or write the keys of unknown ids.
         for i in range(size):
             position, row = start + i, rows[start + i]
             if row < 0 or index.ids[row, 0] != ids[position]:
-                slot = _slot_of(index, _home_bucket(index, hashes[i]), ids[position])
+                slot = _slot_of(index, home_bucket(index, hashes[i]), ids[position])
                 row = rows[position] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
             if previous_steps.size > 0 and row >= 0:
                 previous_steps[position], index.uses[row, 0] = index.uses[row, 0], step
                 number = min(MAX_USES, occurrences[position]) if occurrences.size > 0 else np.int64(1)
-                count = np.int64(atomic_add(id_of + row * 16 + 12, np.int32(number)))
+                count = np.int64(atomic_add(_id_of + row * 16 + 12, np.int32(number)))
                 if count > MAX_USES - number or count < 0:  # saturate after an overflow
                     index.uses[row, 1] = MAX_USES
             elif previous_steps.size > 0:
@@ -164,50 +114,86 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
 def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
     """Look up the task's values, key by key; if `previous_steps` is not empty, update uses and write `keys`."""
     steps, occurrences, rows, previous_steps, keys = uses
-    ids, rows = _borrow_int64(ids), _borrow_int64(rows)
+    ids, rows = borrow_int64(ids), borrow_int64(rows)
     results, buffers = (rows, previous_steps, keys), (np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64))
     begin, end = ids.size * task // num_tasks, ids.size * (task + 1) // num_tasks
     rows[begin:end], previous_steps[begin:end], keys[begin:end] = ids[begin:end], 0, NO_KEY
     for key in range(tables.size):
         table, first, stop = tables[key], max(begin, bounds[key]), min(end, bounds[key + 1])
         if table >= 0 and first < stop:
-            index = _view_index(indexes[table])
+            index = view_index(indexes[table])
             _find_chunked(index, first, stop, ids, (table, steps[table], occurrences), results, buffers)
 
 
 @inlined_uncounted
-def _prefetch_set(index, partition, home):
-    """Prefetch what `_find_victim` reads of a home bucket's rows, if the partition is full."""
-    ways = ~_ways_with(index, home, 0) & _ALL_WAYS
-    while ways != 0 and index.num_rows[partition] * index.num_sets.size == index.free.size:
-        prefetch(np.int64(index.ids.ctypes.data) + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
+def _next_home(index, home, partition):
+    """Return the home bucket of the next set."""
+    bucket = home + index.num_sets.size
+    return bucket if bucket < index.num_sets[partition] * index.num_sets.size else partition
+
+
+@inlined_uncounted
+def _prefetch_set(index, home, stage):
+    """Prefetch what `_find_victim` reads of a set: in stage 0 its ways, in 1 the numbers of its rows, in 2 the rows."""
+    if stage == 0:
+        prefetch(np.int64(index.digests.ctypes.data) + home * WAYS, 1)
+        prefetch(np.int64(index.old_ways.ctypes.data) + home * 8, 1)
+    elif stage == 1:
+        prefetch(np.int64(index.rows.ctypes.data) + home * WAYS * 4, WAYS * 4)
+    else:
+        used_ways, entries = ~_ways_with(index, home, 0) & _ALL_WAYS, np.int64(index.ids.ctypes.data)
+        ways = used_ways & index.old_ways[home]
+        ways = ways if ways != 0 else used_ways
+        while ways != 0:
+            prefetch(entries + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
+            ways &= ways - 1
+
+
+@inlined_uncounted
+def _least_used(index, home, bucket, ways, rule, best):
+    """Return the best victim, its slot, key and id: `best`, or a row of a set in these ways of a bucket."""
+    (step, max_step, half_life), (victim, min_key, min_id) = rule, best
+    while ways != 0:
+        slot = bucket * WAYS + lowest_bit(ways)
         ways &= ways - 1
+        row = np.int64(index.rows[slot])
+        id, last_step = index.ids[row, 0], np.int64(index.uses[row, 0])
+        key = last_step
+        if half_life > 0:
+            key += np.int64(index.uses[row, 1]) >> min(31, max(0, step - last_step) // half_life) << 32
+        if (last_step <= max_step) & ((key < min_key) | ((key == min_key) & (id < min_id))):  # no branches: `&`
+            if bucket == home or home_bucket(index, mix(id)) == home:
+                victim, min_key, min_id = slot, key, id
+    return victim, min_key, min_id
 
 
 @inlined_uncounted
 def _find_victim(index, home, step, max_step, half_life):
     """Return the slot of the row of a set to evict, -1 if none may be, its key (aged count, last step), and its id."""
-    victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
-    bucket, remaining = home, np.int64(index.overflowed[home])
-    while True:
+    # Last steps only increase: with "lru" compare the ways that were old when the set was searched, then all.
+    ways, old_ways = ~_ways_with(index, home, 0) & _ALL_WAYS, index.old_ways[home]
+    best = np.int64(-1), _NO_VICTIM, _NO_VICTIM
+    if half_life == 0:
+        best = _least_used(index, home, home, ways & old_ways, (step, min(max_step, (old_ways >> 32) - 1), 0), best)
+    if best[0] < 0:
+        best = _least_used(index, home, home, ways, (step, max_step, half_life), best)
+        if half_life == 0 and best[0] >= 0:
+            old_step, old_ways = best[1] + 1 + (max_step - best[1]) // OLD_SHARE, np.int64(0)
+            while ways != 0:
+                way = lowest_bit(ways)
+                old_ways |= np.int64(index.uses[index.rows[home * WAYS + way], 0] < old_step) << way
+                ways &= ways - 1
+            index.old_ways[home] = old_step << 32 | old_ways
+    # Rows in overflow buckets, which the sets of a partition share.
+    partition = home % index.num_sets.size
+    bucket = index.overflowed.size + partition
+    remaining = np.int64(index.num_overflow[partition]) if index.overflowed[home] > 0 else np.int64(0)
+    while remaining > 0:
         ways = ~_ways_with(index, bucket, 0) & _ALL_WAYS
-        while ways != 0:
-            slot = bucket * WAYS + lowest_bit(ways)
-            ways &= ways - 1
-            row = np.int64(index.rows[slot])
-            id, last_step = index.ids[row, 0], np.int64(index.uses[row, 0])
-            if bucket != home:
-                if _home_bucket(index, mix(id)) != home:
-                    continue
-                remaining -= 1
-            key = last_step
-            if half_life > 0:
-                key += np.int64(index.uses[row, 1]) >> min(31, max(0, step - last_step) // half_life) << 32
-            if (last_step <= max_step) & ((key < min_key) | ((key == min_key) & (id < min_id))):  # no branches: `&`
-                victim, min_key, min_id = slot, key, id
-        if remaining == 0:
-            return victim, min_key, min_id
-        bucket = bucket + index.num_sets.size if bucket != home else index.overflowed.size + home % index.num_sets.size
+        remaining -= count_bits(ways)
+        best = _least_used(index, home, bucket, ways, (step, max_step, half_life), best)
+        bucket += index.num_sets.size
+    return best
 
 
 @inlined_uncounted
@@ -216,11 +202,12 @@ def _return_from_overflow(index, partition, home, target):
     bucket = index.overflowed.size + partition
     while True:
         for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
-            if index.digests[slot] != 0 and _home_bucket(index, mix(_id_of(index, slot))) == home:
+            if index.digests[slot] != 0 and home_bucket(index, mix(_id_of(index, slot))) == home:
                 index.digests[target], index.rows[target] = index.digests[slot], index.rows[slot]
                 index.digests[slot] = 0
                 index.overflowed[home] -= 1
                 index.num_overflow[partition] -= 1
+                index.old_ways[home] |= np.int64(1) << target % WAYS
                 return
         bucket += index.num_sets.size
 
@@ -229,7 +216,7 @@ def _return_from_overflow(index, partition, home, target):
 def _remove_slot(index, slot):
     """Remove the row of a slot from the index, and push it to the partition's free rows."""
     row = index.rows[slot]
-    home = _home_bucket(index, mix(index.ids[row, 0]))
+    home = home_bucket(index, mix(index.ids[row, 0]))
     partition = home % index.num_sets.size
     index.free[(index.num_allocated[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
     index.uses[row, 0] = MAX_USES  # above every step: free rows are never counted as evictable
@@ -247,7 +234,7 @@ def _split(index, partition):
     """Split a set of a partition: add set number `sets`, and move the rows that now belong to it."""
     # Move rows between the home buckets.
     partitions, sets = index.num_sets.size, np.int64(index.num_sets[partition])
-    mask = _mask(sets)
+    mask = set_mask(sets)
     old_home, new_home = (sets & (mask >> 1)) * partitions + partition, sets * partitions + partition
     target = new_home * WAYS
     for slot in range(old_home * WAYS, old_home * WAYS + WAYS):
@@ -261,7 +248,7 @@ def _split(index, partition):
     while remaining > 0:
         for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
             if index.digests[slot] != 0:
-                home = _home_bucket(index, mix(_id_of(index, slot)))
+                home = home_bucket(index, mix(_id_of(index, slot)))
                 if home == new_home:
                     index.overflowed[old_home] -= 1
                     index.overflowed[new_home] += 1
@@ -293,18 +280,18 @@ def _insert(index, number, ids, occurrences, rules, table, evicted):
     """Insert new id `number` and return its row; write a victim and its row to `evicted`."""
     # Evict if the partition is full: from the id's set or the next one, else from the next set with an evictable row.
     id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
-    home, partition = _home_bucket(index, mix(id)), _partition_of(index, mix(id))
+    home, partition = home_bucket(index, mix(id)), index_partition(index, mix(id))
     if index.num_rows[partition] * partitions == index.free.size:  # a division takes as long as a cache miss
         victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
         num_sets = np.int64(index.num_sets[partition])
-        _prefetch_set(index, partition, (home // partitions + 1) % num_sets * partitions + partition)
+        probed_home = home
         for offset in range(num_sets):
             if victim >= 0 and offset > 1:
                 break
-            probed_home = (home // partitions + offset) % num_sets * partitions + partition
             slot, key, victim_id = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
             if key < min_key or (key == min_key and victim_id < min_id):
                 victim, min_key, min_id = slot, key, victim_id
+            probed_home = _next_home(index, probed_home, partition)
         evicted[number, 0], evicted[number, 1] = _id_of(index, victim), index.rows[victim]
         _remove_slot(index, victim)
     # Take the row freed last, or a new one.
@@ -331,30 +318,34 @@ def _insert(index, number, ids, occurrences, rules, table, evicted):
 def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
     """Insert new ids of the task's partitions, in the order of ids, which has better locality than by partition."""
     tables, ids, occurrences, admitted = pending
-    # By chunks of ids, whose digests and rows are prefetched.
-    ids, occurrences, rows = _borrow_int64(ids), _borrow_int64(occurrences), _borrow_int64(rows)
-    rules, evicted = _borrow_int64(rules).reshape((-1, 3)), _borrow_int64(evicted).reshape((-1, 2))
-    chunk, number = np.empty(CHUNK, dtype=np.int64), 0
+    # By chunks of ids, whose sets, and the next ones if the partition is full, are prefetched.
+    ids, occurrences, rows = borrow_int64(ids), borrow_int64(occurrences), borrow_int64(rows)
+    rules, evicted = borrow_int64(rules).reshape((-1, 3)), borrow_int64(evicted).reshape((-1, 2))
+    numbers, homes, number = np.empty(CHUNK, dtype=np.int64), np.empty((CHUNK, 2), dtype=np.int64), 0
     while number < ids.size:
-        table, index = tables[number], _view_index(indexes[tables[number]])
-        partitions, row_of = index.num_sets.size, np.int64(index.rows.ctypes.data)
-        digests, size = np.int64(index.digests.ctypes.data), 0
+        table, index, size = tables[number], view_index(indexes[tables[number]]), 0
+        partitions = index.num_sets.size
         first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
         while number < ids.size and tables[number] == table:
             hash64 = mix(ids[number])
-            if first <= _partition_of(index, hash64) < end and admitted[number]:
-                chunk[size] = number
+            partition = index_partition(index, hash64)
+            if first <= partition < end and admitted[number]:
+                numbers[size], homes[size] = number, home_bucket(index, hash64)
+                if index.num_rows[partition] * partitions == index.free.size:
+                    homes[size, 1] = _next_home(index, homes[size, 0], partition)
                 size += 1
-                prefetch(digests + _home_bucket(index, hash64) * WAYS, 1)
             number += 1
             if size == CHUNK or number == ids.size or tables[number] != table:
-                for i in range(size):
-                    home = _home_bucket(index, mix(ids[chunk[i]]))
-                    prefetch(row_of + (home * WAYS + lowest_bit(_ways_with(index, home, 0))) * 4, 1)
-                for i in range(size):
-                    hash64 = mix(ids[chunk[min(i + 1, size - 1)]])
-                    _prefetch_set(index, _partition_of(index, hash64), _home_bucket(index, hash64))
-                    rows[chunk[i]] = _insert(index, chunk[i], ids, occurrences, rules, table, evicted)
+                for stage in range(2):
+                    for i in range(2 * size):
+                        _prefetch_set(index, homes[i // 2, i % 2], stage)
+                for i in range(-AHEAD, size):
+                    later = i + AHEAD
+                    if later < size and homes[later, 0] != homes[later, 1]:
+                        _prefetch_set(index, homes[later, 0], 2)
+                        _prefetch_set(index, homes[later, 1], 2)
+                    if i >= 0:
+                        rows[numbers[i]] = _insert(index, numbers[i], ids, occurrences, rules, table, evicted)
                 size = 0
 
 
@@ -364,12 +355,12 @@ def _count_room(indexes, pending, rules, counts):
     (tables, ids, occurrences, admitted), number = pending, 0
     while number < ids.size:
         # Rows that the table's admitted ids need, by partition.
-        first, table, index = number, tables[number], _view_index(indexes[tables[number]])
+        first, table, index = number, tables[number], view_index(indexes[tables[number]])
         partitions = index.num_sets.size
         needed_rows, max_rows = np.zeros(partitions, dtype=np.int64), index.free.size // partitions
         while number < ids.size and tables[number] == table:
             if admitted[number]:
-                needed_rows[_partition_of(index, mix(ids[number]))] += 1
+                needed_rows[index_partition(index, mix(ids[number]))] += 1
                 counts[table, 2] += 1
             number += 1
         # Rows missing beyond free ones, then beyond evictable ones.
@@ -386,9 +377,9 @@ def _count_room(indexes, pending, rules, counts):
 
 @compiled
 def _remove(fields, ids, rows):
-    index = _view_index(fields)
+    index = view_index(fields)
     for i in range(ids.size):
-        slot = _slot_of(index, _home_bucket(index, mix(ids[i])), ids[i])
+        slot = _slot_of(index, home_bucket(index, mix(ids[i])), ids[i])
         rows[i] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
         if slot >= 0:
             _remove_slot(index, slot)

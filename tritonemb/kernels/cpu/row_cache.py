@@ -3,16 +3,17 @@
 Each set belongs to one task, which serves its misses in ascending order: results do not depend on the number of tasks.
 """
 
+from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
-from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, inlined_uncounted, parallel, run_tasks
+from tritonemb.kernels.cpu.simd import copy_bytes, highest_bit, int32_row, int64_row, mix, prefetch, uint8_row
 from tritonemb.kernels.row_cache import Tensors, pair_fields
-from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors
+from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors, DynamicIndex
 
 CHUNK = 32  # rows whose sets are prefetched together
 FEW_ROWS = 4_096  # fewer take less time on one thread
@@ -287,3 +288,41 @@ def move_rows_(
             f"move {move} goes from row {int(from_rows[move])} to row {int(to_rows[move])}, but sources[{pair}] has "
             f"{len(sources[pair])} rows and destinations[{pair}] {len(destinations[pair])}; rows to skip are negative"
         )
+
+
+# Sets of dynamic tables: see `kernels/dynamic_slots.py`.
+_IndexArrays: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:], "old_ways"))  # type: ignore[misc]
+
+
+@inlined
+def view_index(fields):
+    """View an index by its `_index_addresses`, without reference counts."""
+    return _IndexArrays(  # type: ignore[call-arg]
+        int64_row(fields[0, 0], fields[0, 1]).reshape((-1, 2)),
+        int32_row(fields[0, 0] + 8, 2 * fields[0, 1]).reshape((-1, 4)), uint8_row(fields[1, 0], fields[1, 1]),
+        int32_row(fields[2, 0], fields[2, 1]), int32_row(fields[3, 0], fields[3, 1]),
+        int32_row(fields[4, 0], fields[4, 1]), int32_row(fields[5, 0], fields[5, 1]),
+        int32_row(fields[6, 0], fields[6, 1]), int32_row(fields[7, 0], fields[7, 1]),
+        int32_row(fields[8, 0], fields[8, 1]), int64_row(fields[9, 0], fields[9, 1]),
+        int64_row(fields[10, 0], fields[10, 1]),
+    )  # fmt: skip
+
+
+@inlined_uncounted
+def index_partition(index, bits):
+    return np.int64(((np.uint64(bits) >> np.uint64(32)) * np.uint64(index.shard[0])) >> np.uint64(32)) - index.shard[1]
+
+
+@inlined_uncounted
+def set_mask(sets):
+    """Return `2^(L + 1) - 1` for `2^L ≤ sets < 2^(L + 1)`."""
+    return (np.int64(2) << highest_bit(sets)) - 1
+
+
+@inlined_uncounted
+def home_bucket(index, hash64):
+    partition = index_partition(index, hash64)
+    sets = np.int64(index.num_sets[partition])
+    mask = set_mask(sets)
+    number = hash64 & mask
+    return (number if number < sets else number & (mask >> 1)) * index.num_sets.size + partition

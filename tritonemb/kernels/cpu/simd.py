@@ -58,6 +58,14 @@ def _row_of(item: types.Type, code: ir.Type) -> Any:
 float32_row, uint16_row = _row_of(types.float32, _FLOAT), _row_of(types.uint16, _SHORT)
 uint8_row, int32_row, int64_row = _row_of(types.uint8, _BYTE), _row_of(types.int32, _INT), _row_of(types.int64, LONG)
 uint32_row, float64_row = _row_of(types.uint32, _INT), _row_of(types.float64, ir.DoubleType())
+
+
+@inlined
+def borrow_int64(array):
+    """View int64 `[N]` without reference counts, whose atomic updates threads contend for."""
+    return int64_row(array.ctypes.data, array.size)
+
+
 float32_bits = emitted(types.uint32, types.float32)(lambda b, a: b.bitcast(a, _INT))
 float32_from_bits = emitted(types.float32, types.uint32)(lambda b, a: b.bitcast(a, _FLOAT))
 float16_to_float32 = emitted(types.float32, types.uint16)(lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
