@@ -27,7 +27,7 @@ RANKS, RANKS_EXAMPLES = "ranks", 3
 COSTS = Path(__file__).with_name("costs.json")
 CHEAP = 0.1  # CPU seconds a case: more than the median, less than what is worth a line in costs.json
 CPU_SECONDS = "cpu_seconds"
-OTHER_FILES = re.compile(r"^pytestmark = .*\bmark\.(more|slow)\b", re.MULTILINE)
+DEFERRED_FILE = re.compile(r"""^pytestmark = [^#"']*\bmark\.(more|slow)\b""", re.MULTILINE)
 
 
 def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -41,8 +41,9 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
 
 
 def skips_file(path: Path) -> bool:
-    """Whether `--quick` runs no test of a file; importing it may take longer than many tests."""
-    return path.match("test_*.py") and bool(OTHER_FILES.search(path.read_text()))
+    """Whether `--quick` runs no test of a file, which a line of its marks says; importing it may take longer than many
+    tests."""
+    return path.match("test_*.py") and bool(DEFERRED_FILE.search(path.read_text()))
 
 
 def rest(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

@@ -88,7 +88,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--patches", type=Path, default=ROOT / "tests" / "planted")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "planted.json")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one mistake")
-    parser.add_argument("--jobs", type=int, default=2, help="processes of pytest-xdist; 0: none of them")
+    parser.add_argument("--jobs", type=int, default=3, help="processes of pytest-xdist; 0: none of them")
     parser.add_argument("--first-only", action="store_true", help="only the tests that the patch names first")
     parser.add_argument("--no-unchanged", action="store_true", help="do not run the tree without a mistake")
     parser.add_argument(

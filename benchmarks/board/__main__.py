@@ -55,10 +55,16 @@ def format_mean(values: list[float], sign: str = "") -> str:
     return f"{statistics.mean(values):{sign}.4f}{error}"
 
 
+def is_as_good(differences: list[float]) -> bool:
+    """Whether the mean difference of AUC is at least -0.001, or two standard errors below 0 if these are more."""
+    error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
+    return statistics.mean(differences) >= -max(0.001, 2 * error)
+
+
 def ratio(results: list[dict[str, Any]], name: str) -> str:
     """Return the median over turns of the CPU seconds of a loop of a peer relative to ours, if it was timed."""
     times = [result["cpu_seconds"] for result in results if name in result["cpu_seconds"]]
-    ratios = [peer / ours for entry in times for peer, ours in zip(entry[name], entry["ours"], strict=True)]
+    ratios = [peer / model for entry in times for peer, model in zip(entry[name], entry["tritonemb"], strict=True)]
     return f"{statistics.median(ratios):.2f}" if ratios else "-"
 
 
@@ -70,16 +76,18 @@ def peer_table() -> str:
     for cell in (cell for cell in cells().values() if cell.peers):
         for library, notes in cell.peers.items():
             results = [result for result in results_of(cell) if library in result["peers"]]
-            figures, ratios = ["not run", "-", "-"], ["-", "-"]
+            figures, reached, ratios = ["not run", "-", "-"], "-", ["-", "-"]
             if results:
                 pairs = [(result["metrics"]["AUC"], result["peers"][library]["metrics"]["AUC"]) for result in results]
                 figures = [f"{statistics.mean(values):.4f}" for values in zip(*pairs, strict=True)]
-                figures.append(format_mean([ours - peer for ours, peer in pairs], "+"))
+                differences = [auc - peer_auc for auc, peer_auc in pairs]
+                figures.append(format_mean(differences, "+"))
+                reached = "yes" if is_as_good(differences) else "no"
                 ratios = [ratio(results, f"{library} {loop}") for loop in ("steps", "loop")]
             commits = ", ".join(sorted({result["commit"][:8] for result in results})) or "-"
             seeds = f"{len(results)} of {cell.seeds}"
-            rows.append([cell.data, cell.model, library, *figures, *ratios, seeds, commits, notes or "-"])
-    names = "AUC here", "AUC of the peer", "difference", "samples/s: plain steps", "its own loop"
+            rows.append([cell.data, cell.model, library, *figures, reached, *ratios, seeds, commits, notes or "-"])
+    names = "AUC of te.models", "AUC of the peer", "difference", "reached", "samples/s: plain steps", "its own loop"
     header = ["data", "model", "peer", *names, "seeds", "commit", "differs"]
     return markdown_table(header, rows, len(header))
 

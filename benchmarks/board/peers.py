@@ -32,7 +32,7 @@ Columns = dict[str, Any]  # arrays by name
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a model and of its training, the same for both libraries."""
+    """Options of a model and of its training, the same for all libraries."""
 
     model: str
     dim: int = 16
@@ -45,7 +45,7 @@ class Options:
     patience: int = 2
 
 
-def load(name: str) -> Any:
+def import_peer(name: str) -> Any:
     """Import a module of a peer. Raise ModuleNotFoundError, with the command that installs it, if it is missing."""
     try:
         return import_module(name)
@@ -54,7 +54,7 @@ def load(name: str) -> Any:
         raise ModuleNotFoundError(text, name=error.name) from error
 
 
-def padded(column: Column, length: int) -> Tensor:
+def pad_lists(column: Column, length: int) -> Tensor:
     """Return lists of ids as int64 `[N, length]`: each id plus one, and zeros after the last one."""
     assert column.offsets is not None
     lengths = column.offsets.diff()
@@ -94,7 +94,7 @@ class Peer:
         start = 1 + rows.dense.shape[1]
         for feature, column in zip(self.data.features, rows.columns, strict=True):
             length = self.lengths.get(feature.name)
-            columns.append(column.values[:, None].float() if length is None else padded(column, length).float())
+            columns.append(column.values[:, None].float() if length is None else pad_lists(column, length).float())
             self.slices[feature.name] = slice(start, start := start + (length or 1))
         return torch.cat(columns, dim=1)
 
@@ -143,8 +143,8 @@ class Peer:
 
 
 def initialize(module: nn.Module, seed: int) -> None:
-    """Fill a model of either library with initial values: rows of tables normal with deviation 0.01, matrices by
-    Xavier's uniform, zeros elsewhere; scales of numbers and rows of padding stay as they are."""
+    """Fill a model of any library with initial values: rows of tables normal with deviation 0.01, rows of padding 0,
+    factors of numbers 1, matrices by Xavier's uniform, zeros elsewhere."""
     torch.manual_seed(seed)
     padding = {id(m.weight): m.padding_idx for m in module.modules() if isinstance(m, nn.Embedding)}
     for name, parameter in module.named_parameters():
@@ -165,7 +165,7 @@ def initialize(module: nn.Module, seed: int) -> None:
 
 def feature_map(data: Dataset, dim: int, dense_dim: int, lengths: dict[str, int]) -> Any:
     """Describe features to FuxiCTR; a number has a vector of `dense_dim` by which it is multiplied."""
-    features = load("fuxictr.features").FeatureMap("rows", "")
+    features = import_peer("fuxictr.features").FeatureMap("rows", "")
     for i in range(data.num_dense):
         features.features[f"dense_{i}"] = {"type": "numeric", "source": "", "embedding_dim": dense_dim}
     for feature in [feature for feature in data.features if not feature.table]:
@@ -190,7 +190,7 @@ def fuxictr(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[n
     """Build DeepFM, DCNv2 or FinalMLP of FuxiCTR's layers, or its DIN."""
     if options.model == "din":
         return fuxictr_din(data, options, lengths)
-    layers, mlp, name = load("fuxictr.pytorch.layers"), list(options.mlp), options.model
+    layers, mlp, name = import_peer("fuxictr.pytorch.layers"), list(options.mlp), options.model
     features = feature_map(data, options.dim, options.dim if name == "deepfm" else 1, lengths)
     width = features.sum_emb_out_dim()
     parts: dict[str, Any] = {"mlp": layers.MLP_Block(width, mlp, output_dim=1)}
@@ -199,12 +199,12 @@ def fuxictr(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[n
     elif name == "dcnv2":
         parts["cross"] = layers.CrossNetV2(width, options.num_cross_layers)
     else:
-        zoo = load("model_zoo.LongCTR.FinalMLP.FinalMLP")
+        zoo = import_peer("model_zoo.LongCTR.FinalMLP.FinalMLP")
         parts = {f"mlp{i}": layers.MLP_Block(width, mlp) for i in (1, 2)}
         parts["selection"] = zoo.FeatureSelection(features, width, options.dim, [64])
         parts["fusion"] = zoo.InteractionAggregation(mlp[-1], mlp[-1])
 
-    class Model(load("fuxictr.pytorch.models").BaseModel):  # type: ignore[misc]
+    class Model(import_peer("fuxictr.pytorch.models").BaseModel):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__(features, **FUXI)
             self.embedding_layer = layers.FeatureEmbedding(features, options.dim)
@@ -230,16 +230,16 @@ def fuxictr_din(data: Dataset, options: Options, lengths: dict[str, int]) -> tup
     features, history = feature_map(data, options.dim, 1, lengths), history_of(data)
     spec = features.features[history.table]
     spec |= {"source": "item", "padding_idx": 0, "vocab_size": spec["vocab_size"] + 1}
-    module = load("model_zoo.LongCTR.DIN.DIN").DIN(
+    module = import_peer("model_zoo.LongCTR.DIN.DIN").DIN(
         features, dnn_hidden_units=list(options.mlp), attention_hidden_units=list(options.attention_mlp),
         attention_hidden_activations="ReLU", embedding_dim=options.dim, **FUXI,
     )  # fmt: skip
 
     def call(module: nn.Module, batch: Batch) -> Tensor:
-        pair, past = (history.name, history.table), batch[history.name]
-        items = torch.cat([past, batch[history.table][:, None] + 1], dim=1).flatten()
-        others = {name: column for name, column in batch.items() if name not in pair}
-        return module((others, {history.table: items}, past > 0))["y_pred"].squeeze(1)
+        pair, history_ids = (history.name, history.table), batch[history.name]
+        items = torch.cat([history_ids, batch[history.table][:, None] + 1], dim=1).flatten()
+        context = {name: column for name, column in batch.items() if name not in pair}
+        return module((context, {history.table: items}, history_ids > 0))["y_pred"].squeeze(1)
 
     return module, call
 
@@ -247,7 +247,7 @@ def fuxictr_din(data: Dataset, options: Options, lengths: dict[str, int]) -> tup
 def fuxictr_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], object] | None:
     if peer.options.model == "din":
         return None
-    loader, module = load("fuxictr.pytorch.dataloaders.npz_dataloader").NpzDataLoader, peer.module
+    loader, module = import_peer("fuxictr.pytorch.dataloaders.npz_dataloader").NpzDataLoader, peer.module
     with TemporaryDirectory() as folder:
         np.savez(path := str(Path(folder) / "rows.npz"), label=labels, **columns)
         batches = loader(module.feature_map, path, peer.options.batch_size, shuffle=True, num_workers=0)
@@ -261,7 +261,7 @@ def fuxictr_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], obje
 
 def deepctr_columns(data: Dataset, dim: int, lengths: dict[str, int]) -> list[Any]:
     """Describe features to DeepCTR-Torch, in the order of the matrix of its inputs."""
-    inputs = load("deepctr_torch.inputs")
+    inputs = import_peer("deepctr_torch.inputs")
     columns = [inputs.DenseFeat(f"dense_{i}", 1) for i in range(data.num_dense)]
     targets = [feature.table for feature in data.features]
     for feature in data.features:
@@ -279,8 +279,9 @@ def deepctr_columns(data: Dataset, dim: int, lengths: dict[str, int]) -> list[An
 def with_history(data: Dataset, columns: Columns) -> Columns:
     """Rename the history, if there is one, as DIN of DeepCTR-Torch expects it, and add its length; ids begin at 1."""
     for feature in [feature for feature in data.features if feature.table]:
-        past, target = columns[feature.name], columns[feature.table]
-        columns = columns | {f"hist_{feature.table}": past, feature.table: target + 1, "seq_length": (past > 0).sum(1)}
+        history_ids, target = columns[feature.name], columns[feature.table]
+        columns = columns | {f"hist_{feature.table}": history_ids, feature.table: target + 1}
+        columns["seq_length"] = (history_ids > 0).sum(1)
     return columns
 
 
@@ -294,12 +295,12 @@ def deepctr(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[n
     """Build DeepFM or DIN of DeepCTR-Torch."""
     columns, arguments = deepctr_columns(data, options.dim, lengths), {"dnn_hidden_units": options.mlp}
     if options.model == "din":
-        module = load("deepctr_torch.models.din").DIN(
+        module = import_peer("deepctr_torch.models.din").DIN(
             columns, [history_of(data).table], att_hidden_size=options.attention_mlp, att_activation="relu",
             l2_reg_embedding=0, **arguments,
         )  # fmt: skip
     else:
-        model = load("deepctr_torch.models.deepfm").DeepFM
+        model = import_peer("deepctr_torch.models.deepfm").DeepFM
         module = model(columns, columns, l2_reg_linear=0, l2_reg_embedding=0, **arguments)
     return module, partial(call_deepctr, data)
 
@@ -315,7 +316,7 @@ def deepctr_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], obje
 
 def rechub(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[nn.Module, Callable[..., Tensor]]:
     """Build DeepFM or DCNv2 of torch-rechub."""
-    kinds = load("torch_rechub.basic.features")
+    kinds = import_peer("torch_rechub.basic.features")
     dense = [kinds.DenseFeature(f"dense_{i}") for i in range(data.num_dense)]
 
     def describe(feature: Feature) -> Any:
@@ -324,7 +325,7 @@ def rechub(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[nn
         return kinds.SparseFeature(feature.name, feature.num_embeddings, options.dim)
 
     sparse, mlp = [describe(feature) for feature in data.features], {"dims": list(options.mlp)}
-    models = load("torch_rechub.models.ranking")
+    models = import_peer("torch_rechub.models.ranking")
     if options.model == "deepfm":
         module = models.DeepFM(sparse + dense, sparse, mlp)
     else:
@@ -339,8 +340,8 @@ def rechub(data: Dataset, options: Options, lengths: dict[str, int]) -> tuple[nn
 
 
 def rechub_loop(peer: Peer, columns: Columns, labels: Any) -> Callable[[], object]:
-    trainer = load("torch_rechub.trainers").CTRTrainer(peer.module, optimizer_params={"lr": peer.options.lr})
-    batches = load("torch_rechub.utils.data").DataGenerator(columns, labels).generate_dataloader(
+    trainer = import_peer("torch_rechub.trainers").CTRTrainer(peer.module, optimizer_params={"lr": peer.options.lr})
+    batches = import_peer("torch_rechub.utils.data").DataGenerator(columns, labels).generate_dataloader(
         *[columns, labels] * 2, batch_size=peer.options.batch_size
     )  # fmt: skip
     return lambda: trainer.train_one_epoch(batches[0])

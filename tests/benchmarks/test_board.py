@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,16 +156,6 @@ def test_the_next_item_is_ranked_among_items_that_the_user_has_not_had(tmp_path:
     assert amazon.evaluate(model, sequences, "validation")["NDCG@10"] == pytest.approx((1 + 1 / 1.584962500721156) / 2)
 
 
-@contextmanager
-def single_thread() -> Iterator[None]:
-    """Restore torch's number of threads, which a run sets to 1."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def small_dataset() -> Dataset:
     """40 rows whose label is a function of a list of ids, in each split."""
     generator = torch.Generator().manual_seed(0)
@@ -189,11 +178,28 @@ def test_a_ranking_model_is_trained_without_peers_and_with_those_installed(cell:
     if options.model == "din":
         item, tags = data.features
         data = replace(data, features=(item, replace(tags, num_embeddings=9, table="item")))
-    with single_thread():
-        result = ranking.run(options, installed, lambda *_: data, tmp_path, tmp_path, 0)
+    result = ranking.run(options, installed, lambda *_: data, tmp_path, tmp_path, 0)
     outcomes = [result, *result["peers"].values()]
     assert all(0 < outcome["metrics"]["AUC"] <= 1 for outcome in outcomes)
-    assert {name.removesuffix(" steps") for name in result["cpu_seconds"]} >= {"ours", *installed}
+    assert {name.removesuffix(" steps") for name in result["cpu_seconds"]} >= {"tritonemb", *installed}
+
+
+def test_the_epoch_is_chosen_by_validation_rows(monkeypatch: pytest.MonkeyPatch):
+    # AUC of the epochs: the validation rows' is largest at the second, the test rows' at the first.
+    values, epochs = {"validation": [0.6, 0.8, 0.7, 0.7], "test": [0.9, 0.5, 0.6, 0.6]}, []
+    model = SimpleNamespace(train_epoch=lambda: epochs.append(len(epochs)))
+    monkeypatch.setattr(ranking, "metrics", lambda model, data, split: {"AUC": values[split][epochs[-1]]})
+    result = ranking.fit(model, None, peers.Options("deepfm", patience=2))
+    assert result == {"metrics": {"AUC": 0.5}, "validation AUC": 0.8, "epochs": 2}
+    assert len(epochs) == 4
+
+
+@pytest.mark.parametrize(
+    ("differences", "reached"),
+    [([-0.0009], True), ([-0.0011], False), ([-0.004, 0.0], True), ([-0.004, -0.003], False)],
+)
+def test_a_cell_beside_a_peer_may_fall_short_by_two_standard_errors(differences: list[float], reached: bool):
+    assert __main__.is_as_good(differences) == reached
 
 
 @pytest.mark.more
@@ -213,7 +219,7 @@ def test_a_peer_reads_the_rows_that_ours_reads(monkeypatch: pytest.MonkeyPatch):
         assert batch["dense_1"][position] == data.train.dense[row, 1]
     assert torch.equal(peer.predict("test"), data.test.columns[0].values.float().sigmoid())
     with pytest.raises(ModuleNotFoundError, match=r"docs/board\.md says how the peers are installed"):
-        peers.load("no_such_library")
+        peers.import_peer("no_such_library")
 
 
 def test_a_cell_beside_peers_has_a_row_per_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -224,7 +230,7 @@ def test_a_cell_beside_peers_has_a_row_per_library(tmp_path: Path, monkeypatch: 
     assert "rows" not in __main__.table()
     for seed, (ours, peer, seconds) in enumerate([(0.8, 0.78, [2.0, 3.0]), (0.82, 0.82, [1.0, 2.0])]):
         result = {"metrics": {"AUC": ours}, "peers": {"A": {"metrics": {"AUC": peer}}}, "commit": "0123456789"}
-        times = {"ours": seconds, "A steps": [4.0, 3.0], "A loop": [8.0, 4.0]}
+        times = {"tritonemb": seconds, "A steps": [4.0, 3.0], "A loop": [8.0, 4.0]}
         (tmp_path / f"toy-{seed}.json").write_text(json.dumps(result | {"cpu_seconds": times}))
-    expected = "| A | 0.8100 | 0.8000 | +0.0100 ± 0.0100 | 1.75 | 3.00 | 2 of 2 | 01234567 | no bias |"
+    expected = "| A | 0.8100 | 0.8000 | +0.0100 ± 0.0100 | yes | 1.75 | 3.00 | 2 of 2 | 01234567 | no bias |"
     assert expected in __main__.peer_table()

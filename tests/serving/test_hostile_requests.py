@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -139,6 +140,7 @@ def test_bodies_that_are_late_or_too_many(served, monkeypatch):
         assert sorted(asyncio.run(test(app))) == [408] * 8 + [503]
         assert all((b"connection", b"close") in message["headers"] for message in messages if "status" in message)
         assert "did not arrive within 0.2 seconds" in messages[-1]["body"].decode()
+        monkeypatch.undo()
         assert score(app, served.rows[0])[0] == 200
 
 
@@ -174,14 +176,17 @@ def server(served):
 
 
 def exchange(port: int, data: bytes) -> bytes:
-    """What a server sends for these bytes, after which the client sends no more."""
+    """Send these bytes and no more, and return what the server answers until it closes the connection."""
+    parts = list[bytes]()
     with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        try:
+        with contextlib.suppress(ConnectionError, BrokenPipeError):  # the server has closed, with data unread
             client.sendall(data)
+        with contextlib.suppress(OSError):  # not connected any more
             client.shutdown(socket.SHUT_WR)
-            return b"".join(iter(lambda: client.recv(1 << 16), b""))
-        except OSError:  # closed by the server, with data unread
-            return b""
+        with contextlib.suppress(ConnectionError):  # reset, after the answer
+            while part := client.recv(1 << 16):
+                parts.append(part)
+    return b"".join(parts)
 
 
 @pytest.mark.more

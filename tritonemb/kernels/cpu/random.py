@@ -15,8 +15,10 @@ from tritonemb.kernels.cpu.simd import (
     float32_from_bits,
     float32_row,
     float32_to_float16,
+    prefetch,
     row_size,
     uint16_row,
+    uint32_row,
 )
 from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT
 
@@ -130,6 +132,7 @@ def narrow_row_stochastic(row, dtype, bits, words):
 
 
 ELEMENTS_PER_TASK = 1 << 15
+PREFETCH_DISTANCE, PREFETCHED_BYTES = 8, 512  # entries between the prefetch of a row and its values, as of moved rows
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
@@ -139,14 +142,28 @@ def _initialize(task, num_tasks, memory, states, initial, entries, origin):
     (addresses, dtypes), (state_addresses, per_element, dims), (seeds, scales) = memory, states, initial
     (num_rows, ids, rows, tables), (first_row, first_column), max_dim = entries, origin, dims.max()
     begin = first_column % UNIFORMS_PER_COUNTER
+    first, end = num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks
     words = np.empty(begin + max_dim + UNIFORMS_PER_COUNTER, dtype=np.uint32)
     buffer = np.empty(max_dim, dtype=np.float32)  # of a row of 16 bits
-    for index in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
-        row, table = (rows[index], np.int64(tables[index])) if rows.size else (index, 0)
+    for index in range(first - PREFETCH_DISTANCE, end):
+        # Prefetch a row and its states.
+        next_index = index + PREFETCH_DISTANCE
+        if next_index < end and rows.size and rows[next_index] >= 0:
+            next_row, table = rows[next_index], np.int64(tables[next_index])
+            row_bytes = row_size(dims[table], dtypes[table])
+            prefetch(addresses[table] + next_row * row_bytes, min(row_bytes, PREFETCHED_BYTES))
+            for state in range(per_element.size):
+                row_bytes = 4 * (dims[table] if per_element[state] else 1)
+                prefetch(state_addresses[state, table] + next_row * row_bytes, min(row_bytes, PREFETCHED_BYTES))
+        if index < first:
+            continue
+        row, table = (rows[index], np.int64(tables[index])) if rows.size else (index, np.int64(0))
         if row < 0:
             continue
+        # Draw words, and convert them; round 16-bit values.
         dim, dtype, id = dims[table], dtypes[table], ids[index] if ids.size else first_row + index
-        row_words = words[: -(-(begin + dim) // UNIFORMS_PER_COUNTER) * UNIFORMS_PER_COUNTER]
+        num_counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
+        row_words = uint32_row(words.ctypes.data, num_counters * UNIFORMS_PER_COUNTER)
         fill_philox(row_words, seeds[table], first_column // UNIFORMS_PER_COUNTER, id, np.int64(0))
         address = addresses[table] + row * row_size(dim, dtype)
         values = float32_row(address if dtype == FLOAT32 else np.int64(buffer.ctypes.data), dim)
