@@ -17,10 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numba.core.registry import cpu_target
 
+import tritonemb as te
 from tritonemb import utils
-from tritonemb.kernels.cpu import jit
+from tritonemb.kernels.cpu import jit, row_update
 from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS
 
 COUNT_COMPILATIONS = """
@@ -162,6 +164,36 @@ def test_where_nothing_can_be_kept_kernels_are_compiled_anew(kept, caplog, monke
 
 def raising(error):
     raise error
+
+
+@pytest.mark.parametrize("seconds", [60, 0])
+def test_a_process_waits_for_another_that_compiles_the_same_code(kept, monkeypatch, seconds):
+    """It is another file, opened anew, so that both may be in one process."""
+    first, second = (jit._KernelFiles(str(kept), "kernel", "") for _ in range(2))
+    waits = []
+    monkeypatch.setattr(jit, "_LOCK_SECONDS", seconds)
+    first._lock(str(kept / "code.lock"))
+    assert first._lock_file if seconds else True
+    monkeypatch.setattr(jit.time, "sleep", lambda wait: waits.append(wait) or first._unlock())
+    second._lock(str(kept / "code.lock"))
+    assert len(waits) == (1 if seconds else 0)
+    assert (second._lock_file is not None) == (seconds > 0)
+    second._unlock()
+    assert not seconds or not [*kept.iterdir()]
+
+
+def test_where_no_process_can_be_started_this_one_compiles_all(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="tritonemb")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/server")
+    jit._start_helper.__wrapped__()
+    assert "compiling all kernels in this process, as no other can be started: " in caplog.text
+
+
+def test_the_helper_compiles_what_a_step_calls():
+    row_update.precompile()
+    bag = te.nn.EmbeddingBagCollection([te.TableConfig("table", 4, 8)], optimizer=te.optim.SGD(lr=0.1))
+    bag(te.KeyedJaggedTensor(["table"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))).sum().backward()
+    assert len(row_update._update.overloads) == 1
 
 
 @pytest.mark.parametrize("there", ["nothing", "own", "open to others", "link", "file"])

@@ -1,7 +1,7 @@
 """CPU twin of `kernels/embedding_bag.py`: one pass over samples and lookups; each row is prefetched and read once."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,15 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu import simd
-from tritonemb.kernels.cpu.jit import BFLOAT16, FEW_ELEMENTS, FLOAT16, FLOAT32, inlined, parallel
-from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, arrays_of, batch_arrays, first_bad_bag, memory_of
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, address_of, call, compiled, inlined, parallel
+from tritonemb.kernels.cpu.row_groups import (
+    GOOD_OFFSETS,
+    arrays_of,
+    batch_arrays,
+    first_bad_bag,
+    memory_of,
+    scalings_of,
+)
 from tritonemb.kernels.cpu.simd import LONG, PREFETCH_DISTANCE, dot, float32_row, item_at, prefetch, row_size
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Batch, Layout, cached_fact
 from tritonemb.memory import empty_result
@@ -23,11 +30,23 @@ STREAMED_BYTES = 8 << 20  # from here on stores bypass the caches: the output wo
 NO_POSITION = np.iinfo(np.int64).max
 
 
-def make_sum(form: simd.RowFormat) -> Any:
-    """Define the sum of bags for rows of a format, with the arguments of `sum_arguments`."""
+_SUM_TYPES = *[types.int64] * 10, types.boolean
 
-    @simd.emitted(types.void, *[types.int64] * 10, types.boolean)
-    def sum_bags_of_format(
+
+@functools.cache
+def sum_address(format_of: Callable[[int], simd.RowFormat], code: int, scalings: tuple[bool, ...]) -> int:
+    """Compile or load the sum of bags for rows of a format, by its code; return its address, for `call`.
+
+    It computes float32 `out[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order. Its arguments are
+    `out`, `pitch` in bytes, `offsets`, `num_bags`, `ids`, `table`, `num_rows`, `no_row`, `scales`, `size`, `streamed`;
+    arrays are given by their addresses: offsets int64 `[num_bags + 1]`, ids from the first bag on, float32 scales or 0
+    for none, a row of zeros for ids out of range. `scalings` says whether bags have scales: only loops that are needed
+    are compiled. Rows are prefetched. `streamed` stores bypass the caches; `out` and `pitch` must be aligned for them.
+    """
+    form = format_of(code)
+
+    @simd.emitted(types.void, *_SUM_TYPES)
+    def emit(
         builder: Any, out: Any, pitch: Any, offsets: Any, num_bags: Any, ids: Any, table: Any, num_rows: Any,
         no_row: Any, scales: Any, size: Any, streamed: Any,
     ) -> None:  # fmt: skip
@@ -58,38 +77,28 @@ def make_sum(form: simd.RowFormat) -> Any:
             for line in form.lines(num_columns):
                 simd.emit_prefetch(builder, builder.add(address, LONG(line)))
 
-        simd.emit_sums(builder, form, (out, pitch, num_bags, bag_at), (row_at, prefetch_ahead), scales, size, streamed)
+        bags, rows = (out, pitch, num_bags, bag_at), (row_at, prefetch_ahead)
+        simd.emit_sums(builder, form, bags, rows, (scales, scalings), size, streamed)
 
-    return sum_bags_of_format
+    def sum_bags(args):
+        emit(*args)
+
+    sum_bags.__qualname__ = f"sum_bags_{code}_{'_'.join('scaled' if scaled else 'plain' for scaled in scalings)}"
+    return address_of(compiled(sum_bags), _SUM_TYPES)
 
 
-_sum_float32, _sum_float16, _sum_bfloat16 = (make_sum(simd.format_of(dtype)) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
+def _tables_of(weights: Sequence[Tensor], scalings: tuple[bool, ...]) -> tuple[np.ndarray, ...]:
+    addresses, dtypes = memory_of(weights)
+    return addresses, dtypes, np.array([sum_address(simd.format_of, code, scalings) for code in dtypes.tolist()])
 
 
 @inlined
-def sum_arguments(target, bags, table, size):
-    """Return the arguments of a sum: see `sum_bags`."""
-    (out, pitch, streamed), (offsets, num_bags, ids, scales), (rows, num_rows, no_row) = target, bags, table
+def _sum_bags(address, out, pitch, bags, rows, streamed):
+    """Call a sum; stores bypass the caches if they are aligned for it."""
+    (offsets, num_bags, ids), (table, num_rows, no_row, scales, dim) = bags, rows
     past_caches = streamed and (out | pitch) % simd.STREAMED_ALIGNMENT == 0
-    return out, pitch, offsets, num_bags, ids, rows, num_rows, no_row, scales, size, past_caches
-
-
-@inlined
-def sum_bags(target, bags, table, size, dtype):
-    """Compute float32 `out[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` per bag, in order; `pitch` in bytes.
-
-    `target` is `(out, pitch, streamed)`: `streamed` stores bypass the caches if `out` and `pitch` are aligned for them.
-    `bags` is `(offsets, num_bags, ids, scales)`: int64 `[num_bags + 1]`, int64 from the first bag on, and float32 or 0
-    for none. `table` is `(rows, num_rows, no_row)`, with a row of zeros for ids out of range. Arrays are given by their
-    addresses. Rows are prefetched.
-    """
-    arguments = sum_arguments(target, bags, table, size)
-    if dtype == FLOAT32:
-        _sum_float32(*arguments)
-    elif dtype == FLOAT16:
-        _sum_float16(*arguments)
-    else:
-        _sum_bfloat16(*arguments)
+    arrays = np.int64(offsets), np.int64(num_bags), np.int64(ids), table, num_rows, no_row, np.int64(scales), dim
+    call(address, (out, pitch, *arrays, past_caches))
 
 
 @inlined
@@ -116,13 +125,13 @@ def _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales):
             scales[position - begin] = scale * sample_weights[position] if sample_weights.size else scale
 
 
-@inlined
-def pool_samples(part, sum_rows, sizes, weights, layout, batch, output):
+@parallel
+def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
     """Pool the task's samples of the output [B, width] at address `output[0]`.
 
-    `weights` has the address of each table, and the code of its dtype for `sum_rows`, a function like `sum_bags`.
+    `weights` has the address of each table, the code of its dtype, and the address of its sum.
     """
-    (task, first_bad), (num_rows, batch_size), (addresses, dtypes) = part, sizes, weights
+    (num_rows, batch_size), (addresses, dtypes, sums) = sizes, weights
     (tables, lookups, key_starts), (values, offsets, sample_weights) = layout, batch
     out, width, zero_row, streamed = output
     # Buffer for scales of the task's largest feature.
@@ -146,48 +155,39 @@ def pool_samples(part, sum_rows, sizes, weights, layout, batch, output):
                     _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales)
                 for position in range(begin, min(begin + PREFETCH_DISTANCE, end)):
                     prefetch((addresses[table] + values[position] * row_bytes) & simd.ADDRESS_MASK, row_bytes)
-                target = out + (block * width + lookups[lookup, COLUMN]) * 4, width * 4, streamed
+                target, factors = out + (block * width + lookups[lookup, COLUMN]) * 4, scales.ctypes.data
                 bags = offsets.ctypes.data + first_bag * 8, last_bag - first_bag, values.ctypes.data + begin * 8
-                factors, rows = scales.ctypes.data if has_scales else 0, (addresses[table], num_table_rows, zero_row)
-                sum_rows(target, (*bags, factors), rows, dim, dtypes[table])
+                rows = addresses[table], num_table_rows, zero_row, factors if has_scales else 0, dim
+                _sum_bags(sums[table], target, width * 4, bags, rows, streamed)
                 first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, num_table_rows, values))
 
 
-@inlined
-def gather_values(part, sum_rows, sizes, weights, layout, batch, output):
-    """Gather the task's rows, one per value, of the output [N, width] at address `output[0]`; see `pool_samples`."""
-    (task, first_bad), (num_rows, batch_size), (addresses, dtypes) = part, sizes, weights
+@parallel
+def _gather_values(task, first_bad, sizes, weights, layout, batch, output):
+    """Gather the task's rows, one per value, of the output [N, width] at address `output[0]`; see `_pool_samples`."""
+    (num_rows, batch_size), (addresses, dtypes, sums) = sizes, weights
     (tables, lookups, key_starts), (values, offsets, sample_weights) = layout, batch
     out, width, zero_row, streamed = output
     first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     # Each position is a bag of one id; columns beyond its table's dim are zeroed.
-    single_id_offsets = np.arange(2)
+    single_id_offsets = np.arange(BLOCK + 1)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
         end = min(last, offsets[(key + 1) * batch_size])
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
-            row_bytes, rows = row_size(dim, dtypes[table]), (addresses[table], tables[table, NUM_ROWS], zero_row)
-            for position in range(begin, end):
-                if position + PREFETCH_DISTANCE < end:
-                    address = addresses[table] + values[position + PREFETCH_DISTANCE] * row_bytes
-                    prefetch(address & simd.ADDRESS_MASK, row_bytes)
-                target, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
-                bags = single_id_offsets.ctypes.data, 1, values.ctypes.data + position * 8
-                factors = factor if sample_weights.size else 0
-                sum_rows((target, 0, streamed), (*bags, factors), rows, dim, dtypes[table])
-                float32_row(target, width)[dim:] = np.float32(0)
-            first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, tables[table, NUM_ROWS], values))
-
-
-@parallel
-def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
-    pool_samples((task, first_bad), sum_bags, sizes, weights, layout, batch, output)
-
-
-@parallel
-def _gather_values(task, first_bad, sizes, weights, layout, batch, output):
-    gather_values((task, first_bad), sum_bags, sizes, weights, layout, batch, output)
+            row_bytes, num_table_rows = row_size(dim, dtypes[table]), tables[table, NUM_ROWS]
+            for position in range(begin, min(begin + PREFETCH_DISTANCE, end)):
+                prefetch((addresses[table] + values[position] * row_bytes) & simd.ADDRESS_MASK, row_bytes)
+            for block in range(begin, end, BLOCK):
+                count, target = min(BLOCK, end - block), out + block * width * 4
+                bags = single_id_offsets.ctypes.data, count, values.ctypes.data + block * 8
+                factors = sample_weights.ctypes.data + block * 4 if sample_weights.size else 0
+                rows = addresses[table], num_table_rows, zero_row, factors, dim
+                _sum_bags(sums[table], target, width * 4, bags, rows, streamed)
+                for position in range(block, block + count):
+                    float32_row(out + position * width * 4, width)[dim:] = np.float32(0)
+            first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, num_table_rows, values))
 
 
 def embedding_bag(
@@ -195,13 +195,13 @@ def embedding_bag(
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
     """See `kernels/embedding_bag.py`. Sums in float32, `[B, width]` or `[N, width]`."""
-    kernel, batch = _pool_samples if layout.pooled else _gather_values, (values, offsets, sample_weights)
-    out = look_up(kernel, cached_fact(weights, memory_of), batch, layout, check_bounds)
+    tables = cached_fact(weights, _tables_of, scalings_of(layout, sample_weights is not None))
+    out = look_up(tables, (values, offsets, sample_weights), layout, check_bounds)
     return out if output_dtype == torch.float32 else out.to(output_dtype)
 
 
-def look_up(kernel: Any, tables: Any, batch: Batch, layout: Layout, check_bounds: bool) -> Tensor:
-    """Run a kernel on tables, given as the `weights` of `pool_samples`; float32 `[B, width]` or `[N, width]`."""
+def look_up(tables: Any, batch: Batch, layout: Layout, check_bounds: bool) -> Tensor:
+    """Look up tables, given as the `weights` of `_pool_samples`; float32 `[B, width]` or `[N, width]`."""
     values, offsets, sample_weights = batch
     weights, ids, bag_offsets = batch_arrays(sample_weights, values, offsets)
     if (bag := first_bad_bag(bag_offsets, ids.size)) != GOOD_OFFSETS:
@@ -214,6 +214,7 @@ def look_up(kernel: Any, tables: Any, batch: Batch, layout: Layout, check_bounds
     first_bad = np.array([NO_POSITION] * _num_tasks(num_rows, values, layout))
     sizes, arrays = (num_rows, batch_size), (ids, bag_offsets, weights)
     target = out.data_ptr(), layout.width, _zero_row(layout.width).data_ptr(), out.nbytes >= STREAMED_BYTES
+    kernel = _pool_samples if layout.pooled else _gather_values
     kernel(torch.get_num_threads(), first_bad.size, first_bad, sizes, tables, arrays_of(layout), arrays, target)
     if check_bounds and (position := min(first_bad.tolist())) != NO_POSITION:
         raise errors.invalid_id_error(position, values, offsets, layout)

@@ -5,9 +5,10 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, inlined, parallel
-from tritonemb.kernels.cpu.simd import dot, float32_row, prefetch, sum_float32_rows
+from tritonemb.kernels.cpu.simd import dot, float32_row, make_float32_sums, prefetch
 
 TASKS_PER_THREAD = 4
+_sum_scaled_rows, _ = make_float32_sums(scaled=True)
 
 
 @inlined
@@ -56,13 +57,13 @@ def _backward(task, num_tasks, sizes, grad, width, inputs, gradients):
         # Gradient of the dense vector, with that of its copy in the output; then of the sparse ones.
         dense_target = grad_dense + sample * dim * 4
         factors = pairs.ctypes.data
-        sum_float32_rows(dense_target, vectors.ctypes.data, factors, num_vectors, dim)
+        _sum_scaled_rows(dense_target, vectors.ctypes.data, factors, num_vectors, dim)
         dense_gradient = float32_row(dense_target, dim)
         for d in range(dim):
             dense_gradient[d] += grad_row[d]
         for i in range(1, num_vectors):
             target = grad_sparse + (sample * num_features + i - 1) * dim * 4
-            sum_float32_rows(target, vectors.ctypes.data, factors + i * num_vectors * 4, num_vectors, dim)
+            _sum_scaled_rows(target, vectors.ctypes.data, factors + i * num_vectors * 4, num_vectors, dim)
 
 
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:

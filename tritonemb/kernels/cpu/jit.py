@@ -12,13 +12,16 @@ OpenMP if it is GNU's (Linux): they spin for a while after each parallel region 
 with them for cores. Elsewhere, and in a forked child, whose OpenMP has lost its threads, a Python pool is used.
 """
 
+import atexit
 import ctypes
 import functools
 import gc
 import hashlib
+import importlib
 import logging
 import os
 import pickle
+import subprocess
 import sys
 import threading
 import time
@@ -47,6 +50,9 @@ _compile_seconds: list[float] = []  # of each kernel that this process compiled
 _passes: dict[str, int] = {}  # of the optimizer, by name of a function; others are optimized where they are called
 _task_libraries: dict[str, Any] = {}  # of functions that `run_tasks` runs, by symbol
 _NOTICE_SECONDS = 2.0  # compilation time before the notice on stderr
+_HELPED = {"random.initialize", "embedding_bag.pool_samples", "embedding_bag.gather_values"}  # first of a train step
+_fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
+_LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.02  # a kernel takes 10 s where other processes compete for the cores
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _DEFAULT_FLAGS = Flags().values()
 
@@ -70,11 +76,19 @@ class _KernelFiles(caching.IndexDataCacheFile):
     """
 
     cache_path = ""  # read by Numba's statistics
+    _lock_file: Any = None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        data = self.load((sig, target_context.codegen().magic_tuple()))
-        return None if data is None else CompileResult._rebuild(target_context, *data)
+        key = sig, target_context.codegen().magic_tuple()
+        data: Any = self.load(key)
+        if data is None:
+            self._lock(self._path_of(key) + ".lock")
+            data = self.load(key)
+        if data is None:
+            return None
+        self._unlock()
+        return CompileResult._rebuild(target_context, *data)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         assert not data.library.has_dynamic_globals, "the code holds pointers of this process"
@@ -83,6 +97,28 @@ class _KernelFiles(caching.IndexDataCacheFile):
         except OSError as error:
             text = error.strerror
             _warn_once(f"{self._cache_path}: cannot write compiled kernels ({text}); each process compiles them again")
+        self._unlock()
+
+    def _lock(self, path: str) -> None:
+        """Wait while another process compiles the code at a path, for a minute at most. Its end releases the lock."""
+        self._unlock()
+        with suppress(OSError):  # without locks, each process compiles
+            os.makedirs(self._cache_path, exist_ok=True)
+            file, deadline = open(path, "wb"), time.monotonic() + _LOCK_SECONDS  # noqa: SIM115
+            while _fcntl is not None and time.monotonic() < deadline and self._lock_file is None:
+                try:
+                    _fcntl.flock(file, _fcntl.LOCK_EX | _fcntl.LOCK_NB)
+                    self._lock_file = file
+                except BlockingIOError:
+                    time.sleep(_POLL_SECONDS)
+
+    def _unlock(self) -> None:
+        """Remove the lock that this process has. The next process finds the code, or compiles it."""
+        if self._lock_file is not None:
+            with suppress(OSError), self._lock_file as file:
+                os.unlink(file.name)
+                _fcntl.flock(file, _fcntl.LOCK_UN)  # a forked process may have it, too
+            self._lock_file = None
 
     def save(self, key: object, data: object) -> None:
         content = self._dump(data)
@@ -134,6 +170,24 @@ def _print_notice() -> None:
         print(f"tritonemb: compiling kernels for this machine, once: {hint}", file=sys.stderr, flush=True)
 
 
+@functools.cache
+def _start_helper() -> None:
+    """Compile the kernel that takes longest in another process: in one process, Numba compiles on one thread.
+
+    The helper ends with this process. Where none can be started, this process compiles that kernel when it calls it.
+    """
+    watch = "threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()"
+    work = "from tritonemb.kernels.cpu.row_update import precompile; precompile(); os._exit(0)"
+    code = f"import os, sys, threading; sys.path[:] = {sys.path!r}; {watch}; {work}"
+    streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    try:
+        if not Path(sys.executable or "").name.startswith("python"):
+            raise OSError(f"{sys.executable!r} is not Python")
+        atexit.register(subprocess.Popen([sys.executable, "-c", code], **streams).kill)
+    except OSError as error:
+        _log.info("compiling all kernels in this process, as no other can be started: %s", error)
+
+
 @contextmanager
 def _compiling(kernel: str, name: str) -> Iterator[None]:
     """Log the compilation of a kernel, and speed it up. Numba enters this with its lock held, on a cache miss.
@@ -142,6 +196,8 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
     """
     done = f"{len(_compile_seconds)} done in {sum(_compile_seconds):.0f} s, cached in {cache_dir()}"
     _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
+    if kernel in _HELPED and (os.cpu_count() or 1) > 1 and not torch.is_inference_mode_enabled():
+        _start_helper()
     # After a delay, announce on stderr.
     start, gc_enabled, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
     timer = threading.Timer(_NOTICE_SECONDS - sum(_compile_seconds), _print_notice)

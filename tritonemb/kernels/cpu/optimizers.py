@@ -202,10 +202,11 @@ _STEP_TYPES = *[types.int64] * 5, types.float32, *[types.int64] * 8
 
 
 @functools.cache
-def step_address(kind: int, is_float32: bool) -> int:
+def step_address(kind: int, is_float32: bool, is_clipped: bool, decays: bool, is_bounded: bool) -> int:
     """Compile or load one step of an optimizer, for rows in float32 or in 16 bits; return its address, for `call`.
 
-    Numba drops the branches of other optimizers before it infers types.
+    The options say whether it uses `cow_clip`, `weight_decay` and `max_norm`. Numba drops the branches of other options
+    and optimizers before it infers types.
     """
 
     def step_row(args):
@@ -213,17 +214,18 @@ def step_address(kind: int, is_float32: bool) -> int:
         w_at, g_at, first_at, second_at, dim, lr, step, h_at, count = args[:9]
         w, g, h = float32_row(w_at, dim), float32_row(g_at, dim), float64_row(h_at, COW_CLIP_FLOOR + 1)
         first, second = float32_row(first_at, dim), float32_row(second_at, dim)  # a state of one value is shorter
-        if h[COW_CLIP] < np.inf:
+        if is_clipped:
             _cow_clip(w, g, count, h)
         # Weight decay that is not part of a trust ratio.
         decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
-        if decay != ZERO and mode == L2_DECAY:
-            for j in range(w.size):
-                g[j] += decay * w[j]
-        if decay != ZERO and mode == DECOUPLED_DECAY:
-            decay_factor = ONE - lr * decay
-            for j in range(w.size):
-                w[j] *= decay_factor
+        if decays:
+            if mode == L2_DECAY:
+                for j in range(w.size):
+                    g[j] += decay * w[j]
+            if mode == DECOUPLED_DECAY:
+                decay_factor = ONE - lr * decay
+                for j in range(w.size):
+                    w[j] *= decay_factor
 
         # The optimizer's step.
         if kind == SGD:
@@ -252,7 +254,7 @@ def step_address(kind: int, is_float32: bool) -> int:
             else:
                 _subtract(w, lr, g)
         # Scale the row down to max_norm.
-        if h[MAX_NORM] < np.inf:
+        if is_bounded:
             norm = np.sqrt(_sum_of_squares(w))
             if norm > np.float32(h[MAX_NORM]):
                 scale = np.float32(h[MAX_NORM]) / norm
@@ -274,5 +276,5 @@ def step_address(kind: int, is_float32: bool) -> int:
             narrow_row(weight, dtype, bits)
 
     function = step_row if is_float32 else step_16bit
-    function.__qualname__ = f"{function.__name__}_{kind}"
+    function.__qualname__ = f"{function.__name__}_{kind}_{is_clipped:d}{decays:d}{is_bounded:d}"
     return address_of(compiled(function, 2), _STEP_TYPES)

@@ -15,15 +15,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from tritonemb.kernels.cpu.embedding_bag import (
-    gather_values,
-    look_up,
-    make_sum,
-    pool_samples,
-    sum_arguments,
-)
-from tritonemb.kernels.cpu.jit import inlined, parallel
-from tritonemb.kernels.cpu.row_groups import addresses_of
+from tritonemb.kernels.cpu.embedding_bag import look_up, sum_address
+from tritonemb.kernels.cpu.row_groups import addresses_of, scalings_of
 from tritonemb.kernels.cpu.simd import ADDRESS_MASK, CACHE_LINE, LONG, RowFormat, splat
 from tritonemb.layout import ADDRESS_BITS, HEADER_BYTES, INDEXED, Batch, Layout, cached_fact
 
@@ -36,8 +29,11 @@ _TILES = {
 }
 
 
-def _format_of(bits: int) -> RowFormat:
-    """Return the format of rows of integers behind their scale and bias."""
+def _format_of(code: int) -> RowFormat:
+    """Return the format of rows of `-code` bits per column behind their scale and bias, or of rows by address."""
+    if code == -INDEXED:
+        return _indexed_format()
+    bits = -code
 
     # Rows are not aligned, so the last byte may be in one more line; the first tile reads the header.
     def lines(num_columns: int) -> Sequence[int]:
@@ -119,37 +115,11 @@ def _interleave(builder: Any, vectors: Sequence[Any]) -> Any:
     return builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(_INT, 2 * size), order))
 
 
-_sum_int8, _sum_int4, _sum_int2 = (make_sum(_format_of(bits)) for bits in (8, 4, 2))
-_sum_indexed = make_sum(_indexed_format())
-
-
-@inlined
-def _sum_bags(target, bags, table, size, dtype):
-    arguments = sum_arguments(target, bags, table, size)
-    if dtype == -8:
-        _sum_int8(*arguments)
-    elif dtype == -4:
-        _sum_int4(*arguments)
-    elif dtype == -2:
-        _sum_int2(*arguments)
-    else:
-        _sum_indexed(*arguments)
-
-
-@parallel
-def _pool_samples(task, first_bad, sizes, tables, layout, batch, output):
-    pool_samples((task, first_bad), _sum_bags, sizes, tables, layout, batch, output)
-
-
-@parallel
-def _gather_values(task, first_bad, sizes, tables, layout, batch, output):
-    gather_values((task, first_bad), _sum_bags, sizes, tables, layout, batch, output)
-
-
 def quantized_bag(
     tables: Sequence[Tensor], bits: Sequence[int], batch: Batch, layout: Layout, check_bounds: bool, dtype: torch.dtype
 ) -> Tensor:
     """See `kernels/quantized_bag.py`. Sums in float32, `[B, width]` or `[N, width]`."""
-    kernel, codes = _pool_samples if layout.pooled else _gather_values, -np.array(bits, dtype=np.int64)
-    memory = np.where(codes == -INDEXED, 0, cached_fact(tables, addresses_of)), codes
-    return look_up(kernel, memory, batch, layout, check_bounds).to(dtype)
+    codes, scalings = [-number for number in bits], scalings_of(layout, batch[2] is not None)
+    addresses = np.where(np.array(codes) == -INDEXED, 0, cached_fact(tables, addresses_of))
+    sums = np.array([sum_address(_format_of, code, scalings) for code in codes])
+    return look_up((addresses, np.array(codes), sums), batch, layout, check_bounds).to(dtype)

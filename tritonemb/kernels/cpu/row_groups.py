@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.kernels.cpu.jit import DTYPE_CODES, address_of, call, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.simd import int64_row
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
+from tritonemb.layout import FIRST_ROW, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 
 NARROW_BITS, PAIR_BITS = 32, 63  # of pairs of 4 and 8 bytes: an id and, below it, a source
 FEW_PAIRS = 48  # up to here insertion sort is faster
@@ -55,6 +55,13 @@ def batch_arrays(weights: Tensor | None, *indices: Tensor) -> list[np.ndarray]:
     tensors = [(t if t.dtype == torch.int64 else t.to(torch.int64)).contiguous() for t in indices]
     weight_array = _ABSENT if weights is None else weights.detach().to(torch.float32).contiguous().numpy()
     return [weight_array, *map(Tensor.numpy, tensors)]
+
+
+@functools.lru_cache(maxsize=256)
+def scalings_of(layout: Layout, weighted: bool) -> tuple[bool, ...]:
+    """Return whether bags of lookups have scales: no lookup, some or all."""
+    means = (layout.pooled and pooling == MEAN for pooling in layout.lookups[:, POOLING].tolist())
+    return tuple(sorted({weighted or is_mean for is_mean in means}))
 
 
 @inlined

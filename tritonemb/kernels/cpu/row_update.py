@@ -12,7 +12,17 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import DTYPE_CODES, FEW_ELEMENTS, FLOAT32, call, called, compiled, inlined, run_tasks
-from tritonemb.kernels.cpu.optimizers import ASSIGN, MAX_GRADIENT, NONFINITE, PLACE, STOCHASTIC_ROUNDING, step_address
+from tritonemb.kernels.cpu.optimizers import (
+    ASSIGN,
+    COW_CLIP,
+    MAX_GRADIENT,
+    MAX_NORM,
+    NONFINITE,
+    PLACE,
+    STOCHASTIC_ROUNDING,
+    WEIGHT_DECAY,
+    step_address,
+)
 from tritonemb.kernels.cpu.row_groups import (
     NUM_GROUPS,
     NUM_VALUES,
@@ -20,18 +30,10 @@ from tritonemb.kernels.cpu.row_groups import (
     batch_arrays,
     groups_of_slice,
     lookups_by_table,
+    scalings_of,
     sort_pairs,
 )
-from tritonemb.kernels.cpu.simd import (
-    PREFETCH_DISTANCE,
-    float32_row,
-    int32_row,
-    int64_row,
-    prefetch,
-    row_size,
-    sum_float32_groups,
-    sum_float32_rows,
-)
+from tritonemb.kernels.cpu.simd import PREFETCH_DISTANCE, block_sum_address, int32_row, int64_row, prefetch, row_size
 from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
@@ -50,9 +52,11 @@ from tritonemb.layout import (
     TABLE,
     BatchGradient,
     FusedTables,
+    make_layout,
     unpack_names,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Optimizer
+from tritonemb.types import TableConfig
 
 PREFETCHED_BYTES = 2_048  # of rows before they are updated: more would not be in flight at once
 MIN_ROW_DISTANCE, MAX_ROW_DISTANCE = 4, 32  # groups between the prefetch of a row and its update
@@ -134,33 +138,6 @@ def _fill_scales(order, table, batch, scales):
 
 
 @inlined
-def _add(total, row):
-    for j in range(total.size):
-        total[j] += row[j]
-
-
-@inlined
-def _sum_gradients(total, gradients, scales, count, dim, pieces):
-    """Add `count` gradients, more than PIECE, to zeros in `total`, in the order of `kernels/gradient_sums.py`.
-
-    Arguments are addresses.
-    """
-    for span in range(0, count, SPAN):
-        # Pieces of the span, then pairs of sums, then the span.
-        num_pieces = (min(SPAN, count - span) + PIECE - 1) // PIECE
-        for piece in range(num_pieces):
-            first = span + piece * PIECE
-            sums, factors = pieces + piece * dim * 4, scales + first * 4 if scales else 0
-            sum_float32_rows(sums, gradients + first * 8, factors, min(PIECE, count - first), dim)
-        stride = 1
-        while stride < num_pieces:
-            for piece in range(0, num_pieces - stride, 2 * stride):
-                _add(float32_row(pieces + piece * dim * 4, dim), float32_row(pieces + (piece + stride) * dim * 4, dim))
-            stride *= 2
-        _add(float32_row(total, dim), float32_row(pieces, dim))
-
-
-@inlined
 def _is_finite(bits):
     """Return whether float32 values are finite, by their bits, int32 `[n]`: the loop is vectorized."""
     largest = np.int32(0)
@@ -185,7 +162,8 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
     the task's first row with a gradient that is not finite goes into `bad_rows`.
     """
     (bounds, costs, table_groups, bad_rows, skipped), (values, _, units, pairs) = tasks, sorted_ids
-    (kind, learning_rate, steps, hyperparameters, row_steps), (rows, starts, order, _) = optimizer, groups
+    (kind, learning_rate, steps, hyperparameters, functions), (rows, starts, order, _) = optimizer, groups
+    step_float32, step_16bit, sum_block = functions
     pointers, per_element, tables = arrays
     batch, per_lookup, scaled = reads
     addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
@@ -214,8 +192,8 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
             )
         else:
             table_starts, size = starts[first:last], starts[last] - starts[first]
-            last = first + np.searchsorted(table_starts, starts[first] + end * size // item_cost)
-            first += np.searchsorted(table_starts, starts[first] + begin * size // item_cost)
+            last = first + _lower_bound(table_starts, starts[first] + end * size // item_cost)
+            first += _lower_bound(table_starts, starts[first] + begin * size // item_cost)
         if first >= last:
             continue
         # Taken in the loop: Numba frees an array after the last statement that names it, even if its address is used.
@@ -226,7 +204,7 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
         row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
         row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
-        row_bytes, row_step = row_size(dim, dtype), row_steps[0] if dtype == FLOAT32 else row_steps[1]
+        row_bytes, row_step = row_size(dim, dtype), step_float32 if dtype == FLOAT32 else step_16bit
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
         # Prefetch the first rows; compute addresses and scales of all gradients.
         distance = max(MIN_ROW_DISTANCE, min(MAX_ROW_DISTANCE, PREFETCHED_BYTES // row_bytes))
@@ -249,12 +227,8 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
             scales_at = scales.ctypes.data - first_entry * 4 if scaled else 0
             offset = block if kind == PLACE else block - table_groups[table]
             sums_at = base + offset * row_bytes if in_place else sums_address
-            sum_float32_groups(sums_at, starts.ctypes.data + block * 4, count, gradients_at, scales_at, dim)
-            for group in range(block, block + count):
-                begin, size = np.int64(starts[group]), np.int64(starts[group + 1] - starts[group])
-                if size > PIECE:
-                    total, factors = sums_at + (group - block) * dim * 4, scales_at + begin * 4 if scaled else 0
-                    _sum_gradients(total, gradients_at + begin * 8, factors, size, dim, pieces_address)
+            starts_at, block_gradients = np.int64(starts.ctypes.data + block * 4), np.int64(gradients_at)
+            call(sum_block, (sums_at, starts_at, count, block_gradients, np.int64(scales_at), dim, pieces_address))
             has_bad = on_nonfinite != IGNORE and kind >= 0 and not _is_finite(int32_row(sums_at, count * dim))
             for group in range(block, block + count):
                 row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
@@ -279,11 +253,24 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
 
 
 @inlined
+def _lower_bound(ascending, value):
+    """Return the number of elements below a value: np.searchsorted takes a second to compile."""
+    begin, end = np.int64(0), np.int64(ascending.size)
+    while begin < end:
+        middle = (begin + end) >> 1
+        if ascending[middle] < value:
+            begin = middle + 1
+        else:
+            end = middle
+    return begin
+
+
+@inlined
 def _groups_by_table(tables, rows, num_groups):
     """Return int64 `[T + 1]`: the start of each table's groups, which are ordered by table."""
     table_groups = np.empty(tables.shape[0] + 1, dtype=np.int64)
     for table in range(tables.shape[0]):
-        table_groups[table] = np.searchsorted(rows[:num_groups], tables[table, FIRST_ROW])
+        table_groups[table] = _lower_bound(rows[:num_groups], tables[table, FIRST_ROW])
     table_groups[-1] = num_groups
     return table_groups
 
@@ -295,8 +282,8 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
     With "raise" and a gradient that is not finite: change nothing, and return the first such row.
     """
     (tables, lookups, key_starts), (_, sources, units, _), (rows, starts, _, num_groups) = layout, sorted_ids, groups
-    (kind, learning_rate, hyperparameters, row_steps), (pointers, per_element) = optimizer, table_arrays
-    (batch_size, offsets, pooled), (grads, per_lookup, width, sample_weights) = segmentation, gradients
+    (kind, learning_rate, hyperparameters, functions), (pointers, per_element) = optimizer, table_arrays
+    (batch_size, offsets, pooled), (grads, per_lookup, width, sample_weights, scaled) = segmentation, gradients
     # Cumulative cost of the items, to balance tasks.
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
     costs = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
@@ -311,13 +298,10 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
     # Counters per task, next steps, scales and bags.
     is_small = num_values * width < FEW_ELEMENTS * lookups.shape[0]
     num_tasks = 1 if is_small else max(2 * num_threads, costs[-1] // TASK_COST if units.size else 0)
-    scaled, is_skip = sample_weights.size > 0, hyperparameters[NONFINITE] == SKIP
-    skipped = np.zeros((num_tasks if is_skip else 0, tables.shape[0]), dtype=np.int64)
+    skipped = np.zeros((num_tasks if hyperparameters[NONFINITE] == SKIP else 0, tables.shape[0]), dtype=np.int64)
     steps = np.zeros(tables.shape[0], dtype=np.int64)
     for table in range(tables.shape[0] if kind >= 0 else 0):
         steps[table] = int64_row(pointers[STEP, table], 1)[0] + 1
-    for lookup in range(lookups.shape[0]):
-        scaled = scaled or lookups[lookup, POOLING] == MEAN
     lookup_starts, table_lookups, _, key_of = lookups_by_table(lookups, key_starts, tables.shape[0])
     has_bags = pooled and not _is_one_value_per_bag(sources)
     bags = np.empty(sources[-1] if has_bags else 0, dtype=np.int32)  # of each position
@@ -334,11 +318,12 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
         tasks, reads = (bounds, costs, table_groups, bad_rows, skipped), (batch, per_lookup, scaled)
-        step_args, arrays = (kind, learning_rate, steps, hyperparameters, row_steps), (pointers, per_element, tables)
+        step_args, arrays = (kind, learning_rate, steps, hyperparameters, functions), (pointers, per_element, tables)
         args = check_only, tasks, step_args, arrays, reads, sorted_ids, groups
         run_tasks(num_threads, num_tasks, _update_rows, args)
-        if bad_rows.min() != NO_ROW:
-            return bad_rows.min()
+        for task in range(num_tasks):  # in the order of rows
+            if bad_rows[task] != NO_ROW:
+                return bad_rows[task]
     outcome = np.int64(-1)
     for table in range(tables.shape[0] if kind >= 0 else 0):
         int64_row(pointers[STEP, table], 1)[0] = steps[table]
@@ -378,6 +363,14 @@ def row_gradients_(
     _run((kind, np.float32(0), constants), sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), batch)
 
 
+def precompile() -> None:
+    """Compile or load `_update`, by the sum of one gradient."""
+    layout = make_layout([TableConfig("table", 1, 1)], ["table"], pooled=True)
+    groups = torch.tensor([0]), torch.tensor([0, 1], dtype=torch.int32), torch.tensor([0], dtype=torch.int32), 1
+    batch = BatchGradient(torch.ones(1, 1), torch.tensor([0, 1]), None, groups, layout)
+    row_gradients_([torch.empty(1, 1)], batch, compact=True)
+
+
 @functools.cache
 def _per_element(optimizer: str) -> np.ndarray:
     """Return bool `[2]`: whether each state has a value per element."""
@@ -392,12 +385,13 @@ def _run(
     """Run `_update` and return its result; `pointers` are the rows from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
     grad, offsets, sample_weights, groups, layout = batch
-    limit, per_lookup = optimizer[2][MAX_GRADIENT], not isinstance(grad, Tensor)
+    h, per_lookup = optimizer[2], not isinstance(grad, Tensor)
     ungrouped = [groups] if isinstance(groups, Tensor) else []
     weight_array, bag_offsets, *ids = batch_arrays(sample_weights, offsets, *ungrouped)
     # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
     grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]
-    grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors] if limit < np.inf else grad_tensors
+    if (limit := h[MAX_GRADIENT]) < np.inf:
+        grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors]
     grad_tensors = [g if g.stride(1) == 1 else g.contiguous() for g in grad_tensors]
     grad_tensors = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in grad_tensors]
     grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in grad_tensors], dtype=np.int64)
@@ -411,12 +405,14 @@ def _run(
     # Only the steps that the tables' dtypes need are compiled; sums are written as assigned rows are.
     dtypes, kind = [DTYPE_CODES[weight.dtype] for weight in weights], optimizer[0]
     row_kind, in_place = ASSIGN if kind < 0 else kind, kind in (COMPACT_SUMS, PLACE)
-    step_float32 = step_address(row_kind, True) if FLOAT32 in dtypes and not in_place else 0
-    step_16bit = step_address(row_kind, False) if {*dtypes} - {FLOAT32} else 0
+    options = bool(h[COW_CLIP] < np.inf), bool(h[WEIGHT_DECAY]), bool(h[MAX_NORM] < np.inf)
+    step_float32 = step_address(row_kind, True, *options) if FLOAT32 in dtypes and not in_place else 0
+    step_16bit = step_address(row_kind, False, *options) if {*dtypes} - {FLOAT32} else 0
     pointers = [*map(Tensor.data_ptr, weights), *dtypes, *pointers]
     table_arrays = np.array(pointers, dtype=np.int64).reshape(-1, len(weights)), per_element
     bags = batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled
-    gradients = grads, per_lookup, layout.width, weight_array
+    scaled = True in scalings_of(layout, sample_weights is not None)
+    gradients = grads, per_lookup, layout.width, weight_array, scaled
     num_threads, arrays = torch.get_num_threads(), arrays_of(layout)
-    step_args = *optimizer, (step_float32, step_16bit)
+    step_args = *optimizer, (step_float32, step_16bit, block_sum_address(scaled))
     return _update(num_threads, step_args, table_arrays, arrays, bags, sorted_ids, group_arrays, gradients)

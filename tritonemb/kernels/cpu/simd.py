@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numba
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
-from tritonemb.layout import ADDRESS_BITS, HEADER_BYTES, INDEXED, PIECE, WAYS
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, address_of, compiled, inlined
+from tritonemb.layout import ADDRESS_BITS, HEADER_BYTES, INDEXED, PIECE, SPAN, WAYS
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes: alignment and size of a streamed (non-temporal) store
@@ -274,47 +275,93 @@ def _sum_all_columns(builder: Any, rows: RowFormat, scaled: bool, args: Any) -> 
 
 
 def emit_sums(builder: Any, form: RowFormat, bags: Any, rows: Any, scales: Any, size: Any, streamed: Any) -> None:
-    """Emit one function with both loops, with and without `scales`: each function costs Numba compile time."""
-    with builder.if_else(builder.icmp_signed("==", scales, LONG(0))) as (plain, scaled):
-        with plain:
-            _sum_all_columns(builder, form, False, (*bags, *rows, scales, size, streamed))
-        with scaled:
-            _sum_all_columns(builder, form, True, (*bags, *rows, scales, size, streamed))
+    """Emit the loops with or without scales, or both. `scales`: their address or 0, and which loops are needed."""
+    address, scalings = scales
+    for scaled in scalings:
+        condition = builder.icmp_signed("!=" if scaled else "==", address, LONG(0)) if len(scalings) > 1 else _BIT(1)
+        with builder.if_then(condition):
+            _sum_all_columns(builder, form, scaled, (*bags, *rows, address, size, streamed))
 
 
-@emitted(types.void, *[types.int64] * 5)
-def sum_float32_rows(builder: Any, out: Any, rows: Any, scales: Any, count: Any, size: Any) -> None:
-    """Compute float32 `out[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
+def make_float32_sums(scaled: bool) -> tuple[Any, Any]:
+    """Define `sum_rows` and `sum_groups`, with factors or without; arrays are given by their addresses.
 
-    `scales` is the address of `count` float32 factors, or 0 for none.
-    """
-    bags = out, LONG(0), LONG(1), lambda _: (LONG(0), count)
-    reads = (lambda index: item_at(builder, LONG, rows, index)), (lambda *_: None)
-    emit_sums(builder, format_of(FLOAT32), bags, reads, scales, size, _BIT(0))
+    `sum_rows(out, rows, scales, count, size)`: float32 `out[:size] = Σ_i scales[i] · row_i`, in order, of `count` row
+    addresses `rows` and float32 factors, or 0 for none.
 
-
-@emitted(types.void, *[types.int64] * 6)
-def sum_float32_groups(builder: Any, out: Any, starts: Any, num_groups: Any, rows: Any, scales: Any, size: Any) -> None:
-    """Compute `sum_float32_rows` of groups: float32 `out[group, :size]` of rows [starts[group], starts[group + 1]).
-
-    `starts` is an address of int32. Sums of groups of more than PIECE rows are 0. Each row is prefetched
+    `sum_groups(out, starts, num_groups, rows, scales, size)`: the same of groups: float32 `out[group, :size]` of rows
+    [starts[group], starts[group + 1]), int32. Sums of groups of more than PIECE rows are 0. Each row is prefetched
     PREFETCH_DISTANCE rows ahead, so as many addresses follow those of the last group.
     """
+    form = format_of(FLOAT32)
 
-    def group_at(group: Any) -> tuple[Any, Any]:
-        ends = (item_at(builder, _INT, builder.add(starts, LONG(offset)), group) for offset in (0, 4))
-        first, end = (builder.sext(value, LONG) for value in ends)
-        count = builder.sub(end, first)
-        return first, builder.select(builder.icmp_signed("<=", count, LONG(PIECE)), count, LONG(0))
+    @emitted(types.void, *[types.int64] * 5)
+    def sum_rows(builder: Any, out: Any, rows: Any, scales: Any, count: Any, size: Any) -> None:
+        bags = out, LONG(0), LONG(1), lambda _: (LONG(0), count)
+        reads = (lambda index: item_at(builder, LONG, rows, index)), (lambda *_: None)
+        emit_sums(builder, form, bags, reads, (scales, (scaled,)), size, _BIT(0))
 
-    def prefetch_ahead(index: Any, byte_offset: Any, num_columns: int) -> None:
-        address = builder.add(row_at(builder.add(index, LONG(PREFETCH_DISTANCE))), byte_offset)
-        for line in form.lines(num_columns):
-            emit_prefetch(builder, builder.add(address, LONG(line)))
+    @emitted(types.void, *[types.int64] * 6)
+    def sum_groups(builder: Any, out: Any, starts: Any, num_groups: Any, rows: Any, scales: Any, size: Any) -> None:
+        def group_at(group: Any) -> tuple[Any, Any]:
+            ends = (item_at(builder, _INT, builder.add(starts, LONG(offset)), group) for offset in (0, 4))
+            first, end = (builder.sext(value, LONG) for value in ends)
+            count = builder.sub(end, first)
+            return first, builder.select(builder.icmp_signed("<=", count, LONG(PIECE)), count, LONG(0))
 
-    form, row_at = format_of(FLOAT32), functools.partial(item_at, builder, LONG, rows)
-    groups, reads = (out, builder.mul(size, LONG(4)), num_groups, group_at), (row_at, prefetch_ahead)
-    emit_sums(builder, form, groups, reads, scales, size, _BIT(0))
+        def prefetch_ahead(index: Any, byte_offset: Any, num_columns: int) -> None:
+            address = builder.add(row_at(builder.add(index, LONG(PREFETCH_DISTANCE))), byte_offset)
+            for line in form.lines(num_columns):
+                emit_prefetch(builder, builder.add(address, LONG(line)))
+
+        row_at = functools.partial(item_at, builder, LONG, rows)
+        groups, reads = (out, builder.mul(size, LONG(4)), num_groups, group_at), (row_at, prefetch_ahead)
+        emit_sums(builder, form, groups, reads, (scales, (scaled,)), size, _BIT(0))
+
+    return sum_rows, sum_groups
+
+
+@inlined
+def _add(total, row):
+    for j in range(total.size):
+        total[j] += row[j]
+
+
+@functools.cache
+def block_sum_address(scaled: bool) -> int:
+    """Compile or load the sums of a block's gradients, with scales or without; return its address, for `call`."""
+    sum_rows, sum_groups = make_float32_sums(scaled)
+
+    @inlined
+    def sum_pieces(total, gradients, scales, count, dim, pieces):
+        """Add `count` gradients, more than PIECE, to zeros in `total`, in the order of `kernels/gradient_sums.py`."""
+        for span in range(0, count, SPAN):
+            # Pieces of the span, then pairs of sums, then the span.
+            num_pieces = (min(SPAN, count - span) + PIECE - 1) // PIECE
+            for piece in range(num_pieces):
+                first = span + piece * PIECE
+                args = gradients + first * 8, scales + first * 4, min(PIECE, count - first), dim
+                sum_rows(pieces + piece * dim * 4, *args)
+            stride = 1
+            while stride < num_pieces:
+                for piece in range(0, num_pieces - stride, 2 * stride):
+                    left, right = pieces + piece * dim * 4, pieces + (piece + stride) * dim * 4
+                    _add(float32_row(left, dim), float32_row(right, dim))
+                stride *= 2
+            _add(float32_row(total, dim), float32_row(pieces, dim))
+
+    def sum_block(args):
+        """Sum the gradients of each group, in pieces where there are more than PIECE. Arguments are addresses."""
+        sums, starts_at, num_groups, gradients, scales, dim, pieces = args
+        sum_groups(sums, starts_at, num_groups, gradients, scales, dim)
+        starts = int32_row(starts_at, num_groups + 1)
+        for group in range(num_groups):
+            begin, size = np.int64(starts[group]), np.int64(starts[group + 1] - starts[group])
+            if size > PIECE:
+                sum_pieces(sums + group * dim * 4, gradients + begin * 8, scales + begin * 4, size, dim, pieces)
+
+    sum_block.__qualname__ = "sum_scaled_block" if scaled else "sum_block"
+    return address_of(compiled(sum_block), (types.int64,) * 7)
 
 
 def _make_dot(dtype: int) -> Any:
