@@ -50,7 +50,8 @@ _compile_seconds: list[float] = []  # of each kernel that this process compiled
 _passes: dict[str, int] = {}  # of the optimizer, by name of a function; others are optimized where they are called
 _task_libraries: dict[str, Any] = {}  # of functions that `run_tasks` runs, by symbol
 _NOTICE_SECONDS = 2.0  # compilation time before the notice on stderr
-_HELPED = {"random.initialize", "embedding_bag.pool_samples", "embedding_bag.gather_values"}  # first of a train step
+# First kernels of a train step.
+_HELPED = {"random.initialize", "embedding_bag.pool_samples", "embedding_bag.gather_values", "row_groups.sort"}
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.02  # a kernel takes 10 s where other processes compete for the cores
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
