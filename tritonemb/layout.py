@@ -7,6 +7,7 @@ dynamic tables is defined here as well.
 
 import ctypes
 import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -99,7 +100,8 @@ class DynamicIndex(_IndexTensors):
     def old_ways(self) -> Tensor:
         """Step, in the upper 32 bits, and ways of each set's home bucket that may have been last used before it.
 
-        Zeros say nothing: copy the index if last steps decrease. For "lru" on CPUs.
+        Zeros say nothing: copy the index if last steps decrease. For "lru" on CPUs. Only of this process: where others
+        change the index, too, victims may not be the least recently used rows.
         """
         return _zeros(self.overflowed.numel(), torch.int64, "cpu")
 
@@ -157,10 +159,10 @@ class DirectoryTensors(NamedTuple):
 
 
 class TensorList(list[Tensor]):
-    """Tensors of many tables, with facts that are computed once and stay valid while no tensor moves.
+    """Tensors of many tables, with facts that are computed once and stay valid while no tensor moves or is converted.
 
     Querying a thousand tables in each step is slow. `memory` keeps the facts by `name` from step to step; the
-    addresses are read with the first fact.
+    addresses and dtypes are read with the first fact.
     """
 
     def __init__(self, tensors: Iterable[Tensor], memory: "dict[str, _Facts] | None" = None, name: str = "") -> None:
@@ -168,28 +170,33 @@ class TensorList(list[Tensor]):
         self._memory, self._name = {} if memory is None else memory, name
 
     @functools.cached_property
-    def addresses_and_facts(self) -> "_Facts":
-        """Current addresses, and the facts that hold for them."""
-        addresses, facts = [*map(Tensor.data_ptr, self)], self._memory.get(self._name)
-        if facts is None or facts[0] != addresses:
-            facts = self._memory[self._name] = addresses, {}
+    def storage_and_facts(self) -> "_Facts":
+        """Current addresses and dtypes, and the facts that hold for them."""
+        storage, facts = _storage_of(self), self._memory.get(self._name)
+        if facts is None or facts[0] != storage:
+            facts = self._memory[self._name] = storage, {}
         return facts
 
 
 def without_stale_facts(*lists: TensorList) -> list[list[Tensor]]:
-    """Return these lists, plain ones where a tensor has moved since the addresses were read."""
-    facts = [(tensors, vars(tensors).get("addresses_and_facts")) for tensors in lists]
-    return [list(t) if pair and pair[0] != [*map(Tensor.data_ptr, t)] else t for t, pair in facts]
+    """Return these lists, plain ones where a tensor has moved or was converted since the facts were read."""
+    facts = [(tensors, vars(tensors).get("storage_and_facts")) for tensors in lists]
+    return [list(t) if pair and pair[0] != _storage_of(t) else t for t, pair in facts]
 
 
-_Facts = tuple[list[int], dict[Any, Any]]
+def _storage_of(tensors: Sequence[Tensor]) -> list[Any]:
+    """Return addresses and dtypes: memory that is freed by a conversion may be where its result is."""
+    return [*map(Tensor.data_ptr, tensors), *map(operator.attrgetter("dtype"), tensors)]
+
+
+_Facts = tuple[list[Any], dict[Any, Any]]
 
 
 def cached_fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any:
     """Return `find(tensors, *args)`, cached by a `TensorList`."""
     if not isinstance(tensors, TensorList):
         return find(tensors, *args)
-    facts, key = tensors.addresses_and_facts[1], (find, *args)
+    facts, key = tensors.storage_and_facts[1], (find, *args)
     if key not in facts:
         facts[key] = find(tensors, *args)
     return facts[key]

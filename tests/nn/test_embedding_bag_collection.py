@@ -347,3 +347,16 @@ def test_ids_that_change_before_the_backward_are_an_error():
     assert torch.equal(collection["t"].weight, initial)
     collection(batch).sum().backward()
     assert not torch.equal(collection["t"].weight, initial)
+
+
+@pytest.mark.parametrize("num_rows", [8, 60, 250, 1000])
+@pytest.mark.parametrize("converted", [torch.bfloat16, torch.float16])
+def test_a_conversion_whose_result_is_where_a_table_was_is_noticed(num_rows, converted):
+    """The first conversion frees the memory of the table, which the second may use."""
+    other = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}[converted]
+    module = te.nn.EmbeddingBagCollection([te.TableConfig("table", num_rows, 8)])
+    batch = te.KeyedJaggedTensor(["table"], torch.arange(num_rows), lengths=torch.ones(num_rows, dtype=torch.int64))
+    module(batch)
+    module.to(other).to(converted)
+    (weight,) = (value for name, value in module.state_dict().items() if name.endswith("weight"))
+    assert torch.equal(module(batch), weight)

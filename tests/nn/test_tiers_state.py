@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import threading
@@ -104,6 +105,18 @@ def test_loading_and_saving_while_another_thread_brings_batches(placements):
         finally:
             stop.set()
         prefetches.result()
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+def test_a_loaded_parameter_leaves_no_graph(placement):
+    module = te.nn.EmbeddingBagCollection([te.TableConfig("table", 50, 8, placement=placement)])
+    weight = torch.nn.Parameter(torch.randn(50, 8))
+    (name,) = (name for name in module.state_dict() if name.endswith("weight"))
+    module.load_state_dict({name: weight}, strict=False)
+    loaded = module.state_dict()[name]
+    assert loaded.grad_fn is None
+    assert torch.equal(loaded.detach(), weight.detach())
+    copy.deepcopy(module.state_dict())
 
 
 def test_loading_a_part(placements):

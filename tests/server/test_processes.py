@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,11 @@ def _patient(monkeypatch) -> None:
 
 
 def processes_of(parent: int) -> list[int]:
-    children = psutil.Process(parent).children(recursive=True)
-    return [child.pid for child in children if "embedding-server" in child.cmdline()]
+    pids = []
+    for child in psutil.Process(parent).children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # another child may end meanwhile
+            pids += [child.pid] if "embedding-server" in child.cmdline() else []
+    return pids
 
 
 def test_processes_have_the_bits_of_threads(monkeypatch, capfd):

@@ -172,8 +172,9 @@ class Partitions:
             entries = torch.searchsorted(offsets, missing, right=True, out_int32=True) - 1
             for table_fields, block in zip(fields, blocks, strict=True):
                 part = slice(*torch.searchsorted(missing, offsets[[block.start, block.stop]]).tolist())
-                tables, at = [self.by_number[number] for number in numbers[block]], missing[part]
-                table_fields["weight"][positions[at]] = initial_values(tables, ids[at], entries[part] - block.start)
+                if part.start < part.stop:
+                    tables, at = [self.by_number[number] for number in numbers[block]], missing[part]
+                    table_fields["weight"][positions[at]] = initial_values(tables, ids[at], entries[part] - block.start)
 
     @torch.no_grad()
     def update(self, ids: Tensor, sizes: Sequence[int], grads: list[Tensor], lr: float | None) -> None:

@@ -200,7 +200,7 @@ class RowCache:
         Batches keep their slots. With `unpinned` all rows are evicted first; RuntimeError if a batch has pinned some.
         """
         index, directory = self.rows.index(cached), self._directory
-        with self._lock, torch.inference_mode(False):
+        with self._lock, torch.inference_mode(False), torch.no_grad():
             with self._exclusive():
                 self._transfer.finish_writes()
                 synchronize(self.device)

@@ -15,6 +15,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -166,6 +167,10 @@ def raising(error):
     raise error
 
 
+def raise_typing_error(number):
+    return number.no_such_attribute
+
+
 @pytest.mark.parametrize("seconds", [60, 0])
 def test_a_process_waits_for_another_that_compiles_the_same_code(kept, monkeypatch, seconds):
     """It is another file, opened anew, so that both may be in one process."""
@@ -180,6 +185,23 @@ def test_a_process_waits_for_another_that_compiles_the_same_code(kept, monkeypat
     assert (second._lock_file is not None) == (seconds > 0)
     second._unlock()
     assert not seconds or not [*kept.iterdir()]
+
+
+def test_a_compilation_that_fails_lets_others_compile(kept):
+    files = jit._KernelFiles(str(kept), "kernel", "")
+    files._lock(str(kept / "code.lock"))
+    with pytest.raises(KeyboardInterrupt):
+        files.unlocking_on_error()(raising)(KeyboardInterrupt())
+    assert files._lock_file is None
+    assert not [*kept.iterdir()]
+
+
+def test_a_kernel_that_cannot_be_typed_is_not_locked(kept):
+    kernel = jit.compiled(raise_typing_error)
+    for _ in range(2):
+        with pytest.raises(numba.core.errors.TypingError):
+            kernel(1)
+        assert kernel._cache._lock_file is None
 
 
 def test_where_no_process_can_be_started_this_one_compiles_all(monkeypatch, caplog):

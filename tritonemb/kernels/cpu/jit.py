@@ -85,7 +85,8 @@ class _KernelFiles(caching.IndexDataCacheFile):
         data: Any = self.load(key)
         if data is None:
             self._lock(self._path_of(key) + ".lock")
-            data = self.load(key)
+            with self.unlocking_on_error():
+                data = self.load(key)
         if data is None:
             return None
         self._unlock()
@@ -98,7 +99,16 @@ class _KernelFiles(caching.IndexDataCacheFile):
         except OSError as error:
             text = error.strerror
             _warn_once(f"{self._cache_path}: cannot write compiled kernels ({text}); each process compiles them again")
-        self._unlock()
+        finally:
+            self._unlock()
+
+    @contextmanager
+    def unlocking_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._unlock()
+            raise
 
     def _lock(self, path: str) -> None:
         """Wait while another process compiles the code at a path, for a minute at most. Its end releases the lock."""
@@ -178,14 +188,16 @@ def _start_helper() -> None:
     The helper ends with this process. Where none can be started, this process compiles that kernel when it calls it.
     """
     watch = "threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()"
-    work = "from tritonemb.kernels.cpu.row_update import precompile; precompile(); os._exit(0)"
+    work = "from tritonemb.kernels.cpu.row_update import precompile; precompile()"
     code = f"import os, sys, threading; sys.path[:] = {sys.path!r}; {watch}; {work}"
     streams: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     try:
-        if not Path(sys.executable or "").name.startswith("python"):
+        if not Path(sys.executable or "").name.startswith("python") or getattr(sys, "frozen", False):
             raise OSError(f"{sys.executable!r} is not Python")
-        atexit.register(subprocess.Popen([sys.executable, "-c", code], **streams).kill)
-    except OSError as error:
+        helper = subprocess.Popen([sys.executable, "-P", "-c", code], **streams)
+        atexit.register(helper.kill)
+        threading.Thread(target=helper.wait, daemon=True).start()  # otherwise it would stay as a zombie
+    except (OSError, RuntimeError, ValueError) as error:  # the helper is not needed
         _log.info("compiling all kernels in this process, as no other can be started: %s", error)
 
 
@@ -198,7 +210,8 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
     done = f"{len(_compile_seconds)} done in {sum(_compile_seconds):.0f} s, cached in {cache_dir()}"
     _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
     if kernel in _HELPED and (os.cpu_count() or 1) > 1 and not torch.is_inference_mode_enabled():
-        _start_helper()
+        if not any(_kernel_cache_dir(Path(__file__).parent).glob("*.row_update._update.*.nbc")):
+            _start_helper()
     # After a delay, announce on stderr.
     start, gc_enabled, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
     timer = threading.Timer(_NOTICE_SECONDS - sum(_compile_seconds), _print_notice)
@@ -239,7 +252,8 @@ def compiled(function: Callable[..., Any], passes: int = 1) -> Any:
     folder = _kernel_cache_dir(Path(sys.modules[function.__module__].__file__ or __file__).parent)
     dispatcher._cache = _KernelFiles(str(folder), f"{function.__module__}.{function.__qualname__}", "")
     kernel = f"{function.__module__.rpartition('.')[2]}.{function.__name__.lstrip('_')}"
-    dispatcher._compiler.compile = _compiling(kernel, function.__qualname__)(dispatcher._compiler.compile)
+    compile_locked = dispatcher._cache.unlocking_on_error()(dispatcher._compiler.compile)
+    dispatcher._compiler.compile = _compiling(kernel, function.__qualname__)(compile_locked)
     return dispatcher
 
 
