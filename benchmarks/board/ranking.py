@@ -186,7 +186,7 @@ LISTS = {"FuxiCTR": "weights of lists are summed, not averaged"}  # MovieLens al
 NOTES = {  # what differs in the model of a library
     "deepfm": {
         "FuxiCTR": "",
-        "DeepCTR-Torch": "numbers enter the linear part and the MLP, ours also the pairs",
+        "DeepCTR-Torch": "numbers enter the linear part and the MLP, not the pairs",
         "torch-rechub": "the linear part is of the rows, ours has a weight per id; numbers enter the MLP only",
     },
     "dcnv2": {

@@ -166,7 +166,6 @@ def assign_rows(
         raise_no_optimizer(tables)
     if training and tables.cache is None:  # a cache orders updates itself, by pins
         update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
-    grad_enabled = torch.is_grad_enabled()
     with tables.lock, torch.inference_mode(False), torch.no_grad():
         # Find rows of ids, and in training insert new ids.
         values, all_known = batch.values().long(), False
@@ -185,7 +184,7 @@ def assign_rows(
         # Replace ids by rows; ids without one are read from temporary tables.
         row_features = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and for_prefetch else None
-        with torch.set_grad_enabled(grad_enabled):  # the sample weights of unknown ids have gradients
+        with torch.enable_grad():  # of sample weights, also if the batch is prefetched without gradients
             unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout, for_prefetch)
         clock = next(iter(dynamic.values())).index.clock
         return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(clock))
