@@ -234,7 +234,7 @@ def bench_memory_of_rows(race: Any) -> None:
         for part in torch.arange(last, int(share * capacity)).split(1 << 14):
             table.insert(ids_of(part), torch.zeros(part.numel(), DIM))
         last, rows = int(share * capacity), table.num_rows
-        num_bytes = sum(resident(tensor) for tensor in (*table.index, table.weight, *table.buffers()))
+        num_bytes = sum(resident(tensor) for tensor in (*table.index.tensors, table.weight, *table.buffers()))
         op, shape = "dynamic table memory", f"{rows:,} of {capacity:,} rows, D{DIM}"
         race.target(op, shape, "bytes, of weight and states", num_bytes / rows / row_bytes, most=1.35)
         if rows >= capacity:

@@ -28,7 +28,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -199,37 +198,50 @@ def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
     return {"op": case.op, "shape": case.shape, "implementation": implementation, "error": error}
 
 
-def run_pytest(rounds: int, select: str, quick: bool = False) -> list[dict[str, Any]]:
-    """What pytest-benchmark reports; exits with pytest's code where a benchmark fails.
+def run_pytest(
+    shared: dict[str, Any], rounds: int, select: str, quick: bool = False, left: bool = False
+) -> list[dict[str, Any]]:
+    """What pytest-benchmark reports of each file, with the columns `shared` in its rows.
 
-    Each file is a process of its own, so that none finds the memory that another one has kept.
+    Each file is a process of its own, so that none finds the memory that another one has kept. Reports stay in
+    `build/cpu-bench`; with `left`, files that have one there do not run again. Exits after the last file if one failed.
     """
-    results: list[dict[str, Any]] = []
+    folder, failures, reports = PARTS.with_name("cpu-bench"), [], []
+    folder.mkdir(parents=True, exist_ok=True)
     for file in sorted((result_files.ROOT / "benchmarks").glob("bench_*.py")):
-        with tempfile.TemporaryDirectory() as folder:
-            raw = Path(folder) / "benchmark.json"
+        raw = folder / f"{file.stem}.json"
+        if not (left and raw.exists()):
+            raw.unlink(missing_ok=True)
+            unfinished = raw.with_suffix(".unfinished")
             command = [sys.executable, "-m", "pytest", "-c", "benchmarks/pytest.ini", str(file), f"--rounds={rounds}"]
-            command += [f"--benchmark-json={raw}", "-k", select, *["--quick"] * quick]
+            command += [f"--benchmark-json={unfinished}", "-k", select, *["--quick"] * quick]
             code = subprocess.run(command, cwd=result_files.ROOT, env=os.environ | KEEP_MEMORY).returncode
-            if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):
-                sys.exit(code)
-            results += result_files.read(raw)["benchmarks"] if code == 0 else []
-    if not results:
+            if code == 0:
+                benchmarks = result_files.read(unfinished)["benchmarks"]
+                for extra in (benchmark["extra_info"] for benchmark in benchmarks):
+                    extra |= {kind: [row | shared for row in extra.get(kind, [])] for kind in ("rows", "memory")}
+                result_files.write_json(raw, {"benchmarks": benchmarks})
+            elif code != pytest.ExitCode.NO_TESTS_COLLECTED:
+                failures.append(file.name)
+        reports += result_files.read(raw)["benchmarks"] if raw.exists() else []
+    if failures:
+        sys.exit(f"failed: {', '.join(failures)}; --left runs them again, and goes on with the figures of the others")
+    if not reports:
         sys.exit(f"no benchmark matches {select!r}")
-    return results
+    return reports
 
 
 def condense(benchmarks: list[dict[str, Any]], shared: dict[str, Any], rows: str = "rows") -> dict[str, Any]:
     """One table of long-format rows, each complete by itself, and one of targets, beside where they were measured."""
     extras = [benchmark["extra_info"] for benchmark in benchmarks]
-    table = [row | shared for extra in extras for row in extra.get(rows, [])]
+    table = [shared | row for extra in extras for row in extra.get(rows, [])]
     targets = [target for extra in extras for target in extra.get("targets", [])]
     return {"date": shared["date"], "environment": shared, "rows": table, "targets": targets}
 
 
-def measure_on_cpu(rounds: int, select: str, quick: bool) -> None:
+def measure_on_cpu(rounds: int, select: str, quick: bool, left: bool) -> None:
     shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
-    benchmarks = run_pytest(rounds, select, quick)
+    benchmarks = run_pytest(shared, rounds, select, quick, left)
     results, memory = condense(benchmarks, shared), condense(benchmarks, shared, "memory")
     print(*lines(results["rows"]), *target_lines(results["targets"]), sep="\n")
     load = max((row["other_load_percent"] or 0.0 for row in results["rows"]), default=0.0)
@@ -322,10 +334,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "--quick", action="store_true", help="on the CPU, in 10 minutes: few rounds, no slow case, no page rewritten"
     )
     parser.add_argument("-k", default="", help=f"run only what matches; kept are memory, {', '.join(SELECTIONS)}")
+    parser.add_argument("--left", action="store_true", help="go on with what the same command has not measured")
     gpu = parser.add_argument_group("with --device cuda, or --tiny")
     gpu.add_argument("--op", default="", help="comma-separated parts of ops; others are left out")
     gpu.add_argument("--shape", nargs="+", default=[], help="parts of shapes; others are left out")
-    gpu.add_argument("--left", action="store_true", help="go on with what the same command has not measured")
     gpu.add_argument("--list", action="store_true", help="print the cases and stop")
     gpu.add_argument("--seconds", type=float, default=SECONDS, help="the run ends by itself within so many")
     gpu.add_argument("--tiny", action="store_true", help="small shapes and few rounds, to try the code out")
@@ -334,7 +346,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     gpu.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     begin, options = time.monotonic(), parser.parse_args(arguments)
     if options.device == "cpu" and not options.tiny:
-        measure_on_cpu(options.rounds or (QUICK_ROUNDS if options.quick else 40), options.k, options.quick)
+        rounds = options.rounds or (QUICK_ROUNDS if options.quick else 40)
+        measure_on_cpu(rounds, options.k, options.quick, options.left)
         return {}
     options.rounds = options.rounds or 30
     if options.serve:
