@@ -98,12 +98,13 @@ class DynamicIndex(_IndexTensors):
 
     @functools.cached_property
     def old_ways(self) -> Tensor:
-        """Step, in the upper 32 bits, and ways of each set's home bucket that may have been last used before it.
+        """Per set a key of rows, as compared to evict, then a step, in the upper 32 bits, and ways of its home bucket.
 
-        Zeros say nothing: copy the index if last steps decrease. For "lru" on CPUs. Only of this process: where others
-        change the index, too, victims may not be the least recently used rows.
+        Until that step all other ways have rows of at least this key. Zeros say nothing: copy the index if last steps
+        decrease. For CPUs. Only of this process: where others change the index, too, victims may not be the least used
+        rows.
         """
-        return _zeros(self.overflowed.numel(), torch.int64, "cpu")
+        return _zeros(2 * self.overflowed.numel(), torch.int64, "cpu")
 
     def __reduce__(self) -> Any:
         return type(self), tuple(self)  # a copy has other addresses

@@ -8,65 +8,30 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import called, compiled, inlined_uncounted, parallel
-from tritonemb.kernels.cpu.row_cache import CHUNK, home_bucket, index_partition, set_mask, tasks_for, view_index
-from tritonemb.kernels.cpu.simd import atomic_add, borrow_int64, count_bits, equal_ways, lowest_bit, mix, prefetch
+from tritonemb.kernels.cpu.row_cache import (
+    CHUNK,
+    digest_of,
+    home_bucket,
+    id_of,
+    index_partition,
+    key_of,
+    least_used,
+    next_home,
+    set_mask,
+    slot_of,
+    tasks_for,
+    view_index,
+    ways_with,
+)
+from tritonemb.kernels.cpu.simd import atomic_add, borrow_int64, equal_ways, lowest_bit, mix, prefetch
 from tritonemb.kernels.dynamic_index import begin_insert_by_numpy
-from tritonemb.layout import DIGEST_SHIFT, MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
+from tritonemb.layout import MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
-_ALL_WAYS, _NO_VICTIM = np.int64(2**WAYS - 1), np.int64(2**63 - 1)  # mask of a bucket; above all keys of rows
+_ALL_WAYS, _MAX_KEY = np.int64(2**WAYS - 1), np.int64(2**63 - 1)  # mask of a bucket; above all keys of rows
+_NO_VICTIM = np.int64(-1), _MAX_KEY, _MAX_KEY  # slot, key and id of no victim
+OLD_SHARE = 4  # part of the range of last steps whose rows are old: a set is searched whole every few evictions
+_UNKNOWN, _MAY_OVERFLOW = np.int64(-1), np.int64(-2)  # slots of ids that are not in their home bucket
 AHEAD = 2  # ids between the prefetch of the rows of two sets and their search: more than fill buffers serve at once
-OLD_SHARE = 4  # part of the range of last steps whose rows are kept as old: a set is searched whole every few evictions
-
-
-@inlined_uncounted
-def _digest_of(hash64):
-    return max(np.int64(1), (hash64 >> DIGEST_SHIFT) & 255)
-
-
-@inlined_uncounted
-def _ways_with(index, bucket, digest):
-    """Return the ways of a bucket with a digest, a bit each; digest 0 is an empty way."""
-    return equal_ways(np.int64(index.digests.ctypes.data) + bucket * WAYS, digest)
-
-
-@inlined_uncounted
-def _id_of(index, slot):
-    return index.ids[index.rows[slot], 0]
-
-
-@inlined_uncounted
-def _slot_in_bucket(index, bucket, digest, id):
-    """Return the slot of an id in a bucket, -1 if it is not in it."""
-    ways = _ways_with(index, bucket, digest)
-    while ways != 0:
-        slot = bucket * WAYS + lowest_bit(ways)
-        if _id_of(index, slot) == id:
-            return slot
-        ways &= ways - 1
-    return np.int64(-1)
-
-
-@called
-def _overflow_slot(index, partition, digest, id):
-    """Return the slot of an id in the partition's overflow buckets, else -1."""
-    num_seen, bucket = np.int64(0), index.overflowed.size + partition
-    while num_seen < index.num_overflow[partition]:
-        slot = _slot_in_bucket(index, bucket, digest, id)
-        if slot >= 0:
-            return slot
-        num_seen += WAYS - count_bits(_ways_with(index, bucket, 0))
-        bucket += index.num_sets.size
-    return np.int64(-1)
-
-
-@called
-def _slot_of(index, home, id):
-    """Return the slot of an id, -1 if it is unknown."""
-    hash64 = mix(id)
-    slot = _slot_in_bucket(index, home, _digest_of(hash64), id)
-    if slot < 0 and index.overflowed[home] > 0:
-        return _overflow_slot(index, home % index.num_sets.size, _digest_of(hash64), id)
-    return slot
 
 
 @inlined_uncounted
@@ -74,7 +39,7 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
     """Look up ids [begin, end) of one table in chunks: each loop over a chunk prefetches what the next one reads."""
     (table, step, occurrences), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
-    _id_of = np.int64(index.ids.ctypes.data)
+    ids_at = np.int64(index.ids.ctypes.data)
     for start in range(begin, end, CHUNK):
         size = min(CHUNK, end - start)
         # Hashes; prefetch digests.
@@ -82,28 +47,30 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
             hashes[i] = mix(ids[start + i])
             slots[i] = home_bucket(index, hashes[i]) * WAYS
             prefetch(digests + slots[i], 1)
-        # First slot with an equal digest; prefetch its row number.
+        # First slot with an equal digest; prefetch its row number. Only a set without an empty way has overflow rows.
         for i in range(size):
-            ways = equal_ways(digests + slots[i], _digest_of(hashes[i]))
-            slots[i] = slots[i] + lowest_bit(ways) if ways != 0 else -1
+            ways = equal_ways(digests + slots[i], digest_of(hashes[i]))
             if ways != 0:
+                slots[i] += lowest_bit(ways)
                 prefetch(row_of + slots[i] * 4, 1)
+            else:
+                slots[i] = _UNKNOWN if equal_ways(digests + slots[i], 0) != 0 else _MAY_OVERFLOW
         # Row; prefetch its id.
         for i in range(size):
-            row = np.int64(index.rows[slots[i]]) if slots[i] >= 0 else np.int64(-1)
+            row = np.int64(index.rows[slots[i]]) if slots[i] >= 0 else slots[i]
             rows[start + i] = row
             if row >= 0:
-                prefetch(_id_of + row * 16, 1)
+                prefetch(ids_at + row * 16, 1)
         # Compare ids, with a full search on a mismatch; update uses, or write the keys of unknown ids.
         for i in range(size):
             position, row = start + i, rows[start + i]
-            if row < 0 or index.ids[row, 0] != ids[position]:
-                slot = _slot_of(index, home_bucket(index, hashes[i]), ids[position])
+            if row == _MAY_OVERFLOW or (row >= 0 and index.ids[row, 0] != ids[position]):
+                slot = slot_of(index, home_bucket(index, hashes[i]), ids[position])
                 row = rows[position] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
             if previous_steps.size > 0 and row >= 0:
                 previous_steps[position], index.uses[row, 0] = index.uses[row, 0], step
                 number = min(MAX_USES, occurrences[position]) if occurrences.size > 0 else np.int64(1)
-                count = np.int64(atomic_add(_id_of + row * 16 + 12, np.int32(number)))
+                count = np.int64(atomic_add(ids_at + row * 16 + 12, np.int32(number)))
                 if count > MAX_USES - number or count < 0:  # saturate after an overflow
                     index.uses[row, 1] = MAX_USES
             elif previous_steps.size > 0:
@@ -126,74 +93,97 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
 
 
 @inlined_uncounted
-def _next_home(index, home, partition):
-    """Return the home bucket of the next set."""
-    bucket = home + index.num_sets.size
-    return bucket if bucket < index.num_sets[partition] * index.num_sets.size else partition
+def _old_ways(index, home, step):
+    """Return the ways of a set whose rows may have the least keys, see `DynamicIndex.old_ways`; 0 if unknown."""
+    old_ways = index.old_ways[2 * home + 1]
+    return old_ways & _ALL_WAYS if step < old_ways >> 32 else np.int64(0)
 
 
 @inlined_uncounted
-def _prefetch_set(index, home, stage):
-    """Prefetch what `_find_victim` reads of a set: in stage 0 its ways, in 1 the numbers of its rows, in 2 the rows."""
-    if stage == 0:
-        prefetch(np.int64(index.digests.ctypes.data) + home * WAYS, 1)
-        prefetch(np.int64(index.old_ways.ctypes.data) + home * 8, 1)
-    elif stage == 1:
-        prefetch(np.int64(index.rows.ctypes.data) + home * WAYS * 4, WAYS * 4)
-    else:
-        used_ways, entries = ~_ways_with(index, home, 0) & _ALL_WAYS, np.int64(index.ids.ctypes.data)
-        ways = used_ways & index.old_ways[home]
-        ways = ways if ways != 0 else used_ways
-        while ways != 0:
-            prefetch(entries + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
-            ways &= ways - 1
+def _prefetch_slots(index, home):
+    """Prefetch the digests of a set, and the numbers of its rows."""
+    prefetch(np.int64(index.digests.ctypes.data) + home * WAYS, 1)
+    prefetch(np.int64(index.rows.ctypes.data) + home * WAYS * 4, WAYS * 4)
 
 
 @inlined_uncounted
-def _least_used(index, home, bucket, ways, rule, best):
-    """Return the best victim, its slot, key and id: `best`, or a row of a set in these ways of a bucket."""
-    (step, max_step, half_life), (victim, min_key, min_id) = rule, best
+def _prefetch_rows(index, home, step):
+    """Prefetch the rows of a set that `_find_victim` reads first."""
+    used_ways, entries = ~ways_with(index, home, 0) & _ALL_WAYS, np.int64(index.ids.ctypes.data)
+    ways = used_ways & _old_ways(index, home, step)
+    ways = ways if ways != 0 else used_ways
     while ways != 0:
-        slot = bucket * WAYS + lowest_bit(ways)
+        prefetch(entries + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
         ways &= ways - 1
-        row = np.int64(index.rows[slot])
-        id, last_step = index.ids[row, 0], np.int64(index.uses[row, 0])
-        key = last_step
-        if half_life > 0:
-            key += np.int64(index.uses[row, 1]) >> min(31, max(0, step - last_step) // half_life) << 32
-        if (last_step <= max_step) & ((key < min_key) | ((key == min_key) & (id < min_id))):  # no branches: `&`
-            if bucket == home or home_bucket(index, mix(id)) == home:
-                victim, min_key, min_id = slot, key, id
-    return victim, min_key, min_id
+
+
+@inlined_uncounted
+def _search_overflow(index, home, rule, end_step):
+    """Return the best victim in a set's overflow slots, the least key there, and the step until which all stay."""
+    (step, max_step, half_life), (victim, min_key, min_id) = rule, _NO_VICTIM
+    least_key, remaining = _MAX_KEY, np.int64(index.overflowed[home])
+    bucket = index.overflowed.size + home % index.num_sets.size if remaining > 0 else home
+    while remaining > 0:
+        ways = ~ways_with(index, bucket, 0) & _ALL_WAYS
+        while ways != 0:
+            slot = bucket * WAYS + lowest_bit(ways)
+            ways &= ways - 1
+            row, id = np.int64(index.rows[slot]), id_of(index, slot)
+            if home_bucket(index, mix(id)) == home:
+                remaining -= 1
+                key, halvings = key_of(index, row, step, half_life)
+                least_key = min(least_key, key)
+                end_step = min(end_step, (key & MAX_USES) + half_life * (halvings + 1)) if key >> 32 > 0 else end_step
+                if index.uses[row, 0] <= max_step and (key < min_key or (key == min_key and id < min_id)):
+                    victim, min_key, min_id = slot, key, id
+        bucket += index.num_sets.size
+    return (victim, min_key, min_id), least_key, end_step
+
+
+@inlined_uncounted
+def _note_old_ways(index, home, ways, rule, end_key, end_step):
+    """Set `DynamicIndex.old_ways` of a set with these used ways; key and step are at most the given ones."""
+    (step, _, half_life), old_ways = rule, np.int64(0)
+    while ways != 0:
+        way = lowest_bit(ways)
+        ways &= ways - 1
+        key, halvings = key_of(index, np.int64(index.rows[home * WAYS + way]), step, half_life)
+        old_ways |= np.int64(key < end_key) << way
+        # Another row's key may be less when its count has halved.
+        if key >= end_key and key >> 33 << 32 | (key & MAX_USES) < end_key:
+            end_step = min(end_step, (key & MAX_USES) + half_life * (halvings + 1))
+    index.old_ways[2 * home], index.old_ways[2 * home + 1] = end_key, end_step << 32 | old_ways
 
 
 @inlined_uncounted
 def _find_victim(index, home, step, max_step, half_life):
     """Return the slot of the row of a set to evict, -1 if none may be, its key (aged count, last step), and its id."""
-    # Last steps only increase: with "lru" compare the ways that were old when the set was searched, then all.
-    ways, old_ways = ~_ways_with(index, home, 0) & _ALL_WAYS, index.old_ways[home]
-    best = np.int64(-1), _NO_VICTIM, _NO_VICTIM
-    if half_life == 0:
-        best = _least_used(index, home, home, ways & old_ways, (step, min(max_step, (old_ways >> 32) - 1), 0), best)
+    rule, ways = (step, max_step, half_life), ~ways_with(index, home, 0) & _ALL_WAYS
+    # The old ways, if the row of one has a key below all others.
+    old_ways, best = ways & _old_ways(index, home, step), _NO_VICTIM
+    if old_ways != 0:
+        best = least_used(index, home, old_ways, rule, (np.int64(-1), index.old_ways[2 * home], ~_MAX_KEY))
+    # Else the whole set.
     if best[0] < 0:
-        best = _least_used(index, home, home, ways, (step, max_step, half_life), best)
-        if half_life == 0 and best[0] >= 0:
-            old_step, old_ways = best[1] + 1 + (max_step - best[1]) // OLD_SHARE, np.int64(0)
-            while ways != 0:
-                way = lowest_bit(ways)
-                old_ways |= np.int64(index.uses[index.rows[home * WAYS + way], 0] < old_step) << way
-                ways &= ways - 1
-            index.old_ways[home] = old_step << 32 | old_ways
-    # Rows in overflow buckets, which the sets of a partition share.
-    partition = home % index.num_sets.size
-    bucket = index.overflowed.size + partition
-    remaining = np.int64(index.num_overflow[partition]) if index.overflowed[home] > 0 else np.int64(0)
-    while remaining > 0:
-        ways = ~_ways_with(index, bucket, 0) & _ALL_WAYS
-        remaining -= count_bits(ways)
-        best = _least_used(index, home, bucket, ways, (step, max_step, half_life), best)
-        bucket += index.num_sets.size
+        # Until a half-life has passed, the counts of rows that are used meanwhile do not halve.
+        end_step = min(step + half_life, np.int64(MAX_USES)) if half_life > 0 else np.int64(MAX_USES)
+        best, least_key, end_step = _search_overflow(index, home, rule, end_step)
+        best = least_used(index, home, ways, rule, best)
+        if best[0] >= 0:
+            end_key = best[1] + 1 + (max_step - (best[1] & MAX_USES)) // OLD_SHARE
+            _note_old_ways(index, home, ways, rule, min(end_key, least_key), end_step)
     return best
+
+
+@inlined_uncounted
+def _note_inserted(index, home, slot, key):
+    """Note in `DynamicIndex.old_ways` the row that was inserted into a slot."""
+    if index.old_ways[2 * home + 1] != 0:
+        is_old, way = key < index.old_ways[2 * home], np.int64(1) << slot % WAYS
+        if slot < index.overflowed.size * WAYS:
+            index.old_ways[2 * home + 1] = index.old_ways[2 * home + 1] & ~way | (way if is_old else 0)
+        elif is_old:
+            index.old_ways[2 * home + 1] = 0  # unknown
 
 
 @inlined_uncounted
@@ -202,22 +192,21 @@ def _return_from_overflow(index, partition, home, target):
     bucket = index.overflowed.size + partition
     while True:
         for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
-            if index.digests[slot] != 0 and home_bucket(index, mix(_id_of(index, slot))) == home:
+            if index.digests[slot] != 0 and home_bucket(index, mix(id_of(index, slot))) == home:
                 index.digests[target], index.rows[target] = index.digests[slot], index.rows[slot]
                 index.digests[slot] = 0
                 index.overflowed[home] -= 1
                 index.num_overflow[partition] -= 1
-                index.old_ways[home] |= np.int64(1) << target % WAYS
+                index.old_ways[2 * home + 1] |= np.int64(1) << target % WAYS
                 return
         bucket += index.num_sets.size
 
 
 @inlined_uncounted
-def _remove_slot(index, slot):
+def _remove_slot(index, partition, slot):
     """Remove the row of a slot from the index, and push it to the partition's free rows."""
     row = index.rows[slot]
     home = home_bucket(index, mix(index.ids[row, 0]))
-    partition = home % index.num_sets.size
     index.free[(index.num_allocated[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
     index.uses[row, 0] = MAX_USES  # above every step: free rows are never counted as evictable
     index.num_rows[partition] -= 1
@@ -238,7 +227,7 @@ def _split(index, partition):
     old_home, new_home = (sets & (mask >> 1)) * partitions + partition, sets * partitions + partition
     target = new_home * WAYS
     for slot in range(old_home * WAYS, old_home * WAYS + WAYS):
-        if index.digests[slot] != 0 and mix(_id_of(index, slot)) & mask == sets:
+        if index.digests[slot] != 0 and mix(id_of(index, slot)) & mask == sets:
             index.digests[target], index.rows[target] = index.digests[slot], index.rows[slot]
             index.digests[slot] = 0
             target += 1
@@ -248,14 +237,14 @@ def _split(index, partition):
     while remaining > 0:
         for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
             if index.digests[slot] != 0:
-                home = home_bucket(index, mix(_id_of(index, slot)))
+                home = home_bucket(index, mix(id_of(index, slot)))
                 if home == new_home:
                     index.overflowed[old_home] -= 1
                     index.overflowed[new_home] += 1
                 remaining -= 1 if home == old_home or home == new_home else 0
         bucket += partitions
     for home in (old_home, new_home):
-        empty_ways = _ways_with(index, home, 0)
+        empty_ways = ways_with(index, home, 0)
         while empty_ways != 0 and index.overflowed[home] > 0:
             _return_from_overflow(index, partition, home, home * WAYS + lowest_bit(empty_ways))
             empty_ways &= empty_ways - 1
@@ -264,14 +253,14 @@ def _split(index, partition):
 @inlined_uncounted
 def _empty_slot(index, partition, home):
     """Return an empty slot of the home bucket, else of an overflow bucket, and count the overflow row."""
-    empty_ways, bucket = _ways_with(index, home, 0), home
+    empty_ways, bucket = ways_with(index, home, 0), home
     if empty_ways == 0:
         index.overflowed[home] += 1
         index.num_overflow[partition] += 1
         bucket = index.overflowed.size + partition - index.num_sets.size
         while empty_ways == 0:
             bucket += index.num_sets.size
-            empty_ways = _ways_with(index, bucket, 0)
+            empty_ways = ways_with(index, bucket, 0)
     return bucket * WAYS + lowest_bit(empty_ways)
 
 
@@ -281,8 +270,9 @@ def _insert(index, number, ids, occurrences, rules, table, evicted):
     # Evict if the partition is full: from the id's set or the next one, else from the next set with an evictable row.
     id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
     home, partition = home_bucket(index, mix(id)), index_partition(index, mix(id))
-    if index.num_rows[partition] * partitions == index.free.size:  # a division takes as long as a cache miss
-        victim, min_key, min_id = np.int64(-1), _NO_VICTIM, _NO_VICTIM
+    evicts = index.num_rows[partition] * partitions == index.free.size  # a division takes as long as a cache miss
+    if evicts:
+        victim, min_key, min_id = _NO_VICTIM
         num_sets = np.int64(index.num_sets[partition])
         probed_home = home
         for offset in range(num_sets):
@@ -291,9 +281,9 @@ def _insert(index, number, ids, occurrences, rules, table, evicted):
             slot, key, victim_id = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
             if key < min_key or (key == min_key and victim_id < min_id):
                 victim, min_key, min_id = slot, key, victim_id
-            probed_home = _next_home(index, probed_home, partition)
-        evicted[number, 0], evicted[number, 1] = _id_of(index, victim), index.rows[victim]
-        _remove_slot(index, victim)
+            probed_home = next_home(index, probed_home, partition)
+        evicted[number, 0], evicted[number, 1] = id_of(index, victim), index.rows[victim]
+        _remove_slot(index, partition, victim)
     # Take the row freed last, or a new one.
     num_free = np.int64(index.num_allocated[partition] - index.num_rows[partition])
     if num_free > 0:
@@ -305,7 +295,10 @@ def _insert(index, number, ids, occurrences, rules, table, evicted):
     index.ids[row, 0], index.uses[row, 0], index.uses[row, 1] = id, step, min(MAX_USES, occurrences[number])
     # Insert it, and split sets that are due.
     slot = _empty_slot(index, partition, home)
-    index.digests[slot], index.rows[slot] = _digest_of(mix(id)), row
+    index.digests[slot], index.rows[slot] = digest_of(mix(id)), row
+    if evicts or rules[table, 2] > 0:
+        count = min(MAX_USES, occurrences[number]) if rules[table, 2] > 0 else np.int64(0)
+        _note_inserted(index, home, slot, count << 32 | step)
     while (
         index.num_rows[partition] > MAX_ROWS_PER_SET * index.num_sets[partition]
         and index.num_sets[partition] * partitions < index.overflowed.size
@@ -324,7 +317,7 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
     numbers, homes, number = np.empty(CHUNK, dtype=np.int64), np.empty((CHUNK, 2), dtype=np.int64), 0
     while number < ids.size:
         table, index, size = tables[number], view_index(indexes[tables[number]]), 0
-        partitions = index.num_sets.size
+        partitions, old_ways = index.num_sets.size, np.int64(index.old_ways.ctypes.data)
         first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
         while number < ids.size and tables[number] == table:
             hash64 = mix(ids[number])
@@ -332,18 +325,21 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
             if first <= partition < end and admitted[number]:
                 numbers[size], homes[size] = number, home_bucket(index, hash64)
                 if index.num_rows[partition] * partitions == index.free.size:
-                    homes[size, 1] = _next_home(index, homes[size, 0], partition)
+                    homes[size, 1] = next_home(index, homes[size, 0], partition)
                 size += 1
             number += 1
             if size == CHUNK or number == ids.size or tables[number] != table:
-                for stage in range(2):
-                    for i in range(2 * size):
-                        _prefetch_set(index, homes[i // 2, i % 2], stage)
+                for i in range(size):
+                    _prefetch_slots(index, homes[i, 0])
+                    if homes[i, 0] != homes[i, 1]:
+                        _prefetch_slots(index, homes[i, 1])
+                        prefetch(old_ways + homes[i, 0] * 16, 1)
+                        prefetch(old_ways + homes[i, 1] * 16, 1)
                 for i in range(-AHEAD, size):
                     later = i + AHEAD
                     if later < size and homes[later, 0] != homes[later, 1]:
-                        _prefetch_set(index, homes[later, 0], 2)
-                        _prefetch_set(index, homes[later, 1], 2)
+                        _prefetch_rows(index, homes[later, 0], rules[table, 0])
+                        _prefetch_rows(index, homes[later, 1], rules[table, 0])
                     if i >= 0:
                         rows[numbers[i]] = _insert(index, numbers[i], ids, occurrences, rules, table, evicted)
                 size = 0
@@ -363,26 +359,36 @@ def _count_room(indexes, pending, rules, counts):
                 needed_rows[index_partition(index, mix(ids[number]))] += 1
                 counts[table, 2] += 1
             number += 1
-        # Rows missing beyond free ones, then beyond evictable ones.
+        # Rows missing beyond free ones, by partition; partitions that lack some.
         counts[table, 0], counts[table, 1] = occurrences[first:number].sum(), number - first
+        missing, lacking, size = needed_rows, np.empty(partitions, dtype=np.int64), 0
         for partition in range(partitions):
-            missing = needed_rows[partition] - max_rows + index.num_rows[partition]
-            counts[table, 4] += max(0, missing)
-            for row in range(partition, np.int64(index.num_allocated[partition]) * partitions, partitions):
-                if missing <= 0:
-                    break
-                missing -= 1 if index.uses[row, 0] <= rules[table, 1] else 0
-            counts[table, 3] += max(0, missing)
+            missing[partition] = max(0, needed_rows[partition] - max_rows + index.num_rows[partition])
+            counts[table, 4] += missing[partition]
+            lacking[size] = partition
+            size += 1 if missing[partition] > 0 else 0
+        # Rows missing beyond evictable ones: read rows in the order of memory until no partition lacks any.
+        for row in range(max_rows):
+            if size == 0:
+                break
+            num_lacking, size = size, 0
+            for i in range(num_lacking):
+                partition = lacking[i]
+                is_old = index.uses[row * partitions + partition, 0] <= rules[table, 1]
+                missing[partition] -= 1 if row < index.num_allocated[partition] and is_old else 0
+                lacking[size] = partition
+                size += 1 if missing[partition] > 0 else 0
+        counts[table, 3] += missing.sum()
 
 
 @compiled
 def _remove(fields, ids, rows):
     index = view_index(fields)
     for i in range(ids.size):
-        slot = _slot_of(index, home_bucket(index, mix(ids[i])), ids[i])
+        slot = slot_of(index, home_bucket(index, mix(ids[i])), ids[i])
         rows[i] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
         if slot >= 0:
-            _remove_slot(index, slot)
+            _remove_slot(index, index_partition(index, mix(ids[i])), slot)
 
 
 def _index_addresses(indexes: Sequence[DynamicIndex]) -> np.ndarray:
