@@ -336,17 +336,55 @@ def test_weights_may_have_no_address():
         torch.func.grad(lambda w: torch.func.functional_call(collection, w, (batch,)).sum())(weights)
 
 
-def test_ids_that_change_before_the_backward_are_an_error():
-    """They are grouped in the backward, and an update of other rows would be silently wrong."""
-    collection = make_collection([te.TableConfig("t", 5, 4)], te.optim.SGD(lr=0.1))
-    batch = te.KeyedJaggedTensor.from_lists({"t": [[3], [1, 2]]})
-    initial, pooled = collection["t"].weight.clone(), collection(batch)
-    batch.values().fill_(0)
-    with pytest.raises(RuntimeError, match="ids were changed in place between their lookup and its backward"):
+IN_PLACE = [("device", "ids"), *[(tier, tensor) for tier in ("device", "host") for tensor in ("offsets", "weights")]]
+
+
+@pytest.mark.parametrize(("placement", "tensor"), [*IN_PLACE, ("disk", "offsets"), ("dynamic", "offsets")])
+def test_a_batch_that_changes_before_the_backward_is_an_error(placement, tensor):
+    """An update of other rows, or by other gradients, would be silently wrong."""
+    size = {"num_embeddings": None, "capacity": 8} if placement == "dynamic" else {"num_embeddings": 5}
+    size["placement"] = "device" if placement == "dynamic" else placement
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("t", embedding_dim=4, **size)], te.optim.SGD(lr=0.1))
+    batch = te.KeyedJaggedTensor.from_lists({"t": [[3], [1, 2]]}, {"t": [[1.0], [2.0, 3.0]]})
+    pooled, initial = collection(batch), contents(collection)
+    {"ids": batch.values(), "offsets": batch.offsets(), "weights": batch.weights()}[tensor].mul_(1)
+    with pytest.raises(RuntimeError, match=f"table 't': .*{tensor} were changed in place between a lookup and its"):
         pooled.sum().backward()
-    assert torch.equal(collection["t"].weight, initial)
+    assert_same_bits(contents(collection), initial)
     collection(batch).sum().backward()
-    assert not torch.equal(collection["t"].weight, initial)
+
+
+@pytest.mark.parametrize("kind", ["pooled", "unpooled", "dynamic", pytest.param("compiled", marks=pytest.mark.more)])
+def test_two_lookups_have_gradients_of_their_sample_weights(kind):
+    """The backward of one must not read rows that the backward of the other has updated."""
+    size = {"num_embeddings": None, "capacity": 8} if kind == "dynamic" else {"num_embeddings": 5}
+    pooling, make = ("none", te.nn.EmbeddingCollection) if kind == "unpooled" else ("sum", te.nn.EmbeddingBagCollection)
+    collection = make([te.TableConfig("t", embedding_dim=4, pooling=pooling, **size)], te.optim.SGD(lr=1.0))
+    ids, offsets, weights = torch.tensor([3, 1, 2]), torch.tensor([0, 1, 3]), torch.ones(2, 3, requires_grad=True)
+
+    def look_up(sample_weights):
+        result = collection(te.KeyedJaggedTensor(["t"], ids, sample_weights, offsets=offsets))
+        return (result.values() if kind == "unpooled" else result).sum()
+
+    def look_up_twice():
+        return look_up(weights[0]) + look_up(weights[1])
+
+    call = torch.compile(look_up_twice, backend="aot_eager", fullgraph=True) if kind == "compiled" else look_up_twice
+    loss, table = call(), collection.tables[0]
+    initial = table.lookup(ids) if kind == "dynamic" else table.weight.detach()[ids]
+    loss.backward()
+    assert torch.equal(weights.grad, initial.sum(1).expand(2, 3))
+    updated = table.lookup(ids) if kind == "dynamic" else table.weight.detach()[ids]
+    torch.testing.assert_close(updated, initial - 2)
+    assert int(collection.step) == 2
+    assert collection.table_set.passes_so_far() == 1
+    # A later pass has not the rows of its lookup any more.
+    losses = look_up(weights[0]), look_up(weights[1])
+    losses[0].backward()
+    with pytest.raises(
+        RuntimeError, match="table 't': rows of 't' were changed in place between a lookup and its back"
+    ):
+        losses[1].backward()
 
 
 @pytest.mark.parametrize("converted", [torch.bfloat16, torch.float16])

@@ -8,7 +8,7 @@ with a backward in Python use it, too. There `bag_fused` passes its gradient to 
 model are updated together at the end of the backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import SHARED_ARGUMENTS, define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, row_groups, ungrouped
-from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_, row_update_, shared_update
+from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_, row_update_, shared_update, update_after_backward
 
 
 def embedding_bag(
@@ -112,16 +112,44 @@ Read = Callable[[], Tensor]
 TakeGradient = Callable[[Tensor, bool], Tensor | None]
 
 
-def fused_lookup(weight: Tensor, sample_weights: Tensor | None, read: Read, take_gradient: TakeGradient) -> Tensor:
+def fused_lookup(
+    weight: Tensor,
+    sample_weights: Tensor | None,
+    read: Read,
+    take_gradient: TakeGradient,
+    tables: Callable[[], Iterable[str]] = tuple,
+    *inputs: Tensor | None,
+) -> Tensor:
     """Look up rows with a backward in Python, which may update rows, accumulate the gradient or exchange it.
+
+    RuntimeError in the backward if `inputs` were changed in place after the lookup.
 
     Args:
         weight: represents all tables in the autograd graph; it gets no gradient.
         read: returns the result, `[B, width]` if pooled, else `[N, width]`.
         take_gradient: called with the gradient of the result, and whether the per-sample weights require a gradient,
             which it returns.
+        tables: returns the names of the tables.
+        inputs: ids, offsets, per-sample weights, then the tables' weights if the gradient of the former reads them.
     """
-    return _FusedLookup.apply(weight, sample_weights, read, take_gradient)
+    versions = _versions(*inputs)
+
+    def take_checked(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+        if versions != (current := _versions(*inputs)):
+            names = [*tables()]
+            titles = ["ids", "offsets", "per-sample weights", *[f"rows of {name!r}" for name in names]]
+            changes = [title for title, *pair in zip(titles, versions, current, strict=False) if pair[0] != pair[1]]
+            raise RuntimeError(
+                f"table {names[0]!r}: {', '.join(changes)} were changed in place between a lookup and its backward; "
+                "change a copy, or run the backward first"
+            )
+        return take_gradient(grad, needs_sample_weight_grad)
+
+    return _FusedLookup.apply(weight, sample_weights, read, take_checked)
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -169,10 +197,6 @@ pinned_lookup = define(
 )
 
 
-def _versions(*tensors: Tensor | None) -> list[int]:
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 class FusedBatch(NamedTuple):
     """Lookup like `embedding_bag`, whose backward updates weights, states and counters in place, or accumulates.
 
@@ -202,7 +226,9 @@ class FusedBatch(NamedTuple):
         check_devices(tables.weights, values, layout)
         if plain_eager(values, offsets, sample_weights, tables=tables.weights):
             batch = self if groups is not None else FusedBatch(*self[:-2], UngroupedIds.record(values), layout)
-            return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient)
+            read_weights = tables.weights if sample_weights is not None and sample_weights.requires_grad else ()
+            inputs, names = (values, offsets, sample_weights, *read_weights), partial(unpack_names, layout.table_names)
+            return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient, names, *inputs)
         if groups is None:
             groups = row_groups(values, offsets, layout) if self.shared else ungrouped(values)
         arguments = values, offsets, sample_weights, *options, *groups, *layout
@@ -219,14 +245,16 @@ class FusedBatch(NamedTuple):
         groups: Any = self.values
         if isinstance(self.groups, RowGroups):
             groups = self.groups
-        elif self.groups is not None and [self.groups.version] != _versions(self.values):
-            raise RuntimeError("the ids were changed in place between their lookup and its backward; change a copy")
         elif self.groups is not None and (self.shared or self.groups.fork_point is not None):
             groups = self.groups.group(self.values, self.offsets, self.layout)
         if needs_sample_weight_grad:
             sample_weight_grad = _sample_weight_gradient(grad, self.tables.weights, *batch, self.layout)
         if self.accumulator == NOT_ACCUMULATING:
-            row_update_(self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
+            update = partial(row_update_, self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
+            if needs_sample_weight_grad:  # earlier lookups of this pass read the rows for that gradient, too
+                update_after_backward(self.accumulator, update)
+            else:
+                update()
         elif self.shared:
             shared_update(self.accumulator, grad, *batch, groups, self.layout)
         else:
@@ -303,24 +331,19 @@ def bag_fused(
 def _look_up_checked(lookup: "partial[BagGradient]", read: Read, collect: Callable[[BagGradient], None]) -> Tensor:
     """Look up one table in plain eager mode; the backward raises if the versions of the batch have changed."""
     table, name, ids, sample_weights, bags = lookup.args
-    reads_table = sample_weights is not None and sample_weights.requires_grad
-    inputs = ids, bags.offsets, sample_weights, table.weights[0] if reads_table else None
-    versions = _versions(*inputs)
+    weight = table.weights[0]
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        # Versions are compared here, since the table may be updated between this backward and the callback's update.
-        if versions != _versions(*inputs):
-            raise RuntimeError(
-                f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were "
-                "changed in place between the lookup and its backward; change a copy"
-            )
         sample_weight_grad = None
         if needs_sample_weight_grad:
-            sample_weight_grad = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
+            sample_weight_grad = sample_weight_gradient(grad, weight, ids, bags, sample_weights)
         collect(lookup(grad))
         return sample_weight_grad
 
-    return fused_lookup(table.weights[0], sample_weights, read, take_gradient)
+    # Versions are compared in the backward, since the table may be updated between it and the callback's update.
+    read_weights = table.weights if sample_weights is not None and sample_weights.requires_grad else ()
+    inputs = ids, bags.offsets, sample_weights, *read_weights
+    return fused_lookup(weight, sample_weights, read, take_gradient, lambda: [name], *inputs)
 
 
 _BAG_KINDS = (FusedTables, None, None, None, None, Bags, None)

@@ -71,24 +71,23 @@ def _group_on_side_stream(values: Tensor, offsets: Tensor, layout: Layout, start
 
 
 class UngroupedIds(NamedTuple):
-    """Ids that the backward will group: their version and, in a CUDA graph capture, the event of the lookup.
+    """Ids that the backward will group: in a CUDA graph capture, with the event of the lookup.
 
     A capture must not end while a side stream is forked, and a forward may be captured without its backward. So the
     backward forks and joins the side stream. The fork waits only for the lookup's event: a graph schedules nodes by
     their dependencies, not in the order of capture.
     """
 
-    version: int
     fork_point: tuple[torch.cuda.Event, int] | None  # event, and the id of the capture
 
     @classmethod
     def record(cls, values: Tensor) -> Self:
-        fork_point, version = None, 0 if values.is_inference() else values._version
+        fork_point = None
         if values.is_cuda and torch.cuda.is_current_stream_capturing():
             stream = torch.cuda.current_stream(values.device)
             capture = capture_id(stream)
             fork_point = None if capture is None else (stream.record_event(), capture)
-        return cls(version, fork_point)
+        return cls(fork_point)
 
     def group(self, values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
         """Group concurrently with nodes captured since the lookup; outside of that capture, on the current stream."""

@@ -261,27 +261,29 @@ def table_set_of(handle: int) -> Any:
     return tables
 
 
-# Updates by the id of their backward pass. Those of a failed pass are removed by the next one.
-_queued_updates: dict[int, list[tuple[int, Callable[[], None]]]] = {}
+class _PassUpdates(list[tuple[int, Callable[[], None]]]):
+    """Updates of one backward pass, with handles; unlike a list it can be weakly referenced."""
+
+
+# By the id of the pass. A failed pass drops its callback, and with it its updates.
+_queued_updates: WeakValueDictionary[int, _PassUpdates] = WeakValueDictionary()
 
 
 def update_after_backward(handle: int, update: Callable[[], None]) -> None:
-    """Run an update of the table set `handle`, together with other ranks, when the backward pass ends."""
-    task = torch._C._current_graph_task_id()
-    if task < 0:
+    """Run an update of the table set `handle` when the backward pass ends, after those of smaller handles."""
+    if (task := torch._C._current_graph_task_id()) < 0:
         update()
-    elif task in _queued_updates:
-        _queued_updates[task].append((handle, update))
-    else:
-        _queued_updates.clear()
-        _queued_updates[task] = [(handle, update)]
+        return
+    if (updates := _queued_updates.get(task)) is None:
+        updates = _queued_updates[task] = _PassUpdates()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_run_queued, task))
+        engine.queue_callback(partial(_run_queued, updates))
+    updates.append((handle, update))
 
 
-def _run_queued(task: int) -> None:
+def _run_queued(updates: _PassUpdates) -> None:
     """Run updates in the order of handles, since the order in graphs may differ between ranks."""
-    for _, update in sorted(_queued_updates.pop(task), key=lambda entry: entry[0]):
+    for _, update in sorted(updates, key=lambda entry: entry[0]):
         update()
 
 

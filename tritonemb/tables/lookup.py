@@ -5,6 +5,7 @@ In dynamic tables ids are replaced by rows, which training assigns to new ids.
 
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -56,7 +57,9 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
         else:
             batch.apply(tables, grad)
 
-    return ops.fused_lookup(tables.tables[0].weight, None, partial(batch.read, tables), take_gradient)
+    names, inputs = partial(map, attrgetter("name"), tables.configs), (batch.rows.offsets, batch.rows.sample_weights)
+    weight, read = tables.tables[0].weight, partial(batch.read, tables)
+    return ops.fused_lookup(weight, None, read, take_gradient, names, None, *inputs)
 
 
 PREFETCH_FIRST = (
