@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,7 +49,9 @@ def test_no_kernel_takes_the_address_of_its_own_memory_but_in_a_loop():
             loops = [node for node in ast.walk(kernel) if isinstance(node, (ast.For, ast.While))]
             in_loops = {node for loop in loops for part in loop.body for node in ast.walk(part)}
             assigned = [
-                node for node in ast.walk(kernel) if isinstance(node, ast.Assign) and "np.empty(" in ast.unparse(node)
+                node
+                for node in ast.walk(kernel)
+                if isinstance(node, ast.Assign) and re.search(r"(?<!torch\.)\b(empty|zeros)\(", ast.unparse(node))
             ]
             local = {name.id for node in assigned for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
             selection = [node for node in ast.walk(kernel) if isinstance(node, ast.Attribute) and node.attr == "ctypes"]
@@ -207,11 +210,11 @@ def test_a_kernel_that_cannot_be_typed_is_not_locked(kept):
 def test_where_no_process_can_be_started_this_one_compiles_all(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="tritonemb")
     monkeypatch.setattr(sys, "executable", "/usr/bin/server")
-    jit._start_helper.__wrapped__()
+    jit._start_compiler.__wrapped__()
     assert "compiling all kernels in this process, as no other can be started: " in caplog.text
 
 
-def test_the_helper_compiles_what_a_step_calls():
+def test_the_other_process_compiles_what_a_step_calls():
     row_update.precompile()
     bag = te.nn.EmbeddingBagCollection([te.TableConfig("table", 4, 8)], optimizer=te.optim.SGD(lr=0.1))
     bag(te.KeyedJaggedTensor(["table"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 2]))).sum().backward()

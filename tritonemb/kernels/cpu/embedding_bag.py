@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu import simd
-from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, address_of, call, compiled, inlined, parallel
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, address_of, addressed, call, inlined_uncounted, parallel
 from tritonemb.kernels.cpu.row_groups import (
     GOOD_OFFSETS,
     arrays_of,
@@ -21,7 +21,7 @@ from tritonemb.kernels.cpu.row_groups import (
     memory_of,
     scalings_of,
 )
-from tritonemb.kernels.cpu.simd import LONG, PREFETCH_DISTANCE, dot, float32_row, item_at, prefetch, row_size
+from tritonemb.kernels.cpu.simd import LONG, PREFETCH_DISTANCE, dot, empty, float32_row, item_at, prefetch, row_size
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Batch, Layout, cached_fact
 from tritonemb.memory import empty_result
 
@@ -84,7 +84,7 @@ def sum_address(format_of: Callable[[int], simd.RowFormat], code: int, scalings:
         emit(*args)
 
     sum_bags.__qualname__ = f"sum_bags_{code}_{'_'.join('scaled' if scaled else 'plain' for scaled in scalings)}"
-    return address_of(compiled(sum_bags), _SUM_TYPES)
+    return address_of(addressed(sum_bags), _SUM_TYPES)
 
 
 def _tables_of(weights: Sequence[Tensor], scalings: tuple[bool, ...]) -> tuple[np.ndarray, ...]:
@@ -92,7 +92,7 @@ def _tables_of(weights: Sequence[Tensor], scalings: tuple[bool, ...]) -> tuple[n
     return addresses, dtypes, np.array([sum_address(simd.format_of, code, scalings) for code in dtypes.tolist()])
 
 
-@inlined
+@inlined_uncounted
 def _sum_bags(address, out, pitch, bags, rows, streamed):
     """Call a sum; stores bypass the caches if they are aligned for it."""
     (offsets, num_bags, ids), (table, num_rows, no_row, scales, dim) = bags, rows
@@ -101,7 +101,7 @@ def _sum_bags(address, out, pitch, bags, rows, streamed):
     call(address, (out, pitch, *arrays, past_caches))
 
 
-@inlined
+@inlined_uncounted
 def _first_bad_position(begin, end, num_rows, values):
     """Return the first of the positions [begin, end) whose id is out of range, else NO_POSITION."""
     num_bad = 0
@@ -114,7 +114,7 @@ def _first_bad_position(begin, end, num_rows, values):
     return NO_POSITION
 
 
-@inlined
+@inlined_uncounted
 def _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales):
     """Fill in the scale of each position of bags [first_bag, last_bag)."""
     begin = offsets[first_bag]
@@ -125,23 +125,24 @@ def _fill_scales(first_bag, last_bag, is_mean, offsets, sample_weights, scales):
             scales[position - begin] = scale * sample_weights[position] if sample_weights.size else scale
 
 
-@parallel
-def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
-    """Pool the task's samples of the output [B, width] at address `output[0]`.
-
-    `weights` has the address of each table, the code of its dtype, and the address of its sum.
-    """
-    (num_rows, batch_size), (addresses, dtypes, sums) = sizes, weights
-    (tables, lookups, key_starts), (values, offsets, sample_weights) = layout, batch
-    out, width, zero_row, streamed = output
-    # Buffer for scales of the task's largest feature.
-    first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
-    max_positions = np.int64(0)
+@inlined_uncounted
+def _max_scales(task, num_tasks, sizes, layout, batch):
+    """Return the number of positions of the task's largest feature that has scales."""
+    (_, lookups, key_starts), (_, offsets, sample_weights), (num_rows, batch_size) = layout, batch, sizes
+    first, last, result = num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks, np.int64(0)
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             if lookups[lookup, POOLING] == MEAN or sample_weights.size:
-                max_positions = max(max_positions, offsets[key * batch_size + last] - offsets[key * batch_size + first])
-    scales = np.empty(max_positions, dtype=np.float32)
+                result = max(result, offsets[key * batch_size + last] - offsets[key * batch_size + first])
+    return result
+
+
+@inlined_uncounted
+def _pool_slice(task, first_bad, sizes, weights, layout, batch, output):
+    """Pool the task's samples; `output` ends with a buffer for scales."""
+    (num_rows, batch_size), (addresses, dtypes, sums), (tables, lookups, key_starts) = sizes, weights, layout
+    (values, offsets, sample_weights), (out, width, zero_row, streamed, scales) = batch, output
+    first, last = num_rows * task // first_bad.size, num_rows * (task + 1) // first_bad.size
     # By blocks of samples, by feature, by lookup.
     for block in range(first, last, BLOCK):
         for key in range(key_starts.size - 1):
@@ -160,6 +161,16 @@ def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
                 rows = addresses[table], num_table_rows, zero_row, factors if has_scales else 0, dim
                 _sum_bags(sums[table], target, width * 4, bags, rows, streamed)
                 first_bad[task] = min(first_bad[task], _first_bad_position(begin, end, num_table_rows, values))
+
+
+@functools.partial(parallel, passes=1)
+def _pool_samples(task, first_bad, sizes, weights, layout, batch, output):
+    """Pool the task's samples of the output [B, width] at address `output[0]`.
+
+    `weights` has the address of each table, the code of its dtype, and the address of its sum.
+    """
+    scales = empty(_max_scales(task, first_bad.size, sizes, layout, batch), np.float32)
+    _pool_slice(task, first_bad, sizes, weights, layout, batch, (*output, scales))
 
 
 @parallel

@@ -36,7 +36,7 @@ import numba
 import torch
 from llvmlite import ir
 from numba import _dynfunc, types
-from numba.core import caching, cgutils, codegen
+from numba.core import caching, cgutils, codegen, errors, event
 from numba.core.compiler import CompileResult, Flags
 from numba.core.cpu import CPUContext
 from numba.core.lowering import Lower
@@ -50,11 +50,10 @@ _compile_seconds: list[float] = []  # of each kernel that this process compiled
 _passes: dict[str, int] = {}  # of the optimizer, by name of a function; others are optimized where they are called
 _task_libraries: dict[str, Any] = {}  # of functions that `run_tasks` runs, by symbol
 _NOTICE_SECONDS = 2.0  # compilation time before the notice on stderr
-# First kernels of a train step.
-_HELPED = {"random.initialize", "embedding_bag.pool_samples", "embedding_bag.gather_values", "row_groups.sort"}
+_FIRST_KERNELS = {"random.initialize", "row_groups.sort"}  # of a train step, but not of scoring
 _fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 _LOCK_SECONDS, _POLL_SECONDS = 60.0, 0.02  # a kernel takes 10 s where other processes compete for the cores
-_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True, "_nrt": True}
 _DEFAULT_FLAGS = Flags().values()
 
 
@@ -160,8 +159,14 @@ class _Library(codegen.JITCodeLibrary):
 
     kernel: ClassVar[str] = ""
 
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
     def _optimize_final_module(self) -> None:
+        passes = llvmlite.binding.create_new_module_pass_manager()
+        passes.add_sroa_pass()  # so that the first pass below finds pairs of reference counts
         for _ in range(_passes.get(self.name, 0)):
+            passes.run(self._final_module, self._codegen._pass_builder())
             super()._optimize_final_module()
         if self.name == self.kernel:
             undefined = [function.name for function in self._final_module.functions if function.is_declaration]
@@ -182,10 +187,10 @@ def _print_notice() -> None:
 
 
 @functools.cache
-def _start_helper() -> None:
+def _start_compiler() -> None:
     """Compile the kernel that takes longest in another process: in one process, Numba compiles on one thread.
 
-    The helper ends with this process. Where none can be started, this process compiles that kernel when it calls it.
+    The process ends with this one. Where none can be started, this process compiles that kernel when it calls it.
     """
     watch = "threading.Thread(target=lambda: os.read(0, 1) or os._exit(1), daemon=True).start()"
     work = "from tritonemb.kernels.cpu.row_update import precompile; precompile()"
@@ -194,10 +199,10 @@ def _start_helper() -> None:
     try:
         if not Path(sys.executable or "").name.startswith("python") or getattr(sys, "frozen", False):
             raise OSError(f"{sys.executable!r} is not Python")
-        helper = subprocess.Popen([sys.executable, "-P", "-c", code], **streams)
-        atexit.register(helper.kill)
-        threading.Thread(target=helper.wait, daemon=True).start()  # otherwise it would stay as a zombie
-    except (OSError, RuntimeError, ValueError) as error:  # the helper is not needed
+        process = subprocess.Popen([sys.executable, "-P", "-c", code], **streams)
+        atexit.register(process.kill)
+        threading.Thread(target=process.wait, daemon=True).start()  # otherwise it would stay as a zombie
+    except (OSError, RuntimeError, ValueError) as error:  # the process is not needed
         _log.info("compiling all kernels in this process, as no other can be started: %s", error)
 
 
@@ -209,9 +214,9 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
     """
     done = f"{len(_compile_seconds)} done in {sum(_compile_seconds):.0f} s, cached in {cache_dir()}"
     _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
-    if kernel in _HELPED and (os.cpu_count() or 1) > 1 and not torch.is_inference_mode_enabled():
+    if kernel in _FIRST_KERNELS and (os.cpu_count() or 1) > 1 and not torch.is_inference_mode_enabled():
         if not any(_kernel_cache_dir(Path(__file__).parent).glob("*.row_update._update.*.nbc")):
-            _start_helper()
+            _start_compiler()
     # After a delay, announce on stderr.
     start, gc_enabled, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
     timer = threading.Timer(_NOTICE_SECONDS - sum(_compile_seconds), _print_notice)
@@ -222,13 +227,17 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
             return make_executable(context, library, descriptor, env)
         return _dynfunc.make_function(descriptor.lookup_module(), descriptor.qualname, "", 0, env, (library,))
 
-    # Patch Numba: no Python wrappers for functions that only kernels call, flags computed once.
+    # Patch Numba: no Python wrappers for functions that only kernels call, flags computed once, neither events nor
+    # colors of the errors that it catches.
     patches: list[tuple[Any, str, Any]] = [
         (_Library, "kernel", name),
         (codegen.JITCPUCodegen, "_library_class", _Library),
         (CPUContext, "get_executable", get_executable),
         (Lower, "create_cfunc_wrapper", lambda lower: None),  # also for Numba's own functions
         (Flags, "values", lambda flags: _DEFAULT_FLAGS | flags._values),  # same result, ten times faster
+        (event, "start_event", lambda *args, **kwargs: None),
+        (event, "end_event", lambda *args, **kwargs: None),
+        *((type(errors.termcolor()), style, lambda _, text: text) for style in ("errmsg", "filename")),
     ]
     originals = [getattr(target, attribute) for target, attribute, _ in patches]
     gc.disable()  # the compiler allocates many objects: each collection would traverse all of torch's
@@ -245,10 +254,10 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
         _compile_seconds.append(time.perf_counter() - start)
 
 
-def compiled(function: Callable[..., Any], passes: int = 1) -> Any:
+def compiled(function: Callable[..., Any], passes: int = 1, **options: bool) -> Any:
     """Decorate a kernel that Python calls: compile it at its first call, or load it from the cache."""
     _passes[function.__qualname__] = passes
-    dispatcher = numba.njit(**_OPTIONS)(function)
+    dispatcher = numba.njit(**_OPTIONS | options)(function)
     folder = _kernel_cache_dir(Path(sys.modules[function.__module__].__file__ or __file__).parent)
     dispatcher._cache = _KernelFiles(str(folder), f"{function.__module__}.{function.__qualname__}", "")
     kernel = f"{function.__module__.rpartition('.')[2]}.{function.__name__.lstrip('_')}"
@@ -257,13 +266,17 @@ def compiled(function: Callable[..., Any], passes: int = 1) -> Any:
     return dispatcher
 
 
+# Kernel that compiled code calls by its address, without a wrapper for Python. It can allocate no arrays.
+addressed = functools.partial(compiled, no_cpython_wrapper=True, _nrt=False)
+
+
 def called(function: Callable[..., Any], passes: int = 2, **options: bool) -> Any:
     """Decorate a function that only kernels call: compiled without wrappers for Python, which saves time.
 
     A single pass of the optimizer is enough without loops over 16-bit rows, some of which it leaves unvectorized.
     """
     _passes[function.__qualname__] = passes
-    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, **options)(function)
+    return numba.njit(**_OPTIONS | {"no_cpython_wrapper": True} | options)(function)
 
 
 def uncounted(function: Callable[..., Any]) -> Any:
@@ -276,7 +289,7 @@ def uncounted(function: Callable[..., Any]) -> Any:
 
 def inlined(function: Callable[..., Any], **options: bool) -> Any:
     """Decorate as `called`, and always inline: a call passes arrays field by field and costs more than a short row."""
-    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True, **options)(function)
+    return numba.njit(**_OPTIONS | {"no_cpython_wrapper": True, "forceinline": True} | options)(function)
 
 
 # As `uncounted`: atomic updates of reference counts take as long as the insertion of an id into an index.

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from tritonemb.kernels.cpu.jit import address_of, called, compiled, inlined
+from tritonemb.kernels.cpu.jit import address_of, addressed, called, inlined, inlined_uncounted
 from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.simd import DOT_LANES, emitted, float32_row, float64_row, load, uint16_row, uint32_row
 from tritonemb.layout import ELEMENTS_PER_COUNTER
@@ -105,23 +105,23 @@ def sum_of_squares(row, size):
     return total
 
 
-@inlined
+@inlined_uncounted
 def _sum_of_squares(row):
     return sum_of_squares(row.ctypes.data, row.size)
 
 
-@inlined
+@inlined_uncounted
 def _mean_of_squares(row):
     return _sum_of_squares(row) / np.float32(row.size)
 
 
-@inlined
+@inlined_uncounted
 def _subtract(w, scale, g):
     for j in range(w.size):
         w[j] -= scale * g[j]
 
 
-@inlined
+@inlined_uncounted
 def _cow_clip(w, g, count, h):
     ratio, floor = np.float32(h[COW_CLIP]), np.float32(h[COW_CLIP_FLOOR])
     norm, per_count = np.sqrt(_sum_of_squares(g)), ratio * np.sqrt(_sum_of_squares(w))
@@ -144,7 +144,7 @@ def power(base, exponent):
     return result
 
 
-@inlined
+@inlined_uncounted
 def _adam_direction(m, v, row_wise, g, h, step):
     """Update the moments `m` and `v`; `g` becomes Adam's direction. `row_wise`: `v` is one value."""
     beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
@@ -163,7 +163,7 @@ def _adam_direction(m, v, row_wise, g, h, step):
             g[j] = m[j] / correction1 / (np.sqrt(v[j] / correction2) + eps)
 
 
-@inlined
+@inlined_uncounted
 def _lamb(w, direction, lr, decay):
     for j in range(w.size):
         direction[j] += decay * w[j]
@@ -172,7 +172,7 @@ def _lamb(w, direction, lr, decay):
     _subtract(w, lr * ratio, direction)
 
 
-@inlined
+@inlined_uncounted
 def _lars(w, buffer, g, lr, h, decay):
     momentum, eta = np.float32(h[MOMENTUM]), np.float32(h[ETA])
     weight_norm, norm = np.sqrt(_sum_of_squares(w)), np.sqrt(_sum_of_squares(g))
@@ -183,7 +183,7 @@ def _lars(w, buffer, g, lr, h, decay):
         w[j] -= buffer[j]
 
 
-@inlined
+@inlined_uncounted
 def _ftrl(w, linear, total, g, lr, h):
     beta, l1, l2 = np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2])
     for j in range(w.size):
@@ -261,7 +261,7 @@ def step_address(kind: int, is_float32: bool, is_clipped: bool, decays: bool, is
                 for j in range(w.size):
                     w[j] *= scale
 
-    step_float32 = inlined(step_row)
+    step_float32 = inlined_uncounted(step_row)
 
     def step_16bit(args):
         address, _, _, _, dim, _, step, h, _, scratch, dtype, seed, counter, row = args
@@ -277,4 +277,4 @@ def step_address(kind: int, is_float32: bool, is_clipped: bool, decays: bool, is
 
     function = step_row if is_float32 else step_16bit
     function.__qualname__ = f"{function.__name__}_{kind}_{is_clipped:d}{decays:d}{is_bounded:d}"
-    return address_of(compiled(function, 2), _STEP_TYPES)
+    return address_of(addressed(function, 2), _STEP_TYPES)

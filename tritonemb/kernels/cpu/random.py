@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import FLOAT16, FLOAT32, inlined, parallel
+from tritonemb.kernels.cpu.jit import FLOAT16, FLOAT32, inlined, inlined_uncounted, parallel
 from tritonemb.kernels.cpu.row_groups import memory_of
 from tritonemb.kernels.cpu.simd import (
     bfloat16_to_float32,
+    empty,
     float16_to_float32,
     float32_bits,
     float32_from_bits,
@@ -29,7 +30,7 @@ _MAX_FLOAT16 = np.float32(65504.0)
 _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
 
 
-@inlined
+@inlined_uncounted
 def fill_philox(words, seed, first, row, step):
     """Fill in the words of counters (first …, row, row >> 32, step); `words` uint32 [4 * counters]."""
     for counter in range(words.size // 4):
@@ -47,7 +48,7 @@ def fill_philox(words, seed, first, row, step):
         words[4 * counter + 2], words[4 * counter + 3] = c2, c3
 
 
-@inlined
+@inlined_uncounted
 def _random16(words, element):
     return (words[element >> 1] >> np.uint32((element & 1) << 4)) & np.uint32(0xFFFF)
 
@@ -98,7 +99,7 @@ def _nearest_bfloat16(value):
     return _narrow_bfloat16(value, np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
 
 
-@inlined
+@inlined_uncounted
 def widen_row(bits, dtype, row):
     """Convert 16-bit `bits` to float32 `row`, exactly."""
     if dtype == FLOAT16:
@@ -109,7 +110,7 @@ def widen_row(bits, dtype, row):
             row[j] = bfloat16_to_float32(bits[j])
 
 
-@inlined
+@inlined_uncounted
 def narrow_row(row, dtype, bits):
     """Round float32 `row` to 16-bit `bits`, to nearest (ties to even); finite values saturate."""
     if dtype == FLOAT16:
@@ -120,7 +121,7 @@ def narrow_row(row, dtype, bits):
             bits[j] = _nearest_bfloat16(row[j])
 
 
-@inlined
+@inlined_uncounted
 def narrow_row_stochastic(row, dtype, bits, words):
     """Round float32 `row` to 16-bit `bits` stochastically, by random `words`; finite values saturate."""
     if dtype == FLOAT16:
@@ -136,15 +137,13 @@ PREFETCH_DISTANCE, PREFETCHED_BYTES = 8, 512  # entries between the prefetch of 
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
-@parallel
-def _initialize(task, num_tasks, memory, states, initial, entries, origin):
+@inlined_uncounted
+def _initialize_rows(task, num_tasks, memory, states, initial, entries, origin):
     """Initialize the task's rows: with values of ids, or of consecutive rows from the first one on."""
     (addresses, dtypes), (state_addresses, per_element, dims), (seeds, scales) = memory, states, initial
-    (num_rows, ids, rows, tables), (first_row, first_column), max_dim = entries, origin, dims.max()
+    (num_rows, ids, rows, tables), (first_row, first_column, words, buffer) = entries, origin
     begin = first_column % UNIFORMS_PER_COUNTER
     first, end = num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks
-    words = np.empty(begin + max_dim + UNIFORMS_PER_COUNTER, dtype=np.uint32)
-    buffer = np.empty(max_dim, dtype=np.float32)  # of a row of 16 bits
     for index in range(first - PREFETCH_DISTANCE, end):
         # Prefetch a row and its states.
         next_index = index + PREFETCH_DISTANCE
@@ -176,6 +175,13 @@ def _initialize(task, num_tasks, memory, states, initial, entries, origin):
             float32_row(state_addresses[state, table] + row * size * 4, size)[:] = np.float32(0)
 
 
+@parallel
+def _initialize(task, num_tasks, memory, states, initial, entries, origin):
+    first_row, first_column, max_dim = origin
+    words, buffer = empty(max_dim + 2 * UNIFORMS_PER_COUNTER, np.uint32), empty(max_dim, np.float32)  # a 16-bit row
+    _initialize_rows(task, num_tasks, memory, states, initial, entries, (first_row, first_column, words, buffer))
+
+
 def initialize_rows_(
     weights: Any, states: Any, initial: Any, ids: Any = None, rows: Any = None, tables: Any = None, origin: Any = (0, 0)
 ) -> None:
@@ -186,5 +192,5 @@ def initialize_rows_(
     (seeds, bounds), addresses = zip(*initial, strict=True), np.array([*map(Tensor.data_ptr, states)], dtype=np.int64)
     state_arrays = addresses.reshape(-1, len(weights)), np.array(per_element, dtype=np.bool_), np.array(dims)
     values = np.array(seeds, dtype=np.int64), np.array([bound * UNIT for bound in bounds], dtype=np.float32)
-    args = memory_of(weights), state_arrays, values, (num_rows, *entries), origin
+    args = memory_of(weights), state_arrays, values, (num_rows, *entries), (*origin, max(dims))
     _initialize(torch.get_num_threads(), num_tasks, num_tasks, *args)

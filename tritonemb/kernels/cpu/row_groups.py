@@ -18,8 +18,18 @@ from numba import types
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.kernels.cpu.jit import DTYPE_CODES, address_of, call, called, compiled, inlined, run_tasks
-from tritonemb.kernels.cpu.simd import int64_row
+from tritonemb.kernels.cpu.jit import (
+    DTYPE_CODES,
+    address_of,
+    call,
+    called,
+    compiled,
+    inlined,
+    inlined_uncounted,
+    run_tasks,
+    uncounted,
+)
+from tritonemb.kernels.cpu.simd import empty, int64_row, zeros
 from tritonemb.layout import FIRST_ROW, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 
 NARROW_BITS, PAIR_BITS = 32, 63  # of pairs of 4 and 8 bytes: an id and, below it, a source
@@ -29,6 +39,7 @@ HISTOGRAM_BITS = 8
 MIN_SPLIT_VALUES = 16_384  # tables with fewer values are not split
 # Columns of `units`, after TABLE. MAX_VALUES: bound of NUM_VALUES; BEGIN: start of its pairs.
 FIRST_ID, END_ID, MAX_VALUES, FIRST_SOURCE, SOURCE_BITS, ID_BITS, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 10)
+STARTS, LOOKUPS, KEYS = range(3)  # rows of `lookups_by_table`
 GOOD_OFFSETS = -2
 _ABSENT = np.empty(0, dtype=np.float32)
 
@@ -64,7 +75,7 @@ def scalings_of(layout: Layout, weighted: bool) -> tuple[bool, ...]:
     return tuple(sorted({weighted or is_mean for is_mean in means}))
 
 
-@inlined
+@inlined_uncounted
 def _find_bad_bag(offsets, num_values):
     """Check offsets: GOOD_OFFSETS; -1 if the first is not 0; the first bag whose offsets descend; or the last index."""
     if offsets[0] != 0:
@@ -84,29 +95,22 @@ def first_bad_bag(offsets, num_values):
     return _find_bad_bag(offsets, num_values)
 
 
-@inlined
-def lookups_by_table(lookups, key_starts, num_tables):
-    """Return `starts`; lookups of table t, by key, from `starts[t]` on; their keys; and the key of every lookup."""
-    starts = np.zeros(num_tables + 1, dtype=np.int64)
-    for lookup in range(lookups.shape[0]):
-        starts[lookups[lookup, TABLE] + 1] += 1
-    for table in range(num_tables):
-        starts[table + 1] += starts[table]
-    next_slots = starts[:-1].copy()
-    table_lookups, key_of = np.empty(lookups.shape[0], dtype=np.int64), np.empty(lookups.shape[0], dtype=np.int64)
-    keys = np.empty(lookups.shape[0], dtype=np.int64)
-    for key in range(key_starts.size - 1):
-        for lookup in range(key_starts[key], key_starts[key + 1]):
-            table = lookups[lookup, TABLE]
-            table_lookups[next_slots[table]], keys[next_slots[table]], key_of[lookup] = lookup, key, key
-            next_slots[table] += 1
-    return starts, table_lookups, keys, key_of
+@functools.lru_cache(maxsize=256)
+def lookups_by_table(layout: Layout) -> np.ndarray:
+    """Return int64 `[3, max(T + 1, L)]`: starts; lookups of table t, by key, from `starts[t]` on; and their keys."""
+    tables, lookups, key_starts = arrays_of(layout)
+    order, keys = lookups[:, TABLE].argsort(kind="stable"), np.arange(key_starts.size - 1).repeat(np.diff(key_starts))
+    starts = lookups[order, TABLE].searchsorted(np.arange(tables.shape[0] + 1))
+    by_table = np.zeros((3, max(starts.size, order.size)), dtype=np.int64)
+    for row, values in zip(by_table, (starts, order, keys[order]), strict=True):
+        row[: values.size] = values
+    return by_table
 
 
 @inlined
 def _keys_of(by_table, table):
     """Return the keys that look up a table; `by_table` is the result of `lookups_by_table`."""
-    return by_table[2][by_table[0][table] : by_table[0][table + 1]]
+    return by_table[KEYS, by_table[STARTS, table] : by_table[STARTS, table + 1]]
 
 
 @inlined
@@ -118,7 +122,7 @@ def _bit_length(value):
     return bits
 
 
-@inlined
+@inlined_uncounted
 def _add_unit(units, num_units, table, first_id, end_id, max_values):
     unit = units[num_units]
     unit[TABLE], unit[FIRST_ID], unit[END_ID], unit[MAX_VALUES] = table, first_id, end_id, max_values
@@ -130,7 +134,7 @@ def _split_table(table, num_rows, split_size, keys, batch, units, num_units):
     """Append units of `table` with about `split_size` values each, by a histogram of the upper bits of its ids."""
     batch_size, values, offsets = batch
     shift = max(0, _bit_length(num_rows - 1) - HISTOGRAM_BITS)
-    histogram = np.zeros(1 << HISTOGRAM_BITS, dtype=np.int64)
+    histogram = zeros(1 << HISTOGRAM_BITS, np.int64)
     for key in keys:
         for position in range(offsets[key * batch_size], offsets[(key + 1) * batch_size]):
             row = values[position]
@@ -151,14 +155,14 @@ def _split_table(table, num_rows, split_size, keys, batch, units, num_units):
 @inlined
 def _make_units(num_threads, tables, by_table, batch):
     """Split tables into units: one per table, or more of tables with more values than a thread's share."""
-    (batch_size, _, offsets), counts, total = batch, np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
+    (batch_size, _, offsets), counts, total = batch, zeros(tables.shape[0], np.int64), np.int64(0)
     for table in range(tables.shape[0]):
         for key in _keys_of(by_table, table):
             counts[table] += offsets[(key + 1) * batch_size] - offsets[key * batch_size]
         total += counts[table]
     target = max(MIN_SPLIT_VALUES, total // num_threads + 1)
     capacity = tables.shape[0] + total // MIN_SPLIT_VALUES * 2 + 4 * num_threads
-    units = np.zeros((capacity, NUM_GROUPS + 1), dtype=np.int64)
+    units = zeros((capacity, NUM_GROUPS + 1), np.int64)
     num_units, first = np.int64(0), np.int64(0)
     for table in range(tables.shape[0]):
         num_rows, count = tables[table, NUM_ROWS], counts[table]
@@ -171,7 +175,7 @@ def _make_units(num_threads, tables, by_table, batch):
     return units[:num_units]
 
 
-@inlined
+@inlined_uncounted
 def _set_pair_format(unit, begin, keys, batch_size, sources):
     """Set a unit's pair format and the start of its pairs; return the start of the next unit's."""
     unit[FIRST_SOURCE], end_source = sources[keys[0] * batch_size], sources[(keys[-1] + 1) * batch_size]
@@ -181,14 +185,14 @@ def _set_pair_format(unit, begin, keys, batch_size, sources):
     return begin + (2 * size if _pair_format(unit)[-1] else size)
 
 
-@inlined
+@inlined_uncounted
 def _pair_format(unit):
     """Return the pair format of a unit: first id, first source, source bits, whether an id fits, whether 8 bytes."""
     bits = unit[SOURCE_BITS] + unit[ID_BITS]
     return unit[FIRST_ID], unit[FIRST_SOURCE], unit[SOURCE_BITS], bits <= PAIR_BITS, bits > NARROW_BITS
 
 
-@inlined
+@inlined_uncounted
 def _read_pair(pairs, i, pair_format, values):
     first_id, first_source, source_bits, fits, wide = pair_format
     pair = np.int64(pairs[2 * i]) | np.int64(pairs[2 * i + 1]) << 32 if wide else np.int64(pairs[i])
@@ -196,7 +200,7 @@ def _read_pair(pairs, i, pair_format, values):
     return first_id + (pair >> source_bits) if fits else values[source], source
 
 
-@inlined
+@inlined_uncounted
 def _fill_pairs(unit, keys, batch, sources, pairs):
     """Fill in the pairs of a unit, unsorted: id and source, or only the source. Returns their number.
 
@@ -215,7 +219,7 @@ def _fill_pairs(unit, keys, batch, sources, pairs):
     return count
 
 
-@inlined
+@inlined_uncounted
 def _fill_digits(bit, digit_bits, first_id, first_position, position_bits, values, pairs):
     """Write `digit_bits` bits of each id, from `bit` on, above its position; keep the order."""
     mask, digit_mask = (1 << position_bits) - 1, (1 << digit_bits) - 1
@@ -225,7 +229,7 @@ def _fill_digits(bit, digit_bits, first_id, first_position, position_bits, value
         pairs[i] = digit << position_bits | position
 
 
-@inlined
+@inlined_uncounted
 def _insertion_sort(pairs):
     for i in range(1, pairs.size):
         pair, j = pairs[i], i
@@ -242,7 +246,7 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
     passes = max(1, (num_bits + max_digit_bits - 1) // max_digit_bits)
     digit_bits = (num_bits + passes - 1) // passes
     mask = (1 << digit_bits) - 1
-    all_ends = np.zeros((passes, 1 << digit_bits), dtype=np.int32)
+    all_ends = zeros((passes, 1 << digit_bits), np.int32)
     # Count the digits of all passes at once: after a pass equal digits are adjacent, and their increments would stall.
     for i in range(pairs.size):
         digits = np.int64(pairs[i]) >> first_bit
@@ -312,7 +316,7 @@ def _sort_wide(args):
     unit[NUM_VALUES], unit[NUM_GROUPS] = _sort_pairs(unit, keys, batch, sources, pairs)
 
 
-@inlined
+@inlined_uncounted
 def _write_groups(unit, bounds, values, first_row, pairs, first_value, groups):
     """Write rows, ends of segments and sources of a unit's sorted values in `bounds`. Returns the number of rows.
 
@@ -332,7 +336,7 @@ def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
     """Return rows, starts, order and number of the groups in slice [begin, end) of [0, total) of a sorted unit."""
     # Scale the slice to the unit's values, and move its bounds to starts of groups.
     split, pairs = _pair_format(unit), all_pairs[unit[BEGIN] :]
-    bounds = np.empty(2, dtype=np.int64)
+    bounds = empty(2, np.int64)
     bounds[0], bounds[1] = begin * unit[NUM_VALUES] // total, end * unit[NUM_VALUES] // total
     for i in range(2):
         while 0 < bounds[i] < unit[NUM_VALUES] and (
@@ -340,13 +344,13 @@ def groups_of_slice(unit, begin, end, total, values, first_row, all_pairs):
         ):
             bounds[i] += 1
     count = bounds[1] - bounds[0]
-    rows, starts = np.empty(count, dtype=np.int64), np.zeros(count + 1, dtype=np.int32)
-    order = np.empty(count, dtype=np.int32)
+    rows, starts = empty(count, np.int64), zeros(count + 1, np.int32)
+    order = empty(count, np.int32)
     num_groups = _write_groups(unit, (bounds[0], bounds[1]), values, first_row, pairs, 0, (rows, starts, order))
     return rows, starts, order, num_groups
 
 
-@called
+@uncounted
 def _write(task, num_tails, unit_starts, tables, values, sorted_units, groups):
     """Write sorted unit `task`, or one of `num_tails` slices of the padding after the last group."""
     (units, all_pairs), (rows, starts, order) = sorted_units, groups
@@ -371,23 +375,24 @@ def _write(task, num_tails, unit_starts, tables, values, sorted_units, groups):
 
 
 @compiled
-def _sort(num_threads, layout, batch, by_bag, sort_wide):
+def _sort(num_threads, tables, by_table, batch, by_bag, sort_wide):
     """Sort: return the first bad bag, if any; sources by bag (`offsets` or bag numbers); units; and sorted pairs."""
-    (tables, lookups, key_starts), (batch_size, values, offsets) = layout, batch
+    batch_size, values, offsets = batch
     # Check offsets; use bags as sources if all pairs with them fit.
     num_threads, bad_bag = 1 if values.size < MIN_SPLIT_VALUES else num_threads, _find_bad_bag(offsets, values.size)
-    by_table = lookups_by_table(lookups, key_starts, tables.shape[0])
     for table in range(tables.shape[0]):
         by_bag = by_bag and _bit_length(tables[table, NUM_ROWS]) + _bit_length(offsets.size) <= PAIR_BITS
-    sources = np.arange(offsets.size) if by_bag else offsets
+    sources = empty(offsets.size, np.int64) if by_bag else offsets
+    for bag in range(offsets.size if by_bag else 0):
+        sources[bag] = bag
     # Split tables, and allocate pairs.
-    units, size = np.empty((0, NUM_GROUPS + 1), dtype=np.int64), np.int64(0)
+    units, size = empty((0, NUM_GROUPS + 1), np.int64), np.int64(0)
     if bad_bag == GOOD_OFFSETS:
         units = _make_units(num_threads, tables, by_table, batch)
     for number in range(units.shape[0]):
         keys = _keys_of(by_table, units[number, TABLE])
         size = _set_pair_format(units[number], size, keys, batch_size, sources)
-    all_pairs = np.empty(size, dtype=np.uint32)
+    all_pairs = empty(size, np.uint32)
     run_tasks(num_threads, units.shape[0], _sort_unit, (units, by_table, batch, sources, all_pairs, sort_wide))
     return bad_bag, sources, units, all_pairs
 
@@ -397,7 +402,7 @@ def _group(num_threads, tables, values, sorted_units, groups):
     """Write rows, starts and order. Returns the number of groups."""
     units, starts = sorted_units[0], groups[1]
     num_threads, num_units = 1 if values.size < MIN_SPLIT_VALUES else num_threads, units.shape[0]
-    unit_starts = np.zeros((num_units + 1, 2), dtype=np.int64)
+    unit_starts = zeros((num_units + 1, 2), np.int64)
     for unit in range(num_units):
         unit_starts[unit + 1, 0] = unit_starts[unit, 0] + units[unit, NUM_VALUES]
         unit_starts[unit + 1, 1] = unit_starts[unit, 1] + units[unit, NUM_GROUPS]
@@ -421,12 +426,12 @@ def sort_pairs(
     ids: np.ndarray, offsets: np.ndarray, layout: Layout, by_bag: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return sources by bag (offsets or, with `by_bag` if they fit, bag numbers), units, and sorted pairs."""
-    arrays = arrays_of(layout)
-    batch = (offsets.size - 1) // max(1, arrays[2].size - 1), ids, offsets
+    tables, _, key_starts = arrays_of(layout)
+    batch = (offsets.size - 1) // max(1, key_starts.size - 1), ids, offsets
     # Bits of the largest id and source, at least: where they fit, all pairs are narrow.
-    bits = max(arrays[0][:, NUM_ROWS].tolist()).bit_length() + max(ids.size, offsets.size).bit_length()
+    bits = max(tables[:, NUM_ROWS].tolist()).bit_length() + max(ids.size, offsets.size).bit_length()
     sort_wide = address_of(_sort_wide, (types.int64,) * 10) if bits > NARROW_BITS else 0
-    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), arrays, batch, by_bag, sort_wide)
+    bad_bag, *sorted_pairs = _sort(torch.get_num_threads(), tables, lookups_by_table(layout), batch, by_bag, sort_wide)
     if bad_bag != GOOD_OFFSETS:
         raise errors.offsets_error(bad_bag, torch.from_numpy(offsets), ids.size, layout)
     return sorted_pairs

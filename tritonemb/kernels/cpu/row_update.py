@@ -11,7 +11,18 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.jit import DTYPE_CODES, FEW_ELEMENTS, FLOAT32, call, called, compiled, inlined, run_tasks
+from tritonemb.kernels.cpu.jit import (
+    DTYPE_CODES,
+    FEW_ELEMENTS,
+    FLOAT32,
+    call,
+    called,
+    compiled,
+    inlined,
+    inlined_uncounted,
+    run_tasks,
+    uncounted,
+)
 from tritonemb.kernels.cpu.optimizers import (
     ASSIGN,
     COW_CLIP,
@@ -24,8 +35,11 @@ from tritonemb.kernels.cpu.optimizers import (
     step_address,
 )
 from tritonemb.kernels.cpu.row_groups import (
+    KEYS,
+    LOOKUPS,
     NUM_GROUPS,
     NUM_VALUES,
+    STARTS,
     arrays_of,
     batch_arrays,
     groups_of_slice,
@@ -33,7 +47,16 @@ from tritonemb.kernels.cpu.row_groups import (
     scalings_of,
     sort_pairs,
 )
-from tritonemb.kernels.cpu.simd import PREFETCH_DISTANCE, block_sum_address, int32_row, int64_row, prefetch, row_size
+from tritonemb.kernels.cpu.simd import (
+    PREFETCH_DISTANCE,
+    block_sum_address,
+    empty,
+    int32_row,
+    int64_row,
+    prefetch,
+    row_size,
+    zeros,
+)
 from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
@@ -72,13 +95,11 @@ _NO_UNITS = np.empty((0, NUM_GROUPS + 1), dtype=np.int64)
 _NO_GROUPS: Any = np.zeros(1, dtype=np.int32), np.empty(0, dtype=np.int32), 0  # starts, order, their number
 # Batch in kernels. `sources`: positions or bags that `order` refers to, the first of each bag; `bags`: that of each
 # source, empty if they are equal; `grads` `[L or 1, 2]`: address and pitch of the gradient per lookup or of the output.
-_Batch: Any = namedtuple(
-    "_Batch", "lookups lookup_starts table_lookups key_of batch_size offsets sources bags pooled grads sample_weights"
-)
+_Batch: Any = namedtuple("_Batch", "lookups by_table batch_size offsets sources bags pooled grads sample_weights")
 _SGD_CONSTANTS = np.array(SGD(on_nonfinite="ignore").hyperparameters, dtype=np.float64)
 
 
-@inlined
+@inlined_uncounted
 def _is_one_value_per_bag(offsets):
     """Return whether each bag has one value, whose position is the bag's number."""
     num_mismatches = 0
@@ -87,7 +108,7 @@ def _is_one_value_per_bag(offsets):
     return num_mismatches == 0
 
 
-@called
+@uncounted
 def _fill_bags(task, num_tasks, offsets, bags):
     num_bags = offsets.size - 1
     for bag in range(num_bags * task // num_tasks, num_bags * (task + 1) // num_tasks):
@@ -95,18 +116,17 @@ def _fill_bags(task, num_tasks, offsets, bags):
             bags[position] = bag
 
 
-@inlined
+@inlined_uncounted
 def _find_lookup(source, table, batch):
     """Return the lookup of a source among the table's, its key, and the range of the key's sources."""
-    number = batch.lookup_starts[table]
-    while batch.sources[(batch.key_of[batch.table_lookups[number]] + 1) * batch.batch_size] <= source:
+    number = batch.by_table[STARTS, table]
+    while batch.sources[(batch.by_table[KEYS, number] + 1) * batch.batch_size] <= source:
         number += 1
-    lookup = batch.table_lookups[number]
-    first_bag = batch.key_of[lookup] * batch.batch_size
+    lookup, first_bag = batch.by_table[LOOKUPS, number], batch.by_table[KEYS, number] * batch.batch_size
     return lookup, first_bag, batch.sources[first_bag], batch.sources[first_bag + batch.batch_size]
 
 
-@inlined
+@inlined_uncounted
 def _fill_addresses(order, table, batch, per_lookup, addresses):
     """Write the address of the gradient of each source in `order`, of a table."""
     begin = end = base = pitch = np.int64(0)
@@ -120,7 +140,7 @@ def _fill_addresses(order, table, batch, per_lookup, addresses):
         addresses[i] = base + (np.int64(batch.bags[source]) if batch.bags.size else source) * pitch
 
 
-@inlined
+@inlined_uncounted
 def _fill_scales(order, table, batch, scales):
     """Write the scale of each source in `order`: its sample weight, over the bag's length for means."""
     begin = end = np.int64(0)
@@ -137,7 +157,7 @@ def _fill_scales(order, table, batch, scales):
         scales[i] = scale * batch.sample_weights[source] if batch.sample_weights.size else scale
 
 
-@inlined
+@inlined_uncounted
 def _is_finite(bits):
     """Return whether float32 values are finite, by their bits, int32 `[n]`: the loop is vectorized."""
     largest = np.int32(0)
@@ -146,7 +166,7 @@ def _is_finite(bits):
     return largest < np.int32(0x7F800000)  # the exponent of infinities and NaN
 
 
-@inlined
+@inlined_uncounted
 def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
     prefetch(weight + row * row_bytes, row_bytes)
     for s in range(2):
@@ -154,30 +174,87 @@ def _prefetch_row(row, table, weight, row_bytes, states, state_bytes):
             prefetch(states[s, table] + row * state_bytes[s], state_bytes[s])
 
 
+@inlined_uncounted
+def _update_slice(task, check_only, groups, tasks, optimizer, arrays, reads):
+    """Update groups [first, last) of a table, block by block of rows.
+
+    With "raise" the first row with a gradient that is not finite goes into `bad_rows`, and the result is True.
+    """
+    (table, first, last, block_rows, sizes), (rows, starts, order, gradients, scales, buffer) = groups
+    (_, _, table_groups, bad_rows, skipped), (pointers, per_element, tables) = tasks, arrays
+    (kind, learning_rate, steps, hyperparameters, functions), (batch, per_lookup, scaled) = optimizer, reads
+    step_float32, step_16bit, sum_block = functions
+    addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
+    on_nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
+    sums_address, constants = np.int64(buffer.ctypes.data), np.int64(hyperparameters.ctypes.data)
+    pieces_address = sums_address + sizes[0] * 4
+    scratch_address = pieces_address + sizes[1] * 4
+    seed, counter = tables[table, SEED], tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
+    step = steps[table]
+    row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
+    row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
+    first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
+    row_bytes, row_step = row_size(dim, dtype), step_float32 if dtype == FLOAT32 else step_16bit
+    state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
+    # Prefetch the first rows; compute addresses and scales of all gradients.
+    distance = max(MIN_ROW_DISTANCE, min(MAX_ROW_DISTANCE, PREFETCHED_BYTES // row_bytes))
+    for group in range(first, min(first + distance, last) if kind >= 0 else first):
+        _prefetch_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
+    first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
+    entries = order[first_entry : first_entry + num_entries]
+    _fill_addresses(entries, table, batch, per_lookup, gradients)
+    for entry in range(num_entries, gradients.size):
+        gradients[entry] = base  # prefetched only
+    if scaled:
+        _fill_scales(entries, table, batch, scales)
+    # Block by block of rows: sum their gradients, of which more than PIECE in pieces; then update row by row.
+    in_place = kind == PLACE or (kind == COMPACT_SUMS and dtype == FLOAT32)
+    gradients_at = np.int64(gradients.ctypes.data - first_entry * 8)
+    scales_at = np.int64(scales.ctypes.data - first_entry * 4 if scaled else 0)
+    for block in range(first, last, block_rows):
+        count = min(block_rows, last - block)
+        offset = block if kind == PLACE else block - table_groups[table]
+        sums_at = base + offset * row_bytes if in_place else sums_address
+        starts_at = np.int64(starts.ctypes.data + block * 4)
+        call(sum_block, (sums_at, starts_at, count, gradients_at, scales_at, dim, pieces_address))
+        has_bad = on_nonfinite != IGNORE and kind >= 0 and not _is_finite(int32_row(sums_at, count * dim))
+        for group in range(block, block + count):
+            row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
+            address, sums = base + row * row_bytes, sums_at + (group - block) * dim * 4
+            if kind >= 0 and group + distance < last:
+                _prefetch_row(rows[group + distance] - first_row, table, base, row_bytes, states, state_bytes)
+            if has_bad and not _is_finite(int32_row(sums_at + (group - block) * dim * 4, dim)):
+                if on_nonfinite == RAISE:
+                    bad_rows[task] = rows[group]
+                    return True
+                skipped[task, table] += 1
+                continue
+            if check_only or row_step == 0:
+                continue
+            global_row = np.int64(row)
+            if dtype != FLOAT32 and stochastic:
+                global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
+            state1, state2 = states[0, table] + row * state_bytes[0], states[1, table] + row * state_bytes[1]
+            row_args = np.int64(address), np.int64(sums), state1, state2, dim, learning_rate, step, constants
+            occurrences = np.int64(starts[group + 1] - starts[group])
+            call(row_step, (*row_args, occurrences, scratch_address, dtype, seed, counter, global_row))
+    return False
+
+
 @functools.partial(called, passes=1)
 def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, groups):
     """Update the task's groups: those at costs [bounds[task], bounds[task + 1]) of all items.
 
-    An item is the groups of a table, or the pairs of a unit, from `costs[item]` to `costs[item + 1]`. With "raise"
-    the task's first row with a gradient that is not finite goes into `bad_rows`.
+    An item is the groups of a table, or the pairs of a unit, from `costs[item]` to `costs[item + 1]`.
     """
-    (bounds, costs, table_groups, bad_rows, skipped), (values, _, units, pairs) = tasks, sorted_ids
-    (kind, learning_rate, steps, hyperparameters, functions), (rows, starts, order, _) = optimizer, groups
-    step_float32, step_16bit, sum_block = functions
-    pointers, per_element, tables = arrays
-    batch, per_lookup, scaled = reads
-    addresses, dtypes, states = pointers[WEIGHT], pointers[DTYPE], pointers[STATES:]
-    # Buffers for one row.
+    (bounds, costs, table_groups, _, _), (values, _, units, pairs), tables = tasks, sorted_ids, arrays[2]
+    # Buffers: the sums of a block of rows; of pieces; a row, and random words.
     max_dim = np.int64(1)
     for table in range(tables.shape[0]):
         max_dim = max(max_dim, tables[table, ROW_DIM])
     block_rows: Any = max(1, BLOCK_ELEMENTS // max_dim)
-    sums_buffer, pieces_buffer = (
-        np.empty(block_rows * max_dim, np.float32),
-        np.empty(SPAN // PIECE * max_dim, np.float32),
-    )
-    scratch_buffer = np.empty(2 * max_dim + ELEMENTS_PER_COUNTER, dtype=np.float32)  # a row, and random words
-    on_nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
+    sizes = block_rows * max_dim, SPAN // PIECE * max_dim, 2 * max_dim + ELEMENTS_PER_COUNTER
+    buffer, (rows, starts, order, _) = empty(sizes[0] + sizes[1] + sizes[2], np.float32), groups
 
     for item in range(costs.size - 1):
         begin, end = max(bounds[task], costs[item]) - costs[item], min(bounds[task + 1], costs[item + 1]) - costs[item]
@@ -196,63 +273,15 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
             first += _lower_bound(table_starts, starts[first] + begin * size // item_cost)
         if first >= last:
             continue
-        # Taken in the loop: Numba frees an array after the last statement that names it, even if its address is used.
-        sums_address, pieces_address = np.int64(sums_buffer.ctypes.data), np.int64(pieces_buffer.ctypes.data)
-        scratch_address, constants = np.int64(scratch_buffer.ctypes.data), np.int64(hyperparameters.ctypes.data)
-        seed, counter = tables[table, SEED], tables[table, COLUMN_ORIGIN] // ELEMENTS_PER_COUNTER
-        step = steps[table]
-        row_ids, stride = tables[table, ROW_IDS], tables[table, ROW_IDS_STRIDE]
-        row_ids = int64_row(row_ids, tables[table, NUM_ROWS] * stride if row_ids else 0)
-        first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
-        row_bytes, row_step = row_size(dim, dtype), step_float32 if dtype == FLOAT32 else step_16bit
-        state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
-        # Prefetch the first rows; compute addresses and scales of all gradients.
-        distance = max(MIN_ROW_DISTANCE, min(MAX_ROW_DISTANCE, PREFETCHED_BYTES // row_bytes))
-        for group in range(first, min(first + distance, last) if kind >= 0 else first):
-            _prefetch_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
-        first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
-        gradients = np.empty(num_entries + PREFETCH_DISTANCE, dtype=np.int64)
-        scales = np.empty(num_entries if scaled else 0, dtype=np.float32)
-        entries = order[first_entry : first_entry + num_entries]
-        _fill_addresses(entries, table, batch, per_lookup, gradients)
-        for entry in range(num_entries, gradients.size):
-            gradients[entry] = base  # prefetched only
-        if scaled:
-            _fill_scales(entries, table, batch, scales)
-        # Block by block of rows: sum their gradients, of which more than PIECE in pieces; then update row by row.
-        in_place = kind == PLACE or (kind == COMPACT_SUMS and dtype == FLOAT32)
-        for block in range(first, last, block_rows):
-            count = min(block_rows, last - block)
-            gradients_at = gradients.ctypes.data - first_entry * 8
-            scales_at = scales.ctypes.data - first_entry * 4 if scaled else 0
-            offset = block if kind == PLACE else block - table_groups[table]
-            sums_at = base + offset * row_bytes if in_place else sums_address
-            starts_at, block_gradients = np.int64(starts.ctypes.data + block * 4), np.int64(gradients_at)
-            call(sum_block, (sums_at, starts_at, count, block_gradients, np.int64(scales_at), dim, pieces_address))
-            has_bad = on_nonfinite != IGNORE and kind >= 0 and not _is_finite(int32_row(sums_at, count * dim))
-            for group in range(block, block + count):
-                row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
-                address, sums = base + row * row_bytes, sums_at + (group - block) * dim * 4
-                if kind >= 0 and group + distance < last:
-                    _prefetch_row(rows[group + distance] - first_row, table, base, row_bytes, states, state_bytes)
-                if has_bad and not _is_finite(int32_row(sums_at + (group - block) * dim * 4, dim)):
-                    if on_nonfinite == RAISE:
-                        bad_rows[task] = rows[group]
-                        return
-                    skipped[task, table] += 1
-                    continue
-                if check_only or row_step == 0:
-                    continue
-                global_row = np.int64(row)
-                if dtype != FLOAT32 and stochastic:
-                    global_row = tables[table, ROW_ORIGIN] + (row_ids[row * stride] if row_ids.size else row)
-                state1, state2 = states[0, table] + row * state_bytes[0], states[1, table] + row * state_bytes[1]
-                row_args = np.int64(address), np.int64(sums), state1, state2, dim, learning_rate, step, constants
-                occurrences = np.int64(starts[group + 1] - starts[group])
-                call(row_step, (*row_args, occurrences, scratch_address, dtype, seed, counter, global_row))
+        num_entries, scaled = np.int64(starts[last] - starts[first]), reads[2]
+        gradients = empty(num_entries + PREFETCH_DISTANCE, np.int64)
+        scales = empty(num_entries if scaled else 0, np.float32)
+        arguments = (table, first, last, block_rows, sizes), (rows, starts, order, gradients, scales, buffer)
+        if _update_slice(task, check_only, arguments, tasks, optimizer, arrays, reads):
+            break
 
 
-@inlined
+@inlined_uncounted
 def _lower_bound(ascending, value):
     """Return the number of elements below a value: np.searchsorted takes a second to compile."""
     begin, end = np.int64(0), np.int64(ascending.size)
@@ -268,7 +297,7 @@ def _lower_bound(ascending, value):
 @inlined
 def _groups_by_table(tables, rows, num_groups):
     """Return int64 `[T + 1]`: the start of each table's groups, which are ordered by table."""
-    table_groups = np.empty(tables.shape[0] + 1, dtype=np.int64)
+    table_groups = empty(tables.shape[0] + 1, np.int64)
     for table in range(tables.shape[0]):
         table_groups[table] = _lower_bound(rows[:num_groups], tables[table, FIRST_ROW])
     table_groups[-1] = num_groups
@@ -281,12 +310,12 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
 
     With "raise" and a gradient that is not finite: change nothing, and return the first such row.
     """
-    (tables, lookups, key_starts), (_, sources, units, _), (rows, starts, _, num_groups) = layout, sorted_ids, groups
+    (tables, lookups, by_table), (_, sources, units, _), (rows, starts, _, num_groups) = layout, sorted_ids, groups
     (kind, learning_rate, hyperparameters, functions), (pointers, per_element) = optimizer, table_arrays
     (batch_size, offsets, pooled), (grads, per_lookup, width, sample_weights, scaled) = segmentation, gradients
     # Cumulative cost of the items, to balance tasks.
     table_groups, num_values = _groups_by_table(tables, rows, num_groups), np.int64(0)
-    costs = np.zeros((units if units.size else tables).shape[0] + 1, dtype=np.int64)
+    costs = zeros((units if units.size else tables).shape[0] + 1, np.int64)
     for item in range(costs.size - 1):
         if units.size:
             size, count = units[item, NUM_VALUES], units[item, NUM_GROUPS]
@@ -298,20 +327,17 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
     # Counters per task, next steps, scales and bags.
     is_small = num_values * width < FEW_ELEMENTS * lookups.shape[0]
     num_tasks = 1 if is_small else max(2 * num_threads, costs[-1] // TASK_COST if units.size else 0)
-    skipped = np.zeros((num_tasks if hyperparameters[NONFINITE] == SKIP else 0, tables.shape[0]), dtype=np.int64)
-    steps = np.zeros(tables.shape[0], dtype=np.int64)
+    skipped = zeros((num_tasks if hyperparameters[NONFINITE] == SKIP else 0, tables.shape[0]), np.int64)
+    steps = zeros(tables.shape[0], np.int64)
     for table in range(tables.shape[0] if kind >= 0 else 0):
         steps[table] = int64_row(pointers[STEP, table], 1)[0] + 1
-    lookup_starts, table_lookups, _, key_of = lookups_by_table(lookups, key_starts, tables.shape[0])
     has_bags = pooled and not _is_one_value_per_bag(sources)
-    bags = np.empty(sources[-1] if has_bags else 0, dtype=np.int32)  # of each position
+    bags = empty(sources[-1] if has_bags else 0, np.int32)  # of each position
     if has_bags:
         run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, sources, bags))
-    batch = _Batch(
-        lookups, lookup_starts, table_lookups, key_of, batch_size, offsets, sources, bags, pooled, grads, sample_weights
-    )
+    batch = _Batch(lookups, by_table, batch_size, offsets, sources, bags, pooled, grads, sample_weights)
     # Check all gradients first for "raise"; update.
-    bounds, bad_rows = np.zeros(num_tasks + 1, dtype=np.int64), np.empty(num_tasks, dtype=np.int64)
+    bounds, bad_rows = zeros(num_tasks + 1, np.int64), empty(num_tasks, np.int64)
     for task in range(num_tasks):  # a loop, as array expressions take seconds to compile
         bounds[task + 1], bad_rows[task] = costs[-1] * (task + 1) // num_tasks, NO_ROW
     for check_only in (True, False):
@@ -413,6 +439,6 @@ def _run(
     bags = batch_size_of(offsets, layout.key_starts), bag_offsets, layout.pooled
     scaled = True in scalings_of(layout, sample_weights is not None)
     gradients = grads, per_lookup, layout.width, weight_array, scaled
-    num_threads, arrays = torch.get_num_threads(), arrays_of(layout)
+    num_threads, arrays = torch.get_num_threads(), (*arrays_of(layout)[:2], lookups_by_table(layout))
     step_args = *optimizer, (step_float32, step_16bit, block_sum_address(scaled))
     return _update(num_threads, step_args, table_arrays, arrays, bags, sorted_ids, group_arrays, gradients)

@@ -15,8 +15,9 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import _empty_nd_impl, make_array, populate_array
 
-from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, address_of, compiled, inlined
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, address_of, addressed, inlined, inlined_uncounted
 from tritonemb.layout import ADDRESS_BITS, HEADER_BYTES, INDEXED, PIECE, SPAN, WAYS
 
 DOT_LANES = 16
@@ -45,20 +46,49 @@ def emitted(result: types.Type, *arguments: types.Type) -> Any:
     return decorate
 
 
-def _row_of(item: types.Type, code: ir.Type) -> Any:
+def _row_of(item: types.Type) -> Any:
     """Define a function from address and size to an array without reference counts, whose slices cost nothing."""
-    pointer = emitted(types.CPointer(item), types.int64)(lambda b, address: b.inttoptr(address, ir.PointerType(code)))
+    kind = types.Array(item, 1, "C")
 
-    @inlined
-    def row(address, size):
-        return numba.carray(pointer(address), size)
+    @intrinsic
+    def row(typing_context: Any, address: types.Type, size: types.Type) -> Any:
+        def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+            array, item_bytes = make_array(kind)(context, builder), LONG(item.bitwidth // 8)
+            data = builder.inttoptr(values[0], array.data.type)
+            populate_array(array, data, values[1:], [item_bytes], item_bytes, None)
+            return array._getvalue()
+
+        return kind(types.int64, types.int64), generate
 
     return row
 
 
-float32_row, uint16_row = _row_of(types.float32, _FLOAT), _row_of(types.uint16, _SHORT)
-uint8_row, int32_row, int64_row = _row_of(types.uint8, _BYTE), _row_of(types.int32, _INT), _row_of(types.int64, LONG)
-uint32_row, float64_row = _row_of(types.uint32, _INT), _row_of(types.float64, ir.DoubleType())
+float32_row, float64_row, int32_row, int64_row = map(_row_of, (types.float32, types.float64, types.int32, types.int64))
+uint8_row, uint16_row, uint32_row = map(_row_of, (types.uint8, types.uint16, types.uint32))
+
+
+def _allocation(cleared: bool) -> Any:
+    """Define a function as np.empty or np.zeros of a size or shape, which take Numba longer to compile."""
+
+    @intrinsic
+    def allocate(typing_context: Any, shape: types.Type, dtype: Any) -> Any:
+        ndim = len(shape) if isinstance(shape, types.BaseTuple) else 0
+        kind = types.Array(dtype.dtype, ndim or 1, "C")
+
+        def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+            sizes = cgutils.unpack_tuple(builder, values[0]) if ndim else values[:1]
+            array = _empty_nd_impl(context, builder, kind, sizes)
+            if cleared:
+                size = builder.mul(array.nitems, array.itemsize)
+                cgutils.memset(builder, builder.bitcast(array.data, ir.PointerType(_BYTE)), size, 0)
+            return array._getvalue()
+
+        return kind(types.UniTuple(types.int64, ndim) if ndim else types.int64, dtype), generate
+
+    return allocate
+
+
+empty, zeros = _allocation(cleared=False), _allocation(cleared=True)
 
 
 @inlined
@@ -321,7 +351,7 @@ def make_float32_sums(scaled: bool) -> tuple[Any, Any]:
     return sum_rows, sum_groups
 
 
-@inlined
+@inlined_uncounted
 def _add(total, row):
     for j in range(total.size):
         total[j] += row[j]
@@ -332,7 +362,7 @@ def block_sum_address(scaled: bool) -> int:
     """Compile or load the sums of a block's gradients, with scales or without; return its address, for `call`."""
     sum_rows, sum_groups = make_float32_sums(scaled)
 
-    @inlined
+    @inlined_uncounted
     def sum_pieces(total, gradients, scales, count, dim, pieces):
         """Add `count` gradients, more than PIECE, to zeros in `total`, in the order of `kernels/gradient_sums.py`."""
         for span in range(0, count, SPAN):
@@ -361,7 +391,7 @@ def block_sum_address(scaled: bool) -> int:
                 sum_pieces(sums + group * dim * 4, gradients + begin * 8, scales + begin * 4, size, dim, pieces)
 
     sum_block.__qualname__ = "sum_scaled_block" if scaled else "sum_block"
-    return address_of(compiled(sum_block), (types.int64,) * 7)
+    return address_of(addressed(sum_block), (types.int64,) * 7)
 
 
 def _make_dot(dtype: int) -> Any:
