@@ -17,7 +17,7 @@ def factorization_machine(weights: Tensor, factors: Tensor) -> Tensor:
 
     Source: Rendle, ICDM 2010, lemma 3.1: `sum_{i<j} <v_i, v_j> = (|sum_i v_i|^2 - sum_i |v_i|^2) / 2`.
     """
-    pairs = factors.sum(dim=1).square() - factors.square().sum(dim=1)
+    pairs = factors.sum(dim=1).square() - (factors * factors).sum(dim=1)
     return weights.sum(dim=1) + pairs.sum(dim=1) / 2
 
 
@@ -59,7 +59,9 @@ class DeepFM(PooledModel):
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
         """Return logits `[B]`."""
-        pooled = self.embeddings(sparse).to(dense.dtype)
-        rows = torch.cat([dense[:, :, None] * self.dense_rows, pooled.unflatten(1, (-1, self.dim))], dim=1)
-        weights, factors = rows[:, :, 0], rows[:, :, 1:]
-        return factorization_machine(weights, factors) + self.deep(factors.flatten(1)).squeeze(1)
+        rows = dense[:, :, None] * self.dense_rows, self.embeddings(sparse).to(dense.dtype).unflatten(1, (-1, self.dim))
+        # Split before they are joined, so that factors are contiguous: others take longer, forward and backward.
+        weights, factors = (
+            torch.cat(parts, dim=1) for parts in zip(*(r.split((1, self.dim - 1), dim=2) for r in rows), strict=True)
+        )
+        return factorization_machine(weights.squeeze(2), factors) + self.deep(factors.flatten(1)).squeeze(1)
