@@ -107,10 +107,13 @@ def test_collecting_an_iterator_ends_its_thread_and_does_not_wait_for_it():
     assert threads_end()
 
 
-def test_a_stream_that_is_left_ends_its_threads():
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_stream_that_is_left_ends_its_threads(threaded, monkeypatch):
+    """A small batch is gathered without a thread."""
+    monkeypatch.setattr("tritonemb.data.datasets.MAX_UNTHREADED", 0 if threaded else 8 * 100)
     with make_synthetic(1000, 100).open("train", 8) as stream:
         next(stream)
-        assert running()
+        assert bool(running()) == threaded
     assert not running()
     with pytest.raises(StopIteration):
         next(stream)

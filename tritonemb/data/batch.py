@@ -229,23 +229,21 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     kinds = wide, rows.labels.shape[1] if rows.labels.dim() > 1 else 0, rows.weights is not None
     layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), *kinds)
-    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
-    dense, labels, weights, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
+    batch = layout.batch(torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory))
     # Fill it; the offsets follow from the lengths.
-    _gather_into(rows.dense.numpy(), indices, dense)
-    _gather_into(rows.labels.numpy(), indices, labels)
-    if rows.weights is not None:
-        _gather_into(rows.weights.numpy(), indices, weights)
+    for source, target in (rows.dense, batch.dense), (rows.labels, batch.labels), (rows.weights, batch.weights):
+        if source is not None and target is not None:
+            _gather_into(source.numpy(), indices, target.numpy())
+    sparse = batch.sparse
+    values, lengths, offsets = sparse.values().numpy(), sparse.lengths().numpy(), sparse.offsets().numpy()
     lengths.fill(1)
-    start = 0
-    for index, (column, bag, count) in enumerate(zip(rows.columns, bags, counts, strict=True)):
-        _gather_into(column.values.numpy(), indices if bag is None else bag[0], values[start : start + count])
+    for index, (column, bag, end) in enumerate(zip(rows.columns, bags, accumulate(counts), strict=True)):
+        _gather_into(column.values.numpy(), indices if bag is None else bag[0], values[end - counts[index] : end])
         if bag is not None:
             lengths[index * size : (index + 1) * size] = bag[1]
-        start += count
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])
-    return layout.batch(buffer)
+    return batch
 
 
 def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
@@ -269,7 +267,7 @@ def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:
         target[...] = source[indices]
     elif len(indices):
         # Indices are in range; mode="clip" avoids a copy of the output.
-        np.take(source, indices, axis=0, out=target, mode="clip")
+        source.take(indices, axis=0, out=target, mode="clip")
 
 
 def segment_positions(offsets: Array, indices: Array | slice) -> tuple[Any, Array]:

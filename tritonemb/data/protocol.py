@@ -279,8 +279,9 @@ class Batches(Closeable, Iterator[Batch]):
 class Stream(Batches):
     """Batches in order, `depth` of them prefetched in a thread; `next` raises the errors of the source.
 
-    The source `batches` is closed with the stream; an item without a batch, with the report of all rows, may come last.
-    `at_end` is called with the report when the batches are exhausted.
+    With `depth=0` they are read when they are needed, without a thread. The source `batches` is closed with the stream;
+    an item without a batch, with the report of all rows, may come last. `at_end` is called with the report when the
+    batches are exhausted.
 
     Attributes:
         position: position of the next batch.
@@ -293,9 +294,9 @@ class Stream(Batches):
         depth: int = PREFETCH_DEPTH,
     ) -> None:  # fmt: skip
         self.position: Position = position
-        self.report = report or ReadReport()
-        self._at_end = at_end
-        self._batches = Prefetcher(batches, depth, BATCH_THREAD, on_stop)
+        self.report, self._at_end = report or ReadReport(), at_end
+        self._prefetcher = Prefetcher(batches, depth, BATCH_THREAD, on_stop) if depth else None
+        self._batches: Iterator[PositionedBatch] = self._prefetcher or batches
 
     def __next__(self) -> Batch:
         if (item := next(self._batches, None)) is not None:
@@ -309,12 +310,14 @@ class Stream(Batches):
         raise StopIteration
 
     def wait(self, seconds: float) -> bool:
-        return self._batches.wait(seconds)
+        return self._prefetcher is None or self._prefetcher.wait(seconds)
 
     def close(self) -> None:
         """Stop the threads of the stream; it returns no further batches."""
-        self._at_end = None
-        self._batches.close()
+        # A source without a thread is dropped, not closed: another thread may be running it.
+        self._at_end, self._batches = None, iter(())
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
 
 @dataclass(frozen=True)
