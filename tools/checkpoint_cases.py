@@ -162,7 +162,7 @@ def trained(
     **parallel: Any,
 ) -> Callable[[], Digests]:
     """Train; the function that reads the checkpoint back."""
-    options = dict(trainer or {})
+    options = {"dense_optimizer": torch.optim.Adam, **(trainer or {})}  # the default differs between trees
     if checkpoints:
         from tritonemb.training import CheckpointOptions
 

@@ -20,14 +20,14 @@ def label_totals(batches: Sequence[Batch], num_labels: int) -> tuple[float, ...]
     weights = [weight for batch in batches if (weight := batch.label_weights()) is not None]
     if weights and not num_labels:
         raise ValueError("batches have several labels or weights: the data set needs `labels`, or `has_weights`")
-    weights = [weight.view(-1, num_labels).cpu() for weight in weights]
-    return tuple(torch.cat([torch.zeros(0, num_labels), *weights]).sum(0, dtype=torch.float64).tolist())
+    weights = [torch.zeros(0, num_labels), *(weight.view(-1, num_labels).cpu() for weight in weights)]
+    return tuple(torch.cat(weights).sum(0, dtype=torch.float64).tolist()) if num_labels else ()
 
 
 def label_scales(totals: Sequence[float], rows: float, device: torch.device) -> Tensor | None:
     """Scales `[L]` of `loss_of` for these totals of all batches of a step and ranks, which have `rows` rows."""
-    scales = torch.tensor([rows / total if total else 0.0 for total in totals])
-    return scales.to(device, non_blocking=True) if totals else None
+    scales = [rows / total if total else 0.0 for total in totals]
+    return torch.tensor(scales).to(device, non_blocking=True) if scales else None
 
 
 def loss_of(logits: Tensor, batch: Batch, scales: Tensor | None = None) -> Tensor:

@@ -110,9 +110,8 @@ class StepPipeline:
                 scales = label_scales(consensus.totals, rows, device)
                 copied = None if copy_stream is None else copy_stream.record_event()
             times.append(time.perf_counter())
-            state = stream.position, stream.report, 0, consensus.clock, copied
-            counted = None if self.counted is None else self.counted()
-            yield device_batches, StepInfo(weights, rows, *state, ids, tuple(times), counted, scales)
+            state = stream.position, stream.report, 0, consensus.clock, copied, ids, tuple(times)
+            yield device_batches, StepInfo(weights, rows, *state, self.counted and self.counted(), scales)
             del batches, device_batches  # free them before the next ones are read
 
     def prefetch_now(self, step: PreparedStep) -> PreparedStep:
@@ -290,9 +289,10 @@ class TrainStep:
     ) -> None:
         """Train step `number`, from 0, on batches, equally many on all ranks; `weights` multiply their losses, those of
         `loss_of` with these `scales`."""
-        for base, (group, schedule) in zip(self._base_rates, self._scheduled_groups(), strict=True):
-            if schedule is not None:
-                group["lr"] = base * schedule.factor(number)
+        if any(self._schedules):
+            for base, (group, schedule) in zip(self._base_rates, self._scheduled_groups(), strict=True):
+                if schedule is not None:
+                    group["lr"] = base * schedule.factor(number)
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad()
         if self.precision == "fp16":

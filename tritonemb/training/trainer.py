@@ -50,7 +50,8 @@ class Trainer(TrainerOptions):
     Args:
         model: model on its training device, or on any device with `device`.
         data: `tritonemb.data.Dataset` or `ClickLog`, or an object with the methods of `tritonemb.data.protocol.Data`.
-        dense_optimizer: class or function called with the parameters and `lr=dense_lr`, such as `torch.optim.Adam`.
+        dense_optimizer: class or function called with the parameters and `lr=dense_lr`, such as `torch.optim.AdamW`; by
+            default `torch.optim.Adam(fused=True)`, all of whose parameters are updated by one kernel.
         device: device to train on; the model is moved to it.
         folder: folder of checkpoints, `log.jsonl` and `report.html`.
         callbacks: see `Callback`.
@@ -77,7 +78,7 @@ class Trainer(TrainerOptions):
     model: nn.Module
     data: Data
     _: KW_ONLY
-    dense_optimizer: Any = torch.optim.Adam
+    dense_optimizer: Any = field(default=lambda parameters, lr: torch.optim.Adam(parameters, lr, fused=True))
     device: Any = None
     folder: str | Path | None = None
     callbacks: Sequence[Callback] = ()
