@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from tests.data.logs import ALL_TRAIN, line, options, random_lines, rows_of, same, write
-from tritonemb.data import ClickLog, SplitRule, cached_as_parquet, convert
+from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule, cached_as_parquet, convert
 
 RULES = {
     "all": ALL_TRAIN,
@@ -68,6 +68,24 @@ def test_it_is_written_once(tmp_path):
     os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
     changed = ClickLog(path, options())
     assert same(cached_as_parquet(changed, tmp_path / "cache").open("train", 8), changed.open("train", 8))
+
+
+def test_roles_of_columns_that_skip_other_rows_have_other_files(tmp_path):
+    rows = [f"{row % 2},{-1.5 if row % 3 == 0 else row},{row % 5 or ''},u{row % 7}" for row in range(60)]
+    path = write(tmp_path, ["y,a,b,u", *rows], "log.csv")
+    roles = [
+        {"label": "y", "dense": ("a",)},
+        {"label": "y", "dense": ("a",), "log_transform": True},
+        {"label": "y", "dense": ("a",), "log_transform": True, "clamp_negative": True},
+        {"label": "y", "weight": "a"},
+        {"label": "y", "dense": ("a", "b"), "log_transform": ("b",)},
+        {"label": "y", "dense": ("b",), "weight": "a"},
+        {"label": "y", "dense": ("a",), "weight": "b"},
+    ]
+    for role in roles:
+        log = ClickLog(path, LogOptions(Schema(sparse=("u",), **role), on_bad_row="skip"))
+        cached = cached_as_parquet(log, tmp_path / "cache")
+        assert [rows_of(cached, split) for split in log.splits()] == [rows_of(log, split) for split in log.splits()]
 
 
 def test_an_interrupted_conversion_begins_again(tmp_path):

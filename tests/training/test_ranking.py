@@ -78,6 +78,25 @@ def test_metrics_are_those_of_loops_and_batches_add_up():
     assert parts[0].compute() == pytest.approx(metrics.compute(), rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("items", "relevant", "recall"),
+    [
+        ([[1, 2, 3], [4, -1, -1]], [[7], [4]], 0.5),  # -1 fills a query of fewer items, and is never a hit
+        ([[1, 2], [-1, -1]], [[5], [5]], 0.0),
+        ([[1, 2], [-1, -1]], [[5], [-1]], 0.0),
+        ([[5, 2], [1, 2]], [[1], [-2]], 0.0),
+        ([[-3, -5], [-4, -6]], [[-7], [-9]], 0.0),  # ids of dynamic tables may be negative
+        ([[-3, -5], [-4, -(2**63)]], [[-5], [-(2**63), -3]], 0.75),
+        ([[2**62, 1], [2**62, 2]], [[1], [2**62]], 1.0),
+    ],
+)
+def test_hits_are_of_the_same_query_whatever_the_ids(items, relevant, recall):
+    offsets = torch.tensor([0, *map(len, relevant)]).cumsum(0)
+    metrics = RankingMetrics((len(items[0]),))
+    metrics.update(torch.tensor(items), torch.tensor([item for row in relevant for item in row]), offsets)
+    assert metrics.compute()[f"recall@{len(items[0])}"] == recall
+
+
 def test_bad_input():
     queries, items = vectors()
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):

@@ -28,7 +28,7 @@ from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.serving.run import PredictOptions, predict
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.metrics import best_threshold, calibration_of
+from tritonemb.training.metrics import best_threshold, calibration_of, probabilities
 
 COLUMNS = ("--label", "click", "--dense", "price", "age", "--sparse", "user", "item", "tags")
 SMALL = (
@@ -344,7 +344,19 @@ def test_the_best_threshold_has_the_largest_f1_of_all(pairs):
         return 2 * float(labels[chosen].sum()) / total if total else 0.0
 
     assert f1 == pytest.approx(max(f1_at(logits >= logit) for logit in logits.unique()), rel=1e-12)  # sums of float64
-    assert f1_at(logits.sigmoid() >= threshold) == pytest.approx(f1, rel=1e-12)
+    assert f1_at(probabilities(logits).double() >= threshold) == pytest.approx(f1, rel=1e-12)
+
+
+def test_the_best_threshold_has_its_f1_on_the_scores_that_are_returned():
+    """These are float32, so that one may be less than its probability, and two logits may have one score."""
+    for logits in (torch.linspace(-3, 3, 60).double(), torch.tensor([0.0, 20, 21, 22]).double()):
+        labels = (torch.arange(len(logits)) % 3 > 0).double()
+        for cut in range(len(logits) - 1):
+            rows = slice(cut, None)
+            threshold, f1 = best_threshold(logits[rows], labels[rows], torch.ones_like(labels[rows]))
+            clicked = labels[rows][probabilities(logits[rows]).double() >= threshold]
+            expected = 2 * float(clicked.sum()) / (len(clicked) + float(labels[rows].sum()))
+            assert f1 == pytest.approx(expected, rel=1e-12)  # sums of float64
 
 
 def test_a_calibration_curve_has_ten_parts_of_all_rows():

@@ -252,13 +252,17 @@ class ClickLog(protocol.TablesMixin):
         return None if self.options.transforms else self._reader.source.text_schema()
 
     def rows_digest(self) -> str:
-        """Hash what determines the rows of a text log: its files, parsing options and splits."""
+        """Hash what determines the rows of a text log: its files, parsing options, columns and splits."""
         options = (self.options.split, self.options.on_bad_row, self.options.delimiter, self.options.quoted_newlines)
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
         columns += [("", self.options.list_separator)] * bool(self.options.list_separator)
+        # Roles of the columns decide which rows are bad.
+        schema = self.schema
+        dense = [(name, schema.is_logarithmic(name), schema.clamps(name)) for name in schema.dense]
         paths = [file.path if isinstance(file.path, str) else str(file.path.resolve()) for file in self._files]
         files = [(path, file.size, file.modified) for path, file in zip(paths, self._files, strict=True)]
-        return protocol.digest(files, options, columns, *["by row"] * bool(self._reader.source.row_unit))
+        roles = schema.label_columns, schema.weight, dense
+        return protocol.digest(files, options, columns, roles, *["by row"] * bool(self._reader.source.row_unit))
 
     def _with(self, **changes: Any) -> Self:
         log = copy.copy(self)

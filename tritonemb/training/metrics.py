@@ -198,12 +198,12 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def best_threshold(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, float]:
-    """Return the largest probability threshold with the largest F1, and this F1. `logits` `[N]` ascend."""
-    logits, clicks = logits.flip(0), (labels * weights).flip(0).cumsum(0)
+    """Return the largest threshold with the largest F1 of `probabilities`, and this F1. `logits` `[N]` ascend."""
+    scores, clicks = probabilities(logits.flip(0)), (labels * weights).flip(0).cumsum(0)
     f1 = 2 * clicks / (weights.flip(0).cumsum(0) + clicks[-1])
-    f1[:-1][logits[:-1] == logits[1:]] = 0.0  # a threshold cannot separate equal scores
+    f1[:-1][scores[:-1] == scores[1:]] = 0.0  # a threshold cannot separate equal scores
     best = int(f1.argmax())
-    return float(logits[best].sigmoid()), float(f1[best])
+    return float(scores[best]), float(f1[best])
 
 
 def calibration_of(

@@ -77,15 +77,16 @@ class RankingMetrics:
         self.sums = torch.zeros(1 + len(self.NAMES) * len(ks), dtype=torch.float64)
 
     def update(self, items: Tensor, relevant: Tensor, offsets: Tensor) -> None:
-        """Add queries: ranked `items` int64 `[B, K]`, and the distinct relevant items of query b,
-        `relevant[offsets[b] : offsets[b + 1]]`."""
+        """Add queries: ranked `items` int64 `[B, K]`, -1 where a query has fewer, and the distinct relevant items of
+        query b, `relevant[offsets[b] : offsets[b + 1]]`."""
         items, relevant, offsets = items.cpu(), relevant.cpu(), offsets.cpu()
         counts = offsets.diff()
         queries = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        # Hits: pairs of query and item that are both ranked and relevant, as single integers.
-        stride = int(max(items.max() if items.numel() else 0, relevant.max() if relevant.numel() else 0)) + 1
-        pairs = torch.arange(len(items))[:, None] * stride + items
-        hits = torch.isin(pairs, queries * stride + relevant)[counts > 0].double()
+        # Hits: pairs of query and item that are both ranked and relevant, as single integers; ids are numbered densely.
+        distinct, numbers = torch.cat([items.flatten(), relevant]).unique(return_inverse=True)
+        indices = torch.cat([torch.arange(len(items)).repeat_interleave(items.shape[1]), queries])
+        ranked, expected = (indices * len(distinct) + numbers).split([items.numel(), len(relevant)])
+        hits = (torch.isin(ranked, expected).view(items.shape) & (items != -1))[counts > 0].double()
         counts = counts[counts > 0].double()
         discounts = 1 / torch.arange(2, max(self.ks) + 2, dtype=torch.float64).log2()
         ideal = discounts.cumsum(0)
