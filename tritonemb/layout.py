@@ -219,7 +219,7 @@ def mix64(ids: Tensor) -> Tensor:
     mixed: Any = ids.numpy() if ids.device.type == "cpu" else ids  # NumPy takes half the time
     mixed = (mixed ^ _shift_right(mixed, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     mixed = (mixed ^ _shift_right(mixed, 27)) * (0x94D049BB133111EB - 2**64)
-    return torch.as_tensor(mixed ^ _shift_right(mixed, 31))
+    return torch.as_tensor(mixed ^ _shift_right(mixed, 31), device=ids.device)
 
 
 def _shift_right(numbers: Any, bits: int) -> Any:
@@ -229,7 +229,7 @@ def _shift_right(numbers: Any, bits: int) -> Any:
 
 def partitions_of(ids: Tensor, num_partitions: Tensor | int) -> Tensor:
     """Partition of each id among those of the unsharded table, int64 `[N]`."""
-    return torch.as_tensor(_shift_right(mix64(ids), 32) * num_partitions >> 32)
+    return torch.as_tensor(_shift_right(mix64(ids), 32) * num_partitions >> 32, device=ids.device)
 
 
 def make_index(

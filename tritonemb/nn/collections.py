@@ -102,6 +102,7 @@ class TableCollection(FusedModule):
         # Not by add_module, which rejects a table with the name of a method.
         self._modules.update(table_set.by_name)
         self._share_with(table_set)
+        self.register_load_state_dict_post_hook(_set_counters)  # loads may assign tensors of another device
 
     def _check(self, tables: Sequence[TableConfig]) -> None:
         """Raise for tables that this kind of collection does not support."""
@@ -190,16 +191,19 @@ class TableCollection(FusedModule):
             super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Move or cast the module; the learning rate stays float32."""
+        """Move or cast the module; counters and the learning rate keep their values and dtypes."""
         for table in self.tables:
             if table.rows.is_cached:
                 table._apply(fn)  # raises before other tables have been moved
-        rate = self._buffers.get("learning_rate")
+        counters = dict(self._buffers)
         super()._apply(fn, recurse)
         self.table_set.forget_layouts()
-        if rate is not None:
-            self._buffers["learning_rate"] = rate.to(self.step.device)
+        self.table_set.set_counters(counters)
         return self
+
+
+def _set_counters(collection: TableCollection, _: Any) -> None:
+    collection.table_set.set_counters(collection._buffers)
 
 
 class EmbeddingBagCollection(TableCollection):

@@ -16,7 +16,7 @@ from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup_tables import check_not_data_parallel
 from tritonemb.tables.optimizer import FusedGroup, States, check_optimizer
-from tritonemb.tables.table import keep_dtypes, new_states
+from tritonemb.tables.table import convert_assigned, keep_dtypes, new_states
 from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
@@ -222,6 +222,11 @@ class SingleTable(FusedModule):
                 f"the weight of {self._name!r} is computed or replaces the module's parameter (parametrize, prune, "
                 "functional_call), so the fused optimizer would update a temporary tensor; te.unfuse the module first"
             )
+        if self._state_owner and self._owner.weight is not weight:
+            raise RuntimeError(
+                f"the weight of {self._name!r} was shared with {self._owner._name!r} when it was fused, and is not any "
+                "more, but the optimizer's states are; te.unfuse the model, and fuse it again"
+            )
         if step.device != weight.device:
             raise RuntimeError(
                 f"the weight of {self._name!r} is on {weight.device}, its optimizer state on {step.device}; "
@@ -242,6 +247,15 @@ class SingleTable(FusedModule):
             is_untraced = self._optimized is not None and torch.compiler.is_compiling()
             renormalize = _renormalize_untraced if is_untraced else torch.embedding_renorm_
             renormalize(self.weight.detach(), values, self.max_norm, self.norm_type)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        if self._optimized is not None:
+            convert_assigned(self, *args)
+        super()._load_from_state_dict(*args)
+        if self._optimized is not None and not self._state_owner:
+            device, skipped = self.weight.device, self.skipped  # not in the `state_dict`
+            self.skipped = torch.zeros_like(skipped, device=device) if skipped.is_meta else skipped.to(device)
+            self._optimized.rate_on(device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         previous = dict(self._buffers)

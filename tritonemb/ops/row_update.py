@@ -9,13 +9,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple, get_args
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import BatchGradient, FusedTables, Layout, TensorList, cached_fact, dtypes_of, without_stale_facts
+from tritonemb.layout import (
+    BatchGradient,
+    FusedTables,
+    Layout,
+    TensorList,
+    cached_fact,
+    dtypes_of,
+    unpack_names,
+    without_stale_facts,
+)
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import CPU, SHARED_ARGUMENTS, TRITON, choose_cached, define, kernel, plain_eager
@@ -72,6 +82,7 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
     (grad, offsets, _, groups, layout), device = batch, batch.offsets.device
     if isinstance(weights, TensorList) and isinstance(states, TensorList):
         weights, states = without_stale_facts(weights, states)
+    _check_states(weights, states, layout)
     dtypes = cached_fact(weights, dtypes_of)
     name, update = choose_cached("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     is_custom = optimizer in customs
@@ -101,6 +112,21 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
     if skips and (device.type != "cpu" or bool(count.any())):  # on a GPU without reading the count, which synchronizes
         torch._foreach_add_(skipped, list(count.split(1)))
     record_update(learning_rate)
+
+
+def _check_states(weights: Sequence[Tensor], states: Sequence[Tensor], layout: Layout) -> None:
+    """Raise ValueError for a state that no kernel can read: it must be contiguous float32, on the tables' device."""
+    is_valid = all(map(Tensor.is_contiguous, states)) and {*map(attrgetter("dtype"), states)} <= {torch.float32}
+    if is_valid and {*map(attrgetter("device"), states)} <= {weights[0].device}:
+        return
+    for index, state in enumerate(states):
+        name, device = unpack_names(layout.table_names)[index % len(weights)], weights[index % len(weights)].device
+        if state.dtype != torch.float32 or state.device != device or not state.is_contiguous():
+            raise ValueError(
+                f"table {name!r}: a state of its optimizer is {state.dtype} on {state.device} with strides "
+                f"{state.stride()}, and must be contiguous float32 on {device}; move the module as a whole, and load "
+                "its states by load_state_dict"
+            )
 
 
 def _concat_gradients(grad: Tensor | Sequence[Tensor], layout: Layout) -> Tensor:

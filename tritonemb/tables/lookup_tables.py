@@ -31,6 +31,7 @@ BoundsCheck = Literal["raise", "ignore"]
 # `find_replica_rows(rows, problem)` returns linear rows of cached tables in other ranks' batches, to be pinned as well.
 # `rows` are the batch's distinct linear rows, ascending, and `problem` the error of an invalid id, or None.
 FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
+COUNTERS = {"learning_rate": torch.float32, "step": torch.int64, "skipped": torch.int64, "pending": torch.int64}
 _OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
 
 
@@ -206,13 +207,12 @@ class LookupTables(OptimizedTables):
         # values at once; those of a meta module are on the CPU until it is moved.
         self.counters: dict[str, Any] = {}
         if optimizer is not None:
-            counter_device = "cpu" if device is not None and torch.device(device).type == "meta" else device
-            self.counters = {
-                "learning_rate": torch.tensor(optimizer.lr, dtype=torch.float32, device=counter_device),
-                "step": torch.zeros((), dtype=torch.int64, device=counter_device),
-                "skipped": torch.zeros(len(self.configs), dtype=torch.int64, device=counter_device),
-                "pending": torch.zeros((), dtype=torch.int64, device=counter_device),
-            }
+            counter_device = torch.empty(0, device=device).device  # by default that of a `with torch.device(...)`
+            counter_device = torch.device("cpu") if counter_device.type == "meta" else counter_device
+            sizes = {"skipped": len(self.configs)}
+            for name, dtype in COUNTERS.items():
+                self.counters[name] = torch.zeros(sizes.get(name, ()), dtype=dtype, device=counter_device)
+            self.counters["learning_rate"].fill_(optimizer.lr)
         states = () if optimizer is None else optimizer.states
         # Tables and their layouts.
         self._names = [config.name for config in tables]
@@ -366,16 +366,20 @@ class LookupTables(OptimizedTables):
             return result.index_copy_(0, unknown_ids.outputs, ops.embedding_bag(weights, *batch, check_bounds, dtype))
 
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
-        """Move or cast all tensors like `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.
+        """Move or cast all tensors like `torch.nn.Module._apply`; counters and the learning rate keep their dtypes.
 
         RuntimeError if a cached table cannot be moved, before any table is.
         """
         for table in sorted(self.tables, key=lambda table: not table.rows.is_cached):
             table._apply(fn)
-        for name, counter in self.counters.items():
-            moved = fn(counter)
-            self.counters[name] = counter.to(moved.device) if name == "learning_rate" else moved
+        self.set_counters(self.counters)
         self.forget_layouts()
+
+    def set_counters(self, counters: dict[str, Any]) -> None:
+        """Set the counters to values that may be on another device than the tables; those of a meta module stay."""
+        device = self.tables[0].weight.device
+        for name, dtype in COUNTERS.items() if self.optimizer is not None else ():
+            self.counters[name] = counters[name] if device.type == "meta" else counters[name].to(device, dtype)
 
     def forget_layouts(self) -> None:
         """Drop cached layouts, which may have addresses of tensors that have moved."""

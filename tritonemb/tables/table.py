@@ -14,7 +14,7 @@ from tritonemb.ops.registry import kernel
 from tritonemb.ops.row_cache import move_rows_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
-from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
+from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES, Device, TableConfig
 
 Tensors = Mapping[str, Tensor]
 Index = Tensor | None
@@ -54,15 +54,38 @@ def new_states(weight: Tensor, specs: Sequence[StateSpec], zeros: bool = True) -
 
 
 def keep_dtypes(buffers: dict[str, Tensor | None], originals: Mapping[str, Tensor | None]) -> None:
-    """Restore the dtypes of buffers after a module's `_apply`, which casts the weight only; zero buffers from meta."""
+    """Restore the dtypes of buffers, and the values of counters, after a module's `_apply`; zero buffers from meta."""
     for name, buffer in buffers.items():
         original = originals[name]
         if buffer is None or original is None:
             continue
         if original.is_meta and not buffer.is_meta:
             buffers[name] = torch.zeros_like(original, device=buffer.device)
-        elif buffer.dtype != original.dtype:
+        elif buffer.dtype != original.dtype or not original.is_floating_point():
             buffers[name] = original.to(buffer.device)
+
+
+@torch.no_grad()
+def convert_assigned(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
+    """Convert the weight and states that `load_state_dict(assign=True)` puts in place of a module's for kernels.
+
+    They get contiguous, and states the module's dtypes and the device of the weight; others stay the tensors they are.
+    ValueError for dtypes that cannot be used.
+    """
+    if not metadata.get("assign_to_params_buffers"):
+        return
+    weight = state_dict.get(f"{prefix}weight", module.weight)
+    dtypes = (*(TRAINABLE_DTYPES if module._buffers else TABLE_DTYPES), torch.float64)
+    for name in ("weight", *module._buffers):
+        key, state = prefix + name, module._buffers.get(name)
+        if not isinstance(tensor := state_dict.get(key), Tensor):
+            continue
+        if tensor.is_complex() if state is not None else tensor.dtype not in dtypes:
+            expected = dtypes if state is None else state.dtype
+            raise ValueError(f"{key}: expected {expected}, got {tensor.dtype}; convert it before it is loaded")
+        if state is not None:
+            tensor = tensor.to(tensor.device if weight.is_meta else weight.device, state.dtype)
+        state_dict[key] = tensor.contiguous()
 
 
 def load_named_tensors(
@@ -335,6 +358,7 @@ class DeviceRows:
 
     def load(self, table: Table, *args: Any) -> None:
         """Implement `_load_from_state_dict`."""
+        convert_assigned(table, *args)
         nn.Module._load_from_state_dict(table, *args)
 
 

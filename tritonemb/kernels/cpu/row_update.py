@@ -363,7 +363,6 @@ def _update(num_threads, optimizer, table_arrays, layout, segmentation, sorted_i
 def row_update_(fused: FusedTables, batch: BatchGradient) -> None:
     """See `kernels/row_update.py`. `groups` may be the ids, `grad` a tensor per lookup, counters a tensor per table."""
     weights, states, step, skipped, learning_rate, optimizer, hyperparameters = fused
-    assert all(map(Tensor.is_contiguous, states))
     pointers = [pointer for counters in (step, skipped) for pointer in _counter_addresses(counters, len(weights))]
     pointers += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
     step_args = KINDS[optimizer], np.float32(learning_rate.item()), np.array(hyperparameters, dtype=np.float64)

@@ -1,0 +1,172 @@
+"""`load_state_dict(assign=True)`, and modules that were on the meta device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.public
+
+IDS = torch.tensor([[1, 2], [3, 1]])
+BATCH = te.KeyedJaggedTensor.from_lists({"user": [[1, 2], [3, 1]], "genre": [[4], [0, 4]]})
+OPTIMIZER = te.optim.Adam(lr=0.1, on_nonfinite="skip")
+
+
+def collection(**options: Any) -> nn.Module:
+    configs = [te.TableConfig("user", 7, 8), te.TableConfig("genre", 5, 4)]
+    return te.nn.EmbeddingBagCollection(configs, OPTIMIZER, **options)
+
+
+def bag(**options: Any) -> nn.Module:
+    return te.nn.EmbeddingBag(7, 8, mode="sum", optimizer=OPTIMIZER, **options)
+
+
+def rows(**options: Any) -> nn.Module:
+    return te.nn.Embedding(7, 8, optimizer=OPTIMIZER, **options)
+
+
+def fused(**options: Any) -> nn.Module:
+    """Module whose states are not in its `state_dict`."""
+    module = nn.Embedding(7, 8, **options)
+    te.optim.fused(module, OPTIMIZER)
+    return module
+
+
+def dynamic(**options: Any) -> nn.Module:
+    return te.nn.Embedding(None, 8, capacity=64, optimizer=OPTIMIZER, **options)
+
+
+kinds = pytest.mark.parametrize("make", [collection, bag, rows, fused])
+
+
+def step(module: nn.Module, scale: float = 1.0) -> Tensor:
+    output = module(BATCH if isinstance(module, te.nn.EmbeddingBagCollection) else IDS)
+    output.backward(scale * torch.cos(torch.arange(output.numel())).view_as(output).to(output.dtype))
+    return output
+
+
+def trained(make: Callable[..., nn.Module]) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A module after a step and one that is skipped, and a copy of its state."""
+    module = make()
+    step(module)
+    with pytest.warns(RuntimeWarning, match="NaN or infinite"):
+        step(module, torch.nan)
+    return module, {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+CASTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "unchanged": lambda tensor: tensor,
+    "half": lambda tensor: tensor.half() if tensor.is_floating_point() else tensor,
+    "double": lambda tensor: tensor.double(),
+    "int32": lambda tensor: tensor if tensor.is_floating_point() else tensor.int(),
+    "strided": lambda tensor: tensor.t().contiguous().t(),
+    "parameter": lambda tensor: nn.Parameter(tensor.t().contiguous().t()) if tensor.dim() == 2 else tensor,
+}
+
+
+@kinds
+@pytest.mark.parametrize("cast", CASTS)
+def test_assigned_tensors_train_as_copied_ones(make, cast):
+    """A weight stays the tensor that was passed, unless kernels need another layout; states are float32."""
+    source, state = trained(make)
+    state = {name: CASTS[cast](tensor) for name, tensor in state.items()}
+    module, twin = make(), make()
+    module.load_state_dict(state, assign=True)
+    weights = [name for name in state if name.endswith("weight")]
+    twin.to(state[weights[0]].dtype).load_state_dict(state)
+    for name in weights:
+        assert (module.get_parameter(name).data_ptr() == state[name].data_ptr()) == state[name].is_contiguous()
+        assert module.get_parameter(name).is_leaf
+    for _ in range(2):
+        assert torch.equal(step(module), step(twin))
+    assert_same_bits(dict(module.state_dict()), dict(twin.state_dict()))
+    assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in module.buffers())
+    if cast == "unchanged" and make is not fused:
+        step(source), step(source)
+        assert_same_bits(dict(module.state_dict()), dict(source.state_dict()))
+
+
+@pytest.mark.parametrize("make", [collection, bag, rows])
+def test_a_module_without_memory_gets_the_state_that_is_assigned(make):
+    source, state = trained(make)
+    with torch.device("meta"):
+        modules = [make(), make(device="meta")]
+    for module in modules:
+        module.load_state_dict(copy.deepcopy(state), assign=True)
+        assert not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+        assert module.learning_rate == OPTIMIZER.lr
+    step(source)
+    with pytest.warns(RuntimeWarning, match="NaN or infinite"):
+        step(source, torch.nan)
+    for module in modules:
+        step(module)
+        step(module, torch.nan)
+        assert_same_bits(dict(module.state_dict()), dict(source.state_dict()))
+        skipped = {"user": 3, "genre": 2} if make is collection else 3
+        assert module.skipped_rows() == skipped
+
+
+@pytest.mark.parametrize("make", [collection, bag, rows, dynamic])
+@pytest.mark.usefixtures("poisoned")
+def test_counters_of_a_module_that_gets_memory_have_values(make):
+    """Also with a device by `with`, and where a module that has memory gets other memory."""
+    source, state = trained(make)
+    with torch.device("meta"):
+        modules = [make(), make(device="meta")]
+    modules += [make(), make().to("meta")]
+    for module in modules:
+        if make is dynamic:
+            module = module if not module.table.weight.is_meta else module.to_empty(device="cpu")
+        else:
+            module.to_empty(device="cpu")
+        module.load_state_dict(state)
+        counters = getattr(module, "_collection", module)
+        assert float(counters.learning_rate) == pytest.approx(OPTIMIZER.lr)
+        assert not counters.skipped.any()
+        assert not getattr(counters, "pending", torch.zeros(1)).any()
+        step(module)
+    step(source)
+    for module in modules:
+        assert_same_bits(dict(module.state_dict()), dict(source.state_dict()))
+
+
+@pytest.mark.parametrize("make", [collection, bag, rows])
+def test_tensors_that_kernels_cannot_read_are_named(make):
+    _, state = trained(make)
+    prefix = "user." if make is collection else ""
+    for name, dtype in (("weight", torch.complex64), ("weight", torch.int64), ("exp_avg", torch.complex64)):
+        module = make()
+        with pytest.raises(ValueError, match=rf"{prefix}{name}: expected .*torch\.float32.*, got {dtype}"):
+            module.load_state_dict(state | {f"{prefix}{name}": state[f"{prefix}{name}"].to(dtype)}, assign=True)
+    # States that are not loaded, or replaced.
+    partial = {name: tensor for name, tensor in state.items() if not name.endswith("exp_avg_sq")}
+    on_meta, replaced = make(device="meta"), make()
+    on_meta.load_state_dict(partial, strict=False, assign=True)
+    table = replaced["user"] if make is collection else replaced
+    table.exp_avg = table.exp_avg.half()
+    title = "table 'user'" if make is collection else "table 'weight'"
+    for module, problem in ((on_meta, "float32 on meta"), (replaced, "float16 on cpu")):
+        with pytest.raises(ValueError, match=rf"{title}: a state of its optimizer is torch\.{problem}"):
+            step(module)
+
+
+def test_weights_that_are_not_shared_any_more_are_refused():
+    """Both would use the states of one."""
+    model = nn.ModuleList([nn.Embedding(7, 4), nn.Embedding(7, 4)])
+    model[1].weight = model[0].weight
+    te.optim.fused(model, te.optim.Adagrad(lr=0.1))
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state)
+    (model[0](IDS) + model[1](IDS)).sum().backward()
+    model.load_state_dict(state, assign=True)
+    model[0](IDS).sum().backward()
+    with pytest.raises(RuntimeError, match="weight of '1' was shared with '0' when it was fused, and is not any more"):
+        model[1](IDS)
