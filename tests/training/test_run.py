@@ -318,8 +318,8 @@ def test_requests_are_encoded_as_rows_of_a_log(texts, integers, lists, numbers, 
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 17])
-def test_padding_repeats_the_first_sample_without_its_label(size):
-    lengths = torch.arange(2 * size) % 3
+def test_padding_repeats_the_first_sample_without_its_label_with_one_id_per_bag(size):
+    lengths = (torch.arange(2 * size) + 2) % 3  # of the first bags: 2; 0, 1 or 2
     sparse = te.KeyedJaggedTensor(["a", "b"], torch.arange(int(lengths.sum())), lengths=lengths)
     batch = Batch(torch.randn(size, 2), sparse, torch.arange(float(size)))
     full = pad_batch(batch, 16)
@@ -329,7 +329,7 @@ def test_padding_repeats_the_first_sample_without_its_label(size):
     assert torch.equal(full.dense, torch.cat([batch.dense, batch.dense[:1].expand(len(full) - size, -1)]))
     for key in ("a", "b"):
         bags = sparse.to_lists()[key]
-        assert full.sparse.to_lists()[key] == bags + bags[:1] * (len(full) - size)
+        assert full.sparse.to_lists()[key] == bags + [bags[0][:1]] * (len(full) - size)
 
 
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))

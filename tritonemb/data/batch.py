@@ -247,14 +247,17 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
 
 
 def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
-    """Pad a CPU batch with its first sample, labels NaN, to at least `min_size` and a multiple of `BATCH_MULTIPLE`."""
+    """Pad a CPU batch to at least `min_size` samples and a multiple of `BATCH_MULTIPLE`, with labels NaN, the numbers
+    of the first sample, and of each of its bags the first id, if it has one."""
     size, keys = len(batch), batch.sparse.keys()
     if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
     order = np.append(np.arange(size), np.zeros(num_padding, np.int64))
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
-    positions, lengths = segment_positions(batch.sparse.offsets().numpy(), bags)
-    values = torch.from_numpy(batch.sparse.values().numpy()[positions])
+    limits, ids = np.ones((len(keys), len(order)), np.int64), batch.sparse.values().numpy()
+    limits[:, :size] = len(ids)
+    positions, lengths = segment_positions(batch.sparse.offsets().numpy(), bags, limits.ravel())
+    values = torch.from_numpy(ids[positions])
     sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(lengths_to_offsets(lengths)))
     labels = batch.labels.numpy()[order]
     labels[size:] = np.nan
@@ -270,13 +273,15 @@ def _gather_into(source: Array, indices: Array | slice, target: Array) -> None:
         source.take(indices, axis=0, out=target, mode="clip")
 
 
-def segment_positions(offsets: Array, indices: Array | slice) -> tuple[Any, Array]:
-    """Return the positions of the values of some segments, concatenated, and the segments' lengths."""
+def segment_positions(offsets: Array, indices: Array | slice, limits: Array | None = None) -> tuple[Any, Array]:
+    """Return the positions of the values of some segments, concatenated, and the segments' lengths. With `limits`, one
+    for each of the indices, these are of a segment's first values."""
     if isinstance(indices, slice):
         bounds = offsets[indices.start : indices.stop + 1]
         return slice(int(bounds[0]), int(bounds[-1])), np.diff(bounds)
     starts = offsets[indices]
     lengths = offsets[indices + 1] - starts
+    lengths = lengths if limits is None else np.minimum(lengths, limits)
     shifts = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
     return np.arange(len(shifts)) + shifts, lengths
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -124,11 +124,12 @@ class RequestEncoder:
     def _is_canonical(self, items: Sequence[Any], features: Array) -> bool:
         """Return whether all items are as `_item` would return them."""
         kinds = {*map(type, items)}
-        if not kinds <= {int, str, NoneType} or (str in kinds and self._from_text):
+        if not kinds <= {int, str, NoneType} or (str in kinds and self._from_text and "" in items):
             return False
         if kinds & {_WRONG_TYPES.get(feature.kind) for feature in self.features}:
-            pairs = {*zip(map(type, items), features.tolist(), strict=True)}
-            if any(kind is _WRONG_TYPES.get(self.features[index].kind) for kind, index in pairs):
+            bounds = pairwise(np.searchsorted(features, np.arange(len(self.features) + 1)).tolist())
+            segments = ({*map(type, items[begin:end])} for begin, end in bounds)
+            if any(_WRONG_TYPES.get(f.kind) in s for f, s in zip(self.features, segments, strict=True)):
                 return False
         with suppress(OverflowError):
             np.array(items if kinds == {int} else [item for item in items if type(item) is int], dtype=np.int64)
@@ -209,10 +210,13 @@ class RequestEncoder:
             present = np.array([value is not None for value in values], dtype=bool)
             is_text = np.array([type(value) is str for value in values], dtype=bool)
         if len(positions := np.flatnonzero(is_text)):
-            texts = [value.encode(errors="surrogateescape") for value in values if isinstance(value, str)]
-            offsets = lengths_to_offsets(np.array([len(text) for text in texts]))
-            data, seeds = np.frombuffer(b"".join(texts), np.uint8), self._seeds[feature_indices[positions]]
-            hashes[positions] = encode.hash_strings(data, offsets, seeds)
+            texts = values if kinds == {str} else [value for value in values if type(value) is str]
+            content = "".join(texts).encode(errors="surrogateescape")
+            lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+            if len(content) > lengths.sum():  # not ASCII: bytes are counted, not characters
+                lengths = np.array([len(text.encode(errors="surrogateescape")) for text in texts])
+            data, seeds = np.frombuffer(content, np.uint8), self._seeds[feature_indices[positions]]
+            hashes[positions] = encode.hash_strings(data, lengths_to_offsets(lengths), seeds)
         if len(positions := np.flatnonzero(present & ~is_text)):
             integers = values if len(positions) == len(values) else [values[index] for index in positions.tolist()]
             numbers = np.array(integers, dtype=np.int64).view(np.uint64)
