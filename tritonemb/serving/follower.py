@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -253,8 +254,9 @@ class Follower(ModelFollower):
                 if values.dtype != torch.int64 or values.dim() != 1:
                     text = f"ids must be int64 [N], got {values.dtype} {list(values.shape)}"
                     raise ValueError(f"table {name!r}: {text}")
-                if size is not None and (bad := values[(values < 0) | (values >= size)]).numel():
-                    text = f"id {int(bad[0])} is out of range; valid ids are 0 to {size - 1}"
+                # A negative id, as an unsigned one, is out of range, too.
+                if size is not None and (is_bad := values.cpu().numpy().view(np.uint64) >= size).any():
+                    text = f"id {int(values[int(is_bad.argmax())])} is out of range; valid ids are 0 to {size - 1}"
                     raise ValueError(f"table {name!r}: {text}")
             return {name: self._tables[name].table.lookup(values) for name, values in ids.items()}
 

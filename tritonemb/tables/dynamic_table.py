@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, dynamic_rows, nonzero, partitions_of
+from tritonemb.layout import MAX_USES, NO_KEY, DynamicIndex, dynamic_rows, negative, nonzero, partitions_of
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.index import HashIndex, concat_ids, find_batch, insert_batch
 from tritonemb.tables.table import WEIGHT, DenseIndex, DeviceRows, Lock, Table, draw_seed, load_named_tensors
@@ -78,10 +78,14 @@ class DynamicTable(Table):
         """Look up rows of ids, `[N, embedding_dim]`; others read as their fallback rows, or as initial values."""
         ids = self._to_ids(ids)
         rows = find_batch([self], *concat_ids([ids]))
-        known, unknown = nonzero(rows >= 0), nonzero(rows < 0)
-        distinct, inverse = rows[known].unique(return_inverse=True)
-        values = self.rows.read(self, distinct, WEIGHT)["weight"].to(ids.device)[inverse]
-        if len(unknown):
+        unknown = negative(rows)
+        known = nonzero(rows >= 0) if len(unknown) else None
+        rows, inverse = rows if known is None else rows[known], None
+        if self.rows.is_cached:  # rows in files are read once
+            rows, inverse = rows.unique(return_inverse=True)
+        values = self.rows.read(self, rows, WEIGHT)["weight"].to(ids.device)
+        values = values if inverse is None else values[inverse]
+        if known is not None:
             values = values.new_empty(len(ids), values.shape[1]).index_copy_(0, known, values)
             values.index_copy_(0, unknown, self.initial_values(ids[unknown]))
         return values

@@ -284,7 +284,7 @@ def find_batch(tables: Sequence[Table], values: Tensor, bounds: Tensor, table_of
 
 def concat_ids(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
     """Concatenate ids of tables, int64, into the arguments of `insert_batch`: values, bounds and tables, a key each."""
-    bounds = segment_offsets(torch.tensor([*map(len, ids)])).to(ids[0].device)
+    bounds = torch.tensor([*accumulate(map(len, ids), initial=0)], device=ids[0].device)
     return ids[0] if len(ids) == 1 else torch.cat(list(ids)), bounds, range(len(ids))
 
 
