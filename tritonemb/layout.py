@@ -307,8 +307,8 @@ def dtypes_of(tensors: Sequence[Tensor]) -> frozenset[torch.dtype]:
     return frozenset({tensor.dtype for tensor in tensors})
 
 
-def devices_of(tensors: Sequence[Tensor]) -> frozenset[torch.device]:
-    return frozenset({tensor.device for tensor in tensors})
+def kinds_of(tensors: Sequence[Tensor]) -> tuple[frozenset[torch.device], frozenset[torch.dtype]]:
+    return frozenset({tensor.device for tensor in tensors}), dtypes_of(tensors)
 
 
 class Layout(NamedTuple):

@@ -219,10 +219,14 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, oper
     outputs_of(tiered, steps[:3])
     initial = contents(tiered)
 
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
+    move = RowFile.move
 
-    monkeypatch.setattr(RowFile, operation, fail)
+    def fail(files, write):
+        if write == (operation == "write"):
+            raise OSError(5, "Input/output error")
+        move(files, write)
+
+    monkeypatch.setattr(RowFile, "move", staticmethod(fail))
 
     def go_on() -> None:
         for batch, grad in steps[3:]:

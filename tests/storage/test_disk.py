@@ -25,7 +25,7 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows
+from tritonemb.storage import DiskRows, StorageError, page_table
 from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.store import record_of
 
@@ -318,3 +318,53 @@ def test_bad_requests_have_a_name(tmp_path, rows, records, error, message):
         for ask in (store.read, store.write):
             with pytest.raises(error, match=message):
                 ask(rows, records)
+
+
+@pytest.mark.parametrize("buffer_bytes", [3 * 4096, page_table.BUFFER_BYTES])
+def test_tables_move_at_once_and_each_in_the_order_of_its_operations(tmp_path, monkeypatch, buffer_bytes):
+    """In chunks beside those of other tables, or of several per table; the last one has rows in host memory."""
+    monkeypatch.setattr(page_table, "BUFFER_BYTES", buffer_bytes)
+    kinds = [(100, None), (516, None), (9000, None), (100, 32)]
+    stores = [disk_rows(tmp_path / str(n), 300, size, host_rows=rows) for n, (size, rows) in enumerate(kinds)]
+    models, gate = [Model(size) for size, _ in kinds], threading.Event()
+    stores[1]._submit(lambda: gate.wait(30))
+    for seed, step in enumerate((1, 3, 2)):
+        rows = list(range(seed, 300, step))
+        records = [some_records(len(rows), size, seed) for size, _ in kinds]
+        DiskRows.transfer([*zip(stores, [torch.tensor(rows)] * 4, records, strict=True)], write=True)
+        for model in models:
+            model.write(rows, seed)
+    snapshot = stores[0].snapshot(tmp_path / "snapshot")
+    records = [torch.empty(300, size, dtype=torch.uint8) for size, _ in kinds]
+    futures = DiskRows.transfer([*zip(stores, [torch.arange(300)] * 4, records, strict=True)], write=False)
+    assert not any(future.done() for future in (snapshot, futures[-1]))
+    gate.set()
+    for future in (snapshot, *futures):
+        future.wait()
+    for store in stores:
+        store.close()
+    (tmp_path / "0").unlink()
+    (tmp_path / "snapshot").rename(tmp_path / "0")
+    for number, (size, _) in enumerate(kinds):
+        assert torch.equal(records[number], models[number].read(range(300)))
+        with disk_rows(tmp_path / str(number), 300, size) as store:
+            assert torch.equal(read(store, range(300)), records[number])
+
+
+def test_a_write_that_fails_is_one_of_all_tables_of_its_operation(tmp_path, monkeypatch):
+    stores, real = [disk_rows(tmp_path / name, 100, 100) for name in "ab"], page_table.BlockFile.submit
+
+    def submit(blocks, *args):
+        if blocks is stores[0]._file.blocks:
+            raise StorageError("no more")
+        real(blocks, *args)
+
+    monkeypatch.setattr(page_table.BlockFile, "submit", submit)
+    requests = [(store, torch.arange(100), some_records(100, 100, 1)) for store in stores]
+    with pytest.raises(StorageError, match="no more"):
+        DiskRows.transfer(requests, write=True)[0].wait()
+    monkeypatch.undo()
+    for store in stores:
+        with pytest.raises(StorageError, match="is unusable because a write failed: no more"):
+            read(store, [1])
+        store.close()

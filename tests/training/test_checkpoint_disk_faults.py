@@ -192,22 +192,26 @@ class TestFaults:
 
     def test_rows_that_cannot_be_written_back_end_training(self, data, tmp_path, monkeypatch):
         """They are lost: training cannot go on without a checkpoint, as it does where only that one fails."""
-        real = RowFile.write
+        real = RowFile.move
 
         class Break(Callback):
             def on_step(self, step):
                 if step.step == 8:
-                    monkeypatch.setattr(RowFile, "write", fail)
+                    monkeypatch.setattr(RowFile, "move", staticmethod(fail))
 
-        def fail(self, rows, records):
-            self.failure = StorageError(f"table {self.identity.table!r}: no")
-            raise self.failure
+        def fail(files, write):
+            if not write:
+                return real(files, write)
+            failure = StorageError(f"table {files[0][0].identity.table!r}: no")
+            for file, *_ in files:
+                file.failure = failure
+            raise failure
 
         trainer = make_trainer(data, tmp_path / "run", checkpoints=EVERY, callbacks=[Break()])
         with pytest.raises((StorageError, RuntimeError)) as caught:
             trainer.fit()
         assert not isinstance(caught.value, CheckpointError)
-        monkeypatch.setattr(RowFile, "write", real)
+        monkeypatch.setattr(RowFile, "move", staticmethod(real))
         resumed = make_trainer(data, tmp_path / "run", checkpoints=EVERY)
         assert resumed.resume().name in ("step-4", "step-8")
 

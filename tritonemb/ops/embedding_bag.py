@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.layout import BatchGradient, FusedTables, Layout, cached_fact, devices_of, dtypes_of, unpack_names
+from tritonemb.layout import BatchGradient, FusedTables, Layout, cached_fact, dtypes_of, kinds_of, unpack_names
 from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import SHARED_ARGUMENTS, define, kernel, plain_eager, unflatten
@@ -34,23 +34,24 @@ def embedding_bag(
     on the CPU, for an id out of range or offsets that do not ascend.
     """
     check_ids(values)
-    check_devices(weights, values, layout)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, tables=weights):
         return _read(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
+    check_devices(weights, values, layout)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, None, check_bounds, output_dtype, *layout
     )
 
 
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
-    """Run the kernel of the batch's device, without autograd and dispatcher."""
-    return kernel("embedding_bag", values.device, cached_fact(weights, dtypes_of))(weights, values, *args)
+    """Check the devices, and run the kernel of the batch's device, without autograd and dispatcher."""
+    devices, dtypes = cached_fact(weights, kinds_of)
+    if devices != {values.device}:
+        check_devices(weights, values, args[2])
+    return kernel("embedding_bag", values.device, dtypes)(weights, values, *args)
 
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
     """Raise unless every table is on the device of the batch or, for a batch on a GPU, in pinned host memory."""
-    if cached_fact(weights, devices_of) == {values.device}:
-        return
     for index, weight in enumerate(weights):
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
             continue
@@ -223,12 +224,12 @@ class FusedBatch(NamedTuple):
         """Return the result, `[B, width]`, or `[N, width]` if the layout is not pooled."""
         tables, values, offsets, sample_weights, *options, groups, layout = self
         check_ids(values, layout.multiplicity)
-        check_devices(tables.weights, values, layout)
         if plain_eager(values, offsets, sample_weights, tables=tables.weights):
             batch = self if groups is not None else FusedBatch(*self[:-2], UngroupedIds.record(values), layout)
             read_weights = tables.weights if sample_weights is not None and sample_weights.requires_grad else ()
             inputs, names = (values, offsets, sample_weights, *read_weights), partial(unpack_names, layout.table_names)
             return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient, names, *inputs)
+        check_devices(tables.weights, values, layout)
         if groups is None:
             groups = row_groups(values, offsets, layout) if self.shared else ungrouped(values)
         arguments = values, offsets, sample_weights, *options, *groups, *layout

@@ -291,8 +291,7 @@ class Lease:
         if (missing := nonzero(rows < 0)).numel():
             bounds = torch.searchsorted(missing, offsets_of(sizes))
             tables = [partitions.by_number[number] for number in numbers]
-            rules = [table.index.rule(table.index.clock) for table in tables]
-            rows[missing] = insert_batch(tables, keys[missing], bounds, range(len(tables)), rules=rules)[0]
+            rows[missing] = insert_batch(tables, keys[missing], bounds, range(len(tables)), is_step=False)[0]
         partitions.changes.mark(dict(zip(numbers, rows.split(sizes), strict=True)))
         fields = self._fields(numbers, records, blocks)
         if partitions.tables is not None and partitions.tables.cache is not None:  # rows on disk have their ids

@@ -109,13 +109,13 @@ class LeaseClient(CollectionClient, RowStore):
             rows[index] += first_rows.repeat_interleave(torch.tensor(shard)).where(rows[index] >= 0, 0)
         return list(zip(rows.split(sizes), new_mask.split(sizes), strict=True))
 
-    def transfer(self, requests: Sequence[tuple[str, Tensor, Tensor]], write: bool) -> "Transfer":
-        transfer = Transfer(self, [(self.spec.numbers[name], rows, records) for name, rows, records in requests])
+    def transfer(self, requests: Sequence[tuple[Any, Tensor, Tensor]], write: bool) -> list[IoFuture]:
+        transfer = Transfer(self, [(self.spec.numbers[s.table_name], rows, records) for s, rows, records in requests])
         with self._sending:
             if (reads := not write) in self._pending_transfers:
                 self.send_transfers()  # a request reads and writes each table at most once
             self._pending_transfers[reads] = transfer
-        return transfer
+        return [transfer]
 
     def send_transfers(self) -> None:
         """Send the collected transfers, writes before reads, a request per server."""

@@ -4,8 +4,8 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from tritonemb.storage import store
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import ROWS, TableIdentity, allocated, check_identity, new_file, open_file, write_page
 from tritonemb.storage.memory import HostCache, Policy
-from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTable
+from tritonemb.storage.page_table import RESTORE, BlockFile, BlockRequest, FileLayout, PageTable, move_blocks
 from tritonemb.storage.snapshot import take_snapshot
 from tritonemb.storage.store import Counts, Initializer, IoFuture, OperationQueue, StorageError, storage_errors
 from tritonemb.storage.threads import shielded
@@ -40,19 +40,19 @@ class RowFile:
         self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
         self.failure: StorageError | None = None
 
-    def read(self, rows: Tensor, records: Tensor) -> None:
-        """Fill `records` with the records of the rows."""
-        store.fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
-
-    def write(self, rows: Tensor, records: Tensor) -> None:
-        """Write the records of the rows; an error makes the table fail."""
-        if rows.numel() == 0:
-            return
-        with self.fail_on_error("a write has failed"):
-            if self._is_final:
-                self._write_header(None)
-                self._is_final = False
-            self.blocks.write(rows.numpy(), records.data_ptr())
+    @staticmethod
+    def move(files: "Sequence[tuple[RowFile, Tensor, Tensor]]", write: bool) -> None:
+        """Read or write records of rows of files at once; an error of a write makes all of their tables fail."""
+        requests = list[BlockRequest]()
+        with ExitStack() as stack:
+            for file, rows, records in files:
+                stack.enter_context(file.fail_on_error("a write has failed") if write else nullcontext())
+                if write and file._is_final and rows.numel():
+                    file._write_header(None)
+                requests.append(BlockRequest(file.blocks, rows.numpy(), records.data_ptr(), write))
+            move_blocks(requests)
+        for (file, rows, records), request in zip(() if write else files, requests, strict=False):
+            store.fill_unwritten(request.flags, rows, records, file._initializer)
 
     def sync(self) -> None:
         # The system reports a failed flush once, and may have dropped the pages.
@@ -96,6 +96,7 @@ class RowFile:
         with self.fail_on_error("the header could not be written"):
             write_page(self.file, self.identity.header(self.blocks.layout.page_bytes, num_blocks=num_blocks))
             self.file.sync()
+        self._is_final = num_blocks is not None
 
 
 class DiskRows(Closeable):
@@ -116,15 +117,18 @@ class DiskRows(Closeable):
     `direct` says whether the file is read and written past the system's page cache.
     """
 
+    order: threading.Lock  # locked to submit an operation of any table
+    joint_operations: OperationQueue  # of all tables without host caches, which access the disk at once
+
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
         self.path, self.direct, self.identity = file.file.path, file.file.direct, file.identity
         self.table_name, self.num_rows, self.record = self.identity.table, self.identity.num_rows, self.identity.record
         self.page_bytes = file.blocks.layout.page_bytes
         self._file, self._cache = file, cache
-        self._rows = file if cache is None else cache
         self._operations = OperationQueue(f"tritonemb-rows-{self.table_name}")
+        self._last: tuple[OperationQueue, IoFuture] | None = None  # the last operation that was submitted
         self._closing: IoFuture | None = None
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._process = os.getpid()
         _OPEN.add(self)
         # After garbage collection no operation can be submitted or waited for.
         self._dropped = weakref.finalize(self, _close_dropped, self._process, self._operations, file, cache)
@@ -175,12 +179,25 @@ class DiskRows(Closeable):
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Fill `records` with the records of the rows."""
-        store.check_request(self.table_name, self.num_rows, self.record, rows, records)
-        return self._submit(lambda: self._rows.read(rows, records))
+        return self.transfer([(self, rows, records)], write=False)[0]
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        store.check_request(self.table_name, self.num_rows, self.record, rows, records)
-        return self._submit(lambda: self._rows.write(rows, records))
+        return self.transfer([(self, rows, records)], write=True)[0]
+
+    @staticmethod
+    def transfer(requests: Sequence[tuple["DiskRows", Tensor, Tensor]], write: bool) -> list[IoFuture]:
+        """Read or write records of rows of tables; for those without a host cache, at once by one operation."""
+        store.check_requests([(t.table_name, t.num_rows, t.record, rows, records) for t, rows, records in requests])
+        joint, futures = list[tuple[DiskRows, Tensor, Tensor]](), list[IoFuture]()
+        for table, rows, records in requests:
+            if (cache := table._cache) is None:
+                joint.append((table, rows, records))
+            else:
+                futures.append(table._submit(partial(cache.write if write else cache.read, rows, records)))
+        if joint:
+            move = partial(RowFile.move, [(table._file, rows, records) for table, rows, records in joint], write)
+            futures.append(_submit([table for table, *_ in joint], DiskRows.joint_operations, move))
+        return futures
 
     def flush(self) -> IoFuture:
         """Flush earlier writes to the disk."""
@@ -225,11 +242,8 @@ class DiskRows(Closeable):
         """Return the counters of the host cache, after waiting for earlier operations."""
         if self._cache is None:
             return Counts()
-        if os.getpid() == self._process:
-            with self._lock:
-                barrier = None if self._closing else self._operations.submit(lambda: None)
-            if barrier is not None:
-                barrier.wait()
+        if os.getpid() == self._process and self._last is not None:
+            self._last[1].join()
         return self._cache.counts
 
     def close(self) -> None:
@@ -237,10 +251,9 @@ class DiskRows(Closeable):
         write that no caller has seen. A second call only waits for an interrupted first one."""
         if os.getpid() != self._process:
             return
-        with self._lock:
+        with self.order:
             if self._closing is None:
-                file, cache = self._file, self._cache
-                self._closing = self._operations.close(lambda: _close(file, cache))
+                self._closing = self._operations.close(partial(_close, self._file, self._cache, self._last))
                 self._dropped.detach()
         if self in _OPEN:
             try:
@@ -250,19 +263,7 @@ class DiskRows(Closeable):
                     _OPEN.discard(self)
 
     def _submit(self, operation: Callable[[], None]) -> IoFuture:
-        if os.getpid() != self._process:
-            remedy = "and its threads are not in this process; use it in the process that opened it"
-            raise StorageError(f"table {self.table_name!r} was opened before this process was forked, {remedy}")
-
-        def checked_operation() -> None:
-            self._file.raise_if_failed()
-            operation()
-
-        with self._lock:
-            if self._closing is not None:
-                raise StorageError(f"{self._file.subject} is closed; open it again")
-            self._file.raise_if_failed()
-            return self._operations.submit(checked_operation)
+        return _submit([self], self._operations, operation)
 
     def _query(self, query: Callable[[], Any]) -> Any:
         """Return the result of `query` after earlier operations and a write-back."""
@@ -293,8 +294,45 @@ class DiskRows(Closeable):
         file.blocks.changed.clear()
 
 
-def _close(file: RowFile, cache: HostCache | None) -> None:
-    """Write back, flush and close; raise the table's failure if no caller has seen it."""
+def _share() -> None:
+    DiskRows.order, DiskRows.joint_operations = threading.Lock(), OperationQueue("tritonemb-rows")
+
+
+_share()
+os.register_at_fork(after_in_child=_share)
+
+
+def _submit(tables: Sequence[DiskRows], operations: OperationQueue, operation: Callable[[], None]) -> IoFuture:
+    """Submit an operation on tables, which runs after the earlier ones of each of them."""
+    with DiskRows.order:
+        for table in tables:
+            if os.getpid() != table._process:
+                remedy = "and its threads are not in this process; use it in the process that opened it"
+                raise StorageError(f"table {table.table_name!r} was opened before this process was forked, {remedy}")
+            if table._closing is not None:
+                raise StorageError(f"{table._file.subject} is closed; open it again")
+            table._file.raise_if_failed()
+        earlier = {t._last[1] for t in tables if t._last is not None and t._last[0] is not operations}
+
+        def ordered_operation() -> None:
+            for future in earlier:  # they wait for still earlier ones only
+                future.join()
+            for table in tables:
+                table._file.raise_if_failed()
+            operation()
+
+        future = operations.submit(ordered_operation)
+        for table in tables:
+            if table._last is None:
+                table._operations.submit(lambda: None)  # starts the thread, which closes the table
+            table._last = operations, future
+    return future
+
+
+def _close(file: RowFile, cache: HostCache | None, last: tuple[OperationQueue, IoFuture] | None = None) -> None:
+    """Write back, flush and close after the last operation; raise the table's failure if no caller has seen it."""
+    if last is not None:
+        last[1].join()
     with closing(file.file):
         if file.failure is None:
             if cache is not None and cache.needs_write_back():

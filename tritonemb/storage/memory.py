@@ -1,6 +1,6 @@
 """Rows in host memory: all rows of a table (`HostRows`), or a cache of a table on disk (`HostCache`)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -43,13 +43,15 @@ class HostRows:
             end = min(begin + step, num_rows)
             initializer(torch.arange(begin, end), self._bytes[begin:end])
 
-    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Copy rows, see `DiskRows.read`."""
-        return IoFuture.finished(lambda: records.copy_(self._bytes[rows]))
-
-    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Overwrite rows, see `DiskRows.write`."""
-        return IoFuture.finished(lambda: self._bytes.index_copy_(0, rows, records))
+    @staticmethod
+    def transfer(requests: Sequence[tuple["HostRows", Tensor, Tensor]], write: bool) -> list[IoFuture]:
+        """Copy rows at once, see `DiskRows.transfer`."""
+        for store, rows, records in requests:
+            if write:
+                store._bytes.index_copy_(0, rows, records)
+            else:
+                records.copy_(store._bytes[rows])
+        return []
 
 
 class HostCache:
@@ -87,7 +89,7 @@ class HostCache:
             missing = (slots < 0).nonzero()[:, 0]
             num_rows, num_missing = rows.numel(), missing.numel()
             missing_records = records if num_missing == num_rows else self._empty_records(num_missing)
-            self._file.read(rows[missing], missing_records)
+            self._file.move([(self._file, rows[missing], missing_records)], write=False)
             self.counts = self.counts.plus(cache_hits=num_rows - num_missing, read=missing_records.numel())
             _move(records, self._records, torch.arange(num_rows), slots)
             if num_missing == 0:
@@ -145,7 +147,7 @@ class HostCache:
         self._dirty[slots] = False
 
     def _write_to_file(self, rows: Tensor, records: Tensor) -> None:
-        self._file.write(rows, records)
+        self._file.move([(self._file, rows, records)], write=True)
         self.counts = self.counts.plus(written=rows.numel() * self._num_bytes)
 
     def _empty_records(self, num_rows: int) -> Tensor:

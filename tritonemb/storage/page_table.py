@@ -5,7 +5,7 @@ Each page ends with a checksum: blocks are sealed when they are written, and che
 
 import mmap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -204,9 +204,10 @@ class _RequestChunk:
     slots: np.ndarray  # int64 `[b]`: of the blocks in the buffer, counted from `begin`, -1 for none
     wait: Callable[[], None] = staticmethod(lambda: None)  # waits for the submitted transfer; raises a StorageError
 
-    def __init__(self, block_range: slice, begin: int) -> None:
+    def __init__(self, block_range: slice, begin: int, request: int = 0) -> None:
         self.block_range = block_range  # among the request's blocks
         self.begin = begin  # byte offset in the buffer
+        self.request = request  # its number
 
     def sort(self, blocks: np.ndarray, positions: np.ndarray) -> None:
         """Take this chunk's blocks from a request's, and assign slots in the order of their positions."""
@@ -236,77 +237,17 @@ class BlockFile:
         with closing(IoContext.free.get()) as context:
             self._scan(context)
 
-    def read(self, rows: np.ndarray, records: int) -> np.ndarray:
-        """Read rows, int64 `[n]`, ascending, into `n` records at the address `records`.
-
-        Records of rows that were never written are left unchanged. Return uint8 `[n]`: whether each row was written.
-        """
-        written, (blocks, starts) = np.empty(rows.size, dtype=np.uint8), self.layout.request(rows)
-        positions = self.page_table.find(blocks)
-
-        def begin(chunk: _RequestChunk) -> None:
-            chunk.sort(blocks, positions)
-            self._submit(context, chunk, np.flatnonzero(chunk.positions >= 0), False)
-
-        with closing(IoContext.free.get()) as context:
-            copy = partial(self._copy, context, starts, rows, records, written, False)
-            self._overlap(context, blocks.size, begin, copy)
-        return written
-
-    def write(self, rows: np.ndarray, records: int) -> None:
-        """Write records into their blocks. A block is read and checked first unless all of its rows are written.
-
-        After a StorageError some blocks may have been written.
-        """
-        # Blocks that are new, or all of whose rows are written, are not read first.
-        layout, (blocks, starts) = self.layout, self.layout.request(rows)
-        positions, new_mask = self._allocate(blocks)
-        clear_mask = new_mask | layout.is_complete(blocks, starts)
-        writing: deque[_RequestChunk] = deque()
-
-        def begin(chunk: _RequestChunk) -> None:
-            if writing:
-                writing.popleft().wait()  # its half of the buffer is reused
-            chunk.sort(blocks, positions)
-            self._submit(context, chunk, np.flatnonzero(~clear_mask[chunk.block_range]), False)
-
-        def finish(chunk: _RequestChunk) -> None:
-            self._copy(context, starts, rows, records, clear_mask.view(np.uint8), True, chunk)
-            # Write the chunk while the next one is read.
-            self._submit(context, chunk, np.arange(chunk.blocks.size), True)
-            writing.append(chunk)
-
-        with closing(IoContext.free.get()) as context:
-            self._overlap(context, blocks.size, begin, finish)
-            for chunk in writing:
-                chunk.wait()
-
-    def _copy(
-        self, context: IoContext, starts: np.ndarray, rows: np.ndarray, records: int, flags: np.ndarray, writes: bool,
-        chunk: _RequestChunk,
-    ) -> None:  # fmt: skip
-        """Copy a chunk's rows of a request after its transfer; `flags` as in the kernel, of the request."""
-        chunk.wait()
-        layout, block_range = self.layout, chunk.block_range
-        row_range = slice(int(starts[block_range.start]), int(starts[block_range.stop]))
-        geometry = layout.rows_per_block, *layout.pages, layout.record_bytes
-        num_good = cpu_kernels("pages").copy(
-            context.buffer.address + chunk.begin, (chunk.blocks, chunk.slots), rows[row_range], geometry,
-            records + row_range.start * layout.record_bytes, flags[block_range if writes else row_range], writes,
-        )  # fmt: skip
-        self._raise_damaged(chunk.blocks, num_good)
-
     def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
         """Read blocks that have positions into consecutive slots from byte `begin` of the buffer on; check them."""
         self._move(context, blocks, self.page_table.find(blocks), begin, False)
         num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, *self.layout.pages)
-        self._raise_damaged(blocks, num_good)
+        self.raise_damaged(blocks, num_good)
 
     def store(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
         """Write sealed blocks, ascending, from consecutive slots from byte `begin` of the buffer on."""
-        self._move(context, blocks, self._allocate(blocks)[0], begin, True)
+        self._move(context, blocks, self.allocate(blocks)[0], begin, True)
 
-    def _allocate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def allocate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Allocate blocks int64 `[b]`, ascending, for a write; return their positions, and which are new."""
         new_mask = self.page_table.find(blocks) < 0
         if self.page_table.count + np.count_nonzero(new_mask) > MAX_POSITIONS:
@@ -356,32 +297,17 @@ class BlockFile:
                 raise StorageError(f"{subject}it is damaged: the extent with {rows} occurs twice; {RESTORE}")
             self.page_table.insert(blocks[written], first + written)
 
-        self._overlap(context, (self._size - layout.offset(0)) // step, begin, finish)
-
-    def _overlap(self, context: IoContext, num_blocks: int, begin: _ChunkStage, finish: _ChunkStage) -> None:
-        """Split blocks into chunks, in alternating halves of the buffer; begin each before finishing the previous."""
-        if (half := max(BUFFER_BYTES, self.layout.block_bytes)) > HALF_BYTES:
-            context.reserve(half)
-        size = half // self.layout.block_bytes
-        firsts = enumerate(range(0, num_blocks, size))
-        chunks = (_RequestChunk(slice(at, min(at + size, num_blocks)), number % 2 * half) for number, at in firsts)
-        for previous, chunk in pairwise(chain((None,), chunks, (None,))):
-            if chunk is not None:
-                if previous is not None:
-                    raise_if_cancelled()
-                begin(chunk)
-            if previous is not None:
-                finish(previous)
+        _overlap(context, [((self._size - layout.offset(0)) // step, step)], begin, finish)
 
     def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
         """Read or write blocks from or to consecutive slots of the buffer, and wait."""
         raise_if_cancelled()
         chunk = _RequestChunk(slice(0, blocks.size), begin)
         chunk.blocks, chunk.positions, chunk.slots = blocks, positions, np.arange(blocks.size)
-        self._submit(context, chunk, chunk.slots, write)
+        self.submit(context, chunk, chunk.slots, write)
         chunk.wait()
 
-    def _submit(self, context: IoContext, chunk: _RequestChunk, indices: np.ndarray, write: bool) -> None:
+    def submit(self, context: IoContext, chunk: _RequestChunk, indices: np.ndarray, write: bool) -> None:
         """Start to read or write a chunk's blocks at these indices, if any; adjacent blocks form one extent."""
         if indices.size == 0:
             return
@@ -407,7 +333,7 @@ class BlockFile:
 
         chunk.wait = wait
 
-    def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
+    def raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
         if num_good < blocks.size:
             subject = self._describe(blocks[num_good : num_good + 1])
             raise StorageError(f"{subject} is damaged: its checksum does not match its content; {RESTORE}")
@@ -419,3 +345,89 @@ class BlockFile:
         if last - first >= blocks.size:
             description = f"{blocks.size} blocks of {self.layout.rows_per_block} rows among {description}"
         return f"table {self.table!r}, file {self.file.path}: the extent with {description}, at byte {begin:,},"
+
+
+class BlockRequest:
+    """Rows of a file, int64 `[n]`, ascending, to be read into, or written from, `n` records at an address.
+
+    Records of rows that were never written are left unchanged. Blocks are read and checked before some rows change."""
+
+    def __init__(self, file: BlockFile, rows: np.ndarray, records: int, write: bool) -> None:
+        self.file, self._rows, self._records, self.write = file, rows, records, write
+        self.blocks, self._starts = file.layout.request(rows)
+        # Flags as in the kernel: of a write, which blocks are not read first; of a read, which rows were ever written.
+        if write:
+            self._positions, new_mask = file.allocate(self.blocks)
+            self.flags = (new_mask | file.layout.is_complete(self.blocks, self._starts)).view(np.uint8)
+        else:
+            self._positions, self.flags = file.page_table.find(self.blocks), np.empty(rows.size, dtype=np.uint8)
+
+    def begin(self, context: IoContext, chunk: _RequestChunk) -> None:
+        chunk.sort(self.blocks, self._positions)
+        is_read = self.flags[chunk.block_range] == 0 if self.write else chunk.positions >= 0
+        self.file.submit(context, chunk, np.flatnonzero(is_read), False)
+
+    def finish(self, context: IoContext, chunk: _RequestChunk) -> None:
+        chunk.wait()
+        layout, block_range = self.file.layout, chunk.block_range
+        row_range = slice(int(self._starts[block_range.start]), int(self._starts[block_range.stop]))
+        num_good = cpu_kernels("pages").copy(
+            context.buffer.address + chunk.begin, (chunk.blocks, chunk.slots), self._rows[row_range],
+            (layout.rows_per_block, *layout.pages, layout.record_bytes),
+            self._records + row_range.start * layout.record_bytes,
+            self.flags[block_range if self.write else row_range], self.write,
+        )  # fmt: skip
+        self.file.raise_damaged(chunk.blocks, num_good)
+        if self.write:
+            self.file.submit(context, chunk, np.arange(chunk.blocks.size), True)
+
+
+def move_blocks(requests: Sequence[BlockRequest]) -> Sequence[BlockRequest]:
+    """Do requests of different files at once; return them. After a StorageError some blocks may have been written."""
+    writing = deque[_RequestChunk]()
+
+    def begin(chunk: _RequestChunk) -> None:
+        while writing:
+            writing.popleft().wait()  # its half of the buffer is reused
+        requests[chunk.request].begin(context, chunk)
+
+    def finish(chunk: _RequestChunk) -> None:
+        requests[chunk.request].finish(context, chunk)
+        if requests[chunk.request].write:
+            writing.append(chunk)  # while the next chunks are read
+
+    with closing(IoContext.free.get()) as context:
+        sizes = [(request.blocks.size, request.file.layout.block_bytes) for request in requests]
+        _overlap(context, sizes, begin, finish)
+        for chunk in writing:
+            chunk.wait()
+    return requests
+
+
+def _overlap(context: IoContext, sizes: Sequence[tuple[int, int]], begin: _ChunkStage, finish: _ChunkStage) -> None:
+    """Begin the chunks in one half of the buffer before those in the other are finished; `sizes` as in `_groups`."""
+    half = -(-max(BUFFER_BYTES, *(block_bytes for _, block_bytes in sizes)) // PAGE_BYTES) * PAGE_BYTES
+    if half > HALF_BYTES:
+        context.reserve(half)
+    for previous, chunks in pairwise(chain(((),), _groups(sizes, half), ((),))):
+        if previous and chunks:
+            raise_if_cancelled()
+        for chunk in chunks:
+            begin(chunk)
+        for chunk in previous:
+            finish(chunk)
+
+
+def _groups(sizes: Sequence[tuple[int, int]], half: int) -> Iterator[Sequence[_RequestChunk]]:
+    """Yield chunks of requests, numbers of blocks and bytes per block, as many as fit a half of the buffer."""
+    chunks, number, end = list[_RequestChunk](), 0, 0
+    for request, (num_blocks, block_bytes) in enumerate(sizes):
+        first = 0
+        while first < num_blocks:
+            if end + block_bytes > half:
+                yield chunks
+                chunks, number, end = [], number + 1, 0
+            last = min(num_blocks, first + (half - end) // block_bytes)
+            chunks.append(_RequestChunk(slice(first, last), number % 2 * half + end, request))
+            first, end = last, -(-(end + (last - first) * block_bytes) // PAGE_BYTES) * PAGE_BYTES
+    yield chunks

@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from tritonemb.memory import DTYPES
-from tritonemb.storage import io, store
+from tritonemb.storage import io, page_table, store
 from tritonemb.storage.aio import PAGE_BYTES, IoContext, PageFile
-from tritonemb.storage.page_table import BUFFER_BYTES, TRAILER_BYTES, BlockFile, FileLayout, runs
+from tritonemb.storage.page_table import BUFFER_BYTES, TRAILER_BYTES, BlockFile, BlockRequest, FileLayout, runs
 from tritonemb.storage.store import Field, Initializer, Record, StorageError, cpu_kernels, storage_errors
 from tritonemb.storage.threads import shielded
 from tritonemb.utils import Closeable, on_error
@@ -176,11 +176,12 @@ class SnapshotReader(Closeable):
 
         Rows that were never written get values from `initializer`. Raise StorageError if the file is damaged.
         """
-        store.check_request(self.header["table"], self.num_rows, self.record, rows, records)
+        store.check_requests([(self.header["table"], self.num_rows, self.record, rows, records)])
 
         def read() -> np.ndarray:
             with self._in_use:
-                return self._blocks.read(rows.numpy(), records.data_ptr())
+                request = BlockRequest(self._blocks, rows.numpy(), records.data_ptr(), write=False)
+                return page_table.move_blocks([request])[0].flags
 
         store.fill_unwritten(shielded(read), rows, records, initializer)
 

@@ -10,7 +10,7 @@ import importlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -116,11 +116,14 @@ class IoFuture:
         """Wait until the operation is done; raise its error, or StorageError if it was submitted before a fork."""
         if os.getpid() != self._process and not self._done.is_set():
             raise StorageError("this operation was submitted before the fork; wait for it in the parent process")
-        self._done.wait()
+        self.join()
         if self._failure is not None:
             if isinstance(self._failure, StorageError):
                 self._failure.raised = True
             raise self._failure
+
+    def join(self) -> None:
+        self._done.wait()
 
     def run(self, work: Callable[[], object]) -> None:
         """Run the operation in this thread, for stores; waiters return after `finish`."""
@@ -252,27 +255,28 @@ class Record:
         return views
 
 
-def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:
-    """Raise TypeError or ValueError unless rows and records are arguments of `DiskRows.read`."""
-    for name, tensor, dtype in (("rows", rows, torch.int64), ("records", records, torch.uint8)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"table {table!r}: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            kind = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
-            raise ValueError(f"table {table!r}: {name} must be {dtype}, contiguous, on the CPU, got {kind}")
-    if rows.dim() != 1 or records.shape != (rows.numel(), record.num_bytes):
-        shapes = f"{list(rows.shape)} and {list(records.shape)}"
-        raise ValueError(f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], got {shapes}")
-    row_numbers = rows.numpy()
-    if (unordered := row_numbers[1:] <= row_numbers[:-1]).any():
-        position = int(unordered.argmax())
-        raise ValueError(
-            f"table {table!r}: rows must be ascending and distinct, but rows[{position}] is {row_numbers[position]} "
-            f"and rows[{position + 1}] is {row_numbers[position + 1]}; sort them and drop duplicates"
-        )
-    for row in row_numbers[:1].tolist() + row_numbers[-1:].tolist():
-        if not 0 <= row < num_rows:
-            raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}, got row {row}")
+def check_requests(requests: Iterable[tuple[str, int, Record, Tensor, Tensor]]) -> None:
+    """Raise TypeError or ValueError unless rows and records, the last two of each, are arguments of `DiskRows.read`."""
+    for table, num_rows, record, rows, records in requests:
+        for name, tensor, dtype in (("rows", rows, torch.int64), ("records", records, torch.uint8)):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"table {table!r}: {name} must be a tensor, got {type(tensor).__name__}")
+            if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+                kind = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+                raise ValueError(f"table {table!r}: {name} must be {dtype}, contiguous, on the CPU, got {kind}")
+        if rows.dim() != 1 or records.shape != (rows.numel(), record.num_bytes):
+            shapes = f"{list(rows.shape)} and {list(records.shape)}"
+            raise ValueError(f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], got {shapes}")
+        row_numbers = rows.numpy()
+        if (unordered := row_numbers[1:] <= row_numbers[:-1]).any():
+            first, second = row_numbers[(position := int(unordered.argmax())) :][:2]
+            raise ValueError(
+                f"table {table!r}: rows must be ascending and distinct, but rows[{position}] is {first} and "
+                f"rows[{position + 1}] is {second}; sort them and drop duplicates"
+            )
+        for row in row_numbers[:1].tolist() + row_numbers[-1:].tolist():
+            if not 0 <= row < num_rows:
+                raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}, got row {row}")
 
 
 def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec], has_ids: bool = False) -> Record:

@@ -141,8 +141,8 @@ class RowTransfer:
             records, copy = self._stage(on_disk, moves)
             copy(False)
             rows = moves.rows.cpu().split(moves.sizes)  # on a GPU this also waits for the records
-            requests = [(cached, rows[n], records[n]) for n, cached in on_disk.items()]
-            self.finish_writes(requests[0][0].submit(requests, write=True))
+            requests = [(cached.store, rows[n], records[n]) for n, cached in on_disk.items()]
+            self.finish_writes(requests[0][0].transfer(requests, write=True))
 
     def finish_writes(self, later: Sequence[IoFuture] = ()) -> None:
         """Wait for all writes but `later` ones. StorageError if one failed."""
@@ -153,8 +153,8 @@ class RowTransfer:
         """Read rows into slots. StorageError if a read failed."""
         if on_disk := self._copy_in_host(moves, True):
             (records, copy), rows = self._stage(on_disk, moves), moves.rows.cpu().split(moves.sizes)
-            requests = [(cached, rows[n], records[n]) for n, cached in on_disk.items()]
-            wait_all(requests[0][0].submit(requests, write=False))
+            requests = [(cached.store, rows[n], records[n]) for n, cached in on_disk.items()]
+            wait_all(requests[0][0].transfer(requests, write=False))
             copy(True)
             if self._device.type == "cuda":
                 torch.cuda.current_stream(self._device).synchronize()  # before the records are freed

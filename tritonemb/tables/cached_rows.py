@@ -17,7 +17,7 @@ from tritonemb.storage.disk import DiskRows
 from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.snapshot import restore, snapshot_header
-from tritonemb.storage.store import Counts, Field, InitialValues, IoFuture, Record, StorageError, record_of, wait_all
+from tritonemb.storage.store import Counts, Field, InitialValues, Record, StorageError, record_of, wait_all
 from tritonemb.tables.table import (
     DeviceRows,
     Index,
@@ -138,11 +138,6 @@ class CachedRows(DeviceRows):
             return lambda rows, records: None  # a row is initialized when it is assigned to an id
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
-    @staticmethod
-    def submit(requests: Sequence[tuple[Any, Tensor, Tensor]], write: bool) -> Sequence[IoFuture]:
-        """Start to read or write rows and their records in the stores of several tables; see `DiskRows.read`."""
-        return [getattr(cached.store, "write" if write else "read")(*request) for cached, *request in requests]
-
     def _chunks(
         self, rows: Tensor | None = None, read: bool = True, write: bool = False
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
@@ -157,10 +152,10 @@ class CachedRows(DeviceRows):
             chunk = torch.arange(first, last, device="cpu") if rows is None else rows[first:last]
             records = torch.zeros(last - first, self.record.num_bytes, dtype=torch.uint8, device="cpu")
             if read:
-                wait_all(self.submit([(self, chunk, records)], write=False))
+                wait_all(self.store.transfer([(self.store, chunk, records)], write=False))
             yield slice(first, last), self.record.views(records)
             if write:
-                wait_all(self.submit([(self, chunk, records)], write=True))
+                wait_all(self.store.transfer([(self.store, chunk, records)], write=True))
 
     def tensors(self, table: Table) -> dict[str, Tensor]:
         """Return weight and states of the whole table: views of host memory, or copies from disk.

@@ -100,7 +100,7 @@ class DynamicTable(Table):
         ids = self._to_ids(ids)
         ids, order = ids.sort()
         self._check_rows(ids, {"weight": rows, **states})
-        assigned_rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[self.index.rule(self.index.clock)])
+        assigned_rows, keys, _ = insert_batch([self], *concat_ids([ids]), is_step=False)
         known_mask = keys == NO_KEY
         values = {name: value[order.to(value.device)] for name, value in {"weight": rows, **states}.items()}
         if missing := [name for name in self.state_names if name not in states]:
@@ -248,7 +248,7 @@ class DynamicTable(Table):
         """
         ids, step, count = (state[name].to(self.index.ids)[order] for name in ("ids", "step", "count"))
         rule = MAX_USES, -1, 0  # the latest step, so that uses can be undone
-        rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule])
+        rows, keys, _ = insert_batch([self], *concat_ids([ids]), rules=[rule], is_step=False)
         self.index.counters.update(inserts=-int((keys != NO_KEY).sum()))  # do not count loaded rows as inserts
         # Last steps may decrease.
         self.index.tensors = DynamicIndex(*self.index.tensors)

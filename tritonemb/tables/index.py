@@ -291,7 +291,7 @@ def concat_ids(ids: Sequence[Tensor]) -> tuple[Tensor, Tensor, Sequence[int]]:
 @torch.no_grad()
 def insert_batch(
     tables: Sequence[Table], values: Tensor, bounds: Tensor, table_of_key: Sequence[int],
-    occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None,
+    occurrences: Tensor | None = None, rules: Sequence[Rule] | None = None, is_step: bool = True,
 ) -> tuple[Tensor, Tensor, bool]:  # fmt: skip
     """Find or insert the ids of a batch, and count their uses; new rows get initial values and zero states.
 
@@ -303,14 +303,15 @@ def insert_batch(
         bounds: `[K + 1]`, where its keys begin and end.
         table_of_key: index of the table that each key looks up, or -1.
         occurrences: int `[N]`, at least 1: number of occurrences of each value; 1 by default.
-        rules: eviction rules of an insertion of distinct ids outside of a step: it admits all, and initializes no rows.
+        rules: eviction rules; those of the tables by default.
+        is_step: False for an insertion of distinct ids outside of a step: it admits all, and initializes no rows.
 
     Returns:
         Rows, int64 `[N]`, fallback rows or -1 for ids that are refused, and the values themselves for other tables;
         keys, int32 `[N]`, `NO_KEY` except for ids that were inserted; and whether any row is -1.
     """
-    device, indexes, is_step = values.device, [table.index.tensors for table in tables], rules is None
-    rules = [table.index.rule(table.index.clock + 1) for table in tables] if rules is None else rules
+    device, indexes = values.device, [table.index.tensors for table in tables]
+    rules = [table.index.rule(table.index.clock + is_step) for table in tables] if rules is None else rules
     occurrences = None if occurrences is None else occurrences.long().contiguous()
     # Find ids, and count the rows that new ids need. The host reads all counts in one copy, with the offsets of keys in
     # values, then in occurrences.

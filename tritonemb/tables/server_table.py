@@ -107,8 +107,8 @@ class RowStore(TableService, Protocol):
         other ids have got rows on another server by then, no further batch can be trained.
         """
 
-    def transfer(self, requests: Sequence[tuple[str, Tensor, Tensor]], write: bool) -> IoFuture:
-        """Read or write rows and records of tables, see `DiskRows.read`; in a static table ids are row numbers."""
+    def transfer(self, requests: Sequence[tuple[Any, Tensor, Tensor]], write: bool) -> Sequence[IoFuture]:
+        """Read or write records of rows, see `DiskRows.transfer`; a store has a `table_name`. Static ids are rows."""
 
 
 class ServerState:
@@ -224,12 +224,7 @@ class LeasedRows(ServerState, CachedRows):
         """Create the store at construction; RuntimeError once there is one."""
         if self.store is not None:
             super().reset(table)
-        self.store = SimpleNamespace(counts=Counts)
-
-    @staticmethod
-    def submit(requests: Sequence[tuple[Any, Tensor, Tensor]], write: bool) -> Sequence[IoFuture]:
-        by_name = [(leased.config.name, rows, records) for leased, rows, records in requests]
-        return [requests[0][0].service.transfer(by_name, write)]
+        self.store = SimpleNamespace(counts=Counts, table_name=self.config.name, transfer=self.service.transfer)
 
 
 class ServerIndex(DenseIndex):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
-from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of
+from tritonemb.jagged import Features, KeyedJaggedTensor, batch_size_of, unpack_features
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout
 from tritonemb.memory import concat
 from tritonemb.ops.registry import graph_break
@@ -171,14 +171,14 @@ def prefetch_batch(
     inputs = checked_batch(features) if assigned is None else assigned.features
     # Lay the batch out with one key per lookup, over whole tables and over their slots.
     batch, table_layout = split_lookups(tables, inputs)
-    keys, values, offsets = batch.keys(), batch.values(), batch.offsets()
+    keys, values, offsets, sample_weights = unpack_features(batch)
     slot_layout = cache.storage.slot_layout(tuple(keys), table_layout)
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     if find_replica_rows is None:
         replica_rows = None
     with torch.inference_mode(False), torch.no_grad():  # the slots are used in training as well
         groups, invalid, pinned = ops.row_groups(values, offsets, table_layout), None, None
-        rows = RowBatch(values, offsets, batch.weights_or_none(), groups, slot_layout)
+        rows = RowBatch(values, offsets, sample_weights, groups, slot_layout)
         # Grouping drops ids out of range, so compare the numbers of ids.
         if tables.bounds_check == "raise" and values.numel() and not tables.dynamic:
             num_ids = offsets[:: batch.stride()].diff() * table_layout.key_starts.diff()
