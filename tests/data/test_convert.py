@@ -82,6 +82,12 @@ def test_files_without_good_rows_leave_nothing(tmp_path):
     source.mkdir()
     for name in ("a", "b"):
         write(source, [line("7")], name)
-    with pytest.raises(ValueError, match="a has no valid rows to convert"):
+    with pytest.raises(ValueError, match="logs has no valid rows to convert"):
         convert(source, tmp_path / "converted", options=options(on_bad_row="skip"))
     assert list(tmp_path.rglob("*.parquet")) == []
+    # Beside files with rows they become files without.
+    write(source, random_lines(5), "c")
+    assert convert(source, tmp_path / "converted", options=options(on_bad_row="skip")).rows == 5
+    rows = [parquet.read_metadata(tmp_path / "converted" / f"{name}.parquet").num_rows for name in "abc"]
+    assert rows == [0, 0, 5]
+    assert ClickLog(tmp_path / "converted", options()).num_rows("train") == 5

@@ -1,13 +1,14 @@
 """Data frames by Arrow's C stream interface: the rows of a Parquet file with the same columns."""
 
 import pytest
+import torch
 
 pa = pytest.importorskip("pyarrow")
 pandas = pytest.importorskip("pandas")
 polars = pytest.importorskip("polars")
 import pyarrow.parquet as parquet  # noqa: E402
 
-from tests.data.logs import ALL_TRAIN, options, rows_of, same  # noqa: E402
+from tests.data.logs import ALL_TRAIN, options, random_lines, rows_of, same, write  # noqa: E402
 from tritonemb.data import ClickLog, Schema, SplitRule, build_vocabulary, from_dataframe  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item")}
@@ -43,6 +44,26 @@ def frames():
         "arrow": halves,
         "interface": Stream(table),
     }
+
+
+def test_strings_are_read_as_those_of_a_text_file(tmp_path):
+    lines = [line.decode() for line in random_lines(50)]
+    log = ClickLog(write(tmp_path, lines), options())
+    fields = list(zip(*(line.split("\t") for line in lines), strict=True))
+    texts = dict(zip(log.schema.sparse, map(list, fields[14:]), strict=True))
+    numbers = {
+        name: [int(n) if n else None for n in column]
+        for name, column in zip(log.schema.dense, fields[1:14], strict=True)
+    }
+    for kind in (pa.string(), pa.binary(), pa.dictionary(pa.int32(), pa.string())):
+        columns = {name: pa.array(values).cast(kind) for name, values in texts.items()}
+        rows = log.encode(pa.RecordBatch.from_pydict(numbers | columns), labelled=False, from_text=True)
+        batch = next(iter(log.open("train", 50)))
+        assert [column.values.tolist() for column in rows.columns] == batch.sparse.values().view(26, 50).tolist()
+        assert torch.equal(rows.dense, batch.dense)
+    columns |= {"cat_3": pa.array(["12"] * 49 + ["x"])}
+    with pytest.raises(ValueError, match="column 'cat_3' is 'x', expected up to 8 hexadecimal digits or nothing"):
+        log.encode(pa.RecordBatch.from_pydict(numbers | columns), labelled=False, from_text=True)
 
 
 @pytest.fixture

@@ -76,6 +76,16 @@ def test_lists_are_multi_hot(tmp_path, tags):
     assert log.tables(4)[0].pooling == "mean"
 
 
+@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
+def test_a_file_without_a_value_has_empty_lists(tmp_path, order):
+    for name, user in zip(order, ([["a"]] * 3, [None] * 3), strict=True):
+        write(tmp_path, f"{name}.parquet", user=pa.array(user))
+    log = ClickLog(tmp_path, options(**SCHEMA))
+    lists = [[of_strings("a")[0][0]]] * 3, [[]] * 3
+    assert ids(log) == [row for name in "ab" for row in lists[order.index(name)]]
+    assert log.features[0].multi_hot
+
+
 def test_lists_of_integers_shuffled_and_resumed(tmp_path):
     random = np.random.default_rng(0)
     bags = [random.integers(0, 50, random.integers(0, 6)).tolist() for _ in range(500)]
@@ -221,7 +231,7 @@ def test_files_must_have_the_same_columns(tmp_path):
     with pytest.raises(ValueError, match=r"b.parquet: the schema's sparse column 'user' is missing"):
         ClickLog(folder, options(**SCHEMA))
     write(folder, "b.parquet", user=[["a"]] * 3)
-    with pytest.raises(ValueError, match=r"b.parquet: other columns are lists than in .*a.parquet"):
+    with pytest.raises(ValueError, match=r"b.parquet: column .* has .* per row, but .* in .*a.parquet"):
         ClickLog(folder, options(**SCHEMA))
 
 

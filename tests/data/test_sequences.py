@@ -28,6 +28,9 @@ def test_a_file_has_a_user_per_line(tmp_path, name, opener):
     sequences = read_sequences(tmp_path / name)
     assert lists(sequences) == USERS
     assert sequences.values.dtype == torch.int64
+    with opener(tmp_path / name, "at") as file:
+        file.write("\n \n")
+    assert lists(read_sequences(tmp_path / name)) == USERS
 
 
 def test_the_last_items_of_each_user_are_held_out(tmp_path):

@@ -103,6 +103,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     parquet.write_table(pa.table(table).take(order), folder / "log.parquet")
     options = (
         "--label clicked --dense age --sparse user item tags --model two_tower --user-features user --embedding-dim 8"
+        " --temperature 0.2"
     )
     training = "--top-mlp 8 --num-embeddings 1000 --batch-size 64 --epochs 6 --embedding-lr 0.1 --dense-lr 0.01"
     command = ["train", "--data", str(folder / "log.parquet"), *options.split(), *training.split()]
@@ -124,7 +125,7 @@ def test_vectors_of_rows_give_the_scores_of_the_model(run_folder: Path):
     vectors = encode_rows(run, "users", users, batch_size=3), encode_rows(run, "items", items.to_pydict())
     pairs = [user | item for user in users.to_pylist() for item in items.to_pylist()]
     scores = torch.from_numpy(run.predict(pairs)).view(USERS, ITEMS)
-    torch.testing.assert_close((vectors[0] @ vectors[1].T).sigmoid(), scores)
+    torch.testing.assert_close((vectors[0] @ vectors[1].T / 0.2).sigmoid(), scores)
     with pytest.raises(ValueError, match="missing columns of the items: tags; the rows have item"):
         encode_rows(run, "items", items.select(["item"]))
     assert encode_rows(run, "items", items.slice(0, 0)).shape == (0, 8)
@@ -159,12 +160,18 @@ def test_predict_writes_the_best_items_of_each_user(run_folder: Path, capsys):
         for user, item in zip(*(top[c].to_pylist() for c in ("user", "item")), strict=True)
     ]
     assert sum(agree) > 0.9 * len(agree)
-    # The same items from CSV, but for their tags.
-    csv.write_csv(parquet.read_table(paths["users"]), run_folder / "users.csv")
-    command = ["predict", str(run_folder / "run"), "--data", str(run_folder / "users.csv"), "--keep", "user"]
+    # The score is the logit.
+    run, rows = te.load_run(run_folder / "run"), [row | {"age": float(row["user"])} for row in top.to_pylist()]
+    torch.testing.assert_close(top["score"].to_numpy(), torch.from_numpy(run.predict(rows)).logit().numpy())
+    # The same items from CSV, but for their tags; other columns are text.
+    users = parquet.read_table(paths["users"])
+    users = users.append_column("account", pa.array([f"0{user}" for user in range(USERS)]))
+    csv.write_csv(users, run_folder / "users.csv", csv.WriteOptions(quoting_style="none"))
+    command = ["predict", str(run_folder / "run"), "--data", str(run_folder / "users.csv"), "--keep", "user", "account"]
     out = str(run_folder / "again.parquet")
     assert main([*command, "--items", paths["items"], "--top", "3", "--out", out]) == 0
-    assert parquet.read_table(out).equals(top)
+    assert parquet.read_table(out).drop_columns("account").equals(top)
+    assert parquet.read_table(out)["account"][-1].as_py() == f"0{USERS - 1}"
     # Errors of a user.
     for arguments, text in (
         (["--top", "3"], "pass both top and items"),

@@ -107,6 +107,8 @@ def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
     requests = [{name: value for name, value in row.items() if name != "click"} for row in rows]
     assert np.array_equal(loaded_run.predict(requests), scores)
     assert np.array_equal(loaded_run.predict(frame_of(rows)), scores)
+    texts = [{**row, "user": row["user"] or ""} for row in rows]  # a text file has no empty strings
+    assert np.array_equal(loaded_run.predict(frame_of(texts)), scores)
     parquet.write_table(frame_of(rows), tmp_path / "clicks.parquet")
     assert np.array_equal(loaded_run.predict(str(tmp_path / "clicks.parquet"), batch_size=37), scores)
     assert [loaded_run.predict(row) for row in requests[:40]] == scores[:40].tolist()
@@ -129,6 +131,10 @@ def test_a_checkpoint_does_not_select_the_code_that_transforms_rows(tmp_path, ca
     assert np.array_equal(scored.predict(rows), expected)
     assert np.array_equal(scored.predict(frame_of(rows)), expected)
     assert scored.predict(rows[0]) == expected[0]
+    missing = {**rows[0], "price": None, "user": None}
+    assert scored.predict(missing) == scored.predict([missing, rows[1]])[0]
+    with pytest.raises(ValueError, match="row 2: missing columns: user; the row has"):
+        scored.predict([rows[0], {name: value for name, value in rows[1].items() if name != "user"}])
     with pytest.raises(ValueError, match=f"was trained with the transform '{name}', code that it must not"):
         te.load_run(out)
     capsys.readouterr()

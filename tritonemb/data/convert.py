@@ -65,11 +65,10 @@ def convert(
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
-    empty = [number for number, report in enumerate(reports) if not report.rows]
-    for number in empty:
-        targets[number].unlink()
-    if empty:
-        raise ValueError(f"{files[empty[0]].path} has no valid rows to convert")
+    if not any(report.rows for report in reports):
+        for path in targets:
+            path.unlink()
+        raise ValueError(f"{display_path(source)} has no valid rows to convert")
     return sum(reports, ReadReport())
 
 

@@ -7,7 +7,6 @@ quoted; a quote in it is doubled. Criteo's display-advertising log has 40 tab-se
 values, no plus signs and no header.
 """
 
-import binascii
 import csv
 import io
 import itertools
@@ -19,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import find_invalid_values, integer_values, string_buffers, to_integers, valid_row_mask
+from tritonemb.data.encode import find_invalid_values, integer_values, parse_hexadecimal, to_integers, valid_row_mask
 from tritonemb.data.files import arrow_csv, compute, pa
 from tritonemb.data.pipeline import ParsedChunk
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, invalid_value_message
@@ -218,28 +217,6 @@ def _decimal_length(array: Any) -> tuple[int, int]:
     size, magnitudes = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), np.abs(numbers)
     bounds = itertools.takewhile(lambda bound: bound <= largest, (10**power for power in range(1, 19)))
     return size + sum(int(np.count_nonzero(magnitudes >= bound)) for bound in bounds), largest
-
-
-def parse_hexadecimal(array: Any) -> tuple[Any, int]:
-    """Parse `pyarrow` strings of up to 8 hexadecimal digits to uint32, and count digits; None for other strings."""
-    data, ends = string_buffers(array)
-    present, num_digits = ends[1:] != ends[:-1], int(ends[-1] - ends[0])
-    count = int(np.count_nonzero(present))
-    try:
-        if int(np.diff(ends).max(initial=0)) > 8:
-            return None, 0
-        digits = data[ends[0] : ends[-1]]
-        if num_digits != 8 * count:  # fewer than 8 digits somewhere
-            digits = string_buffers(compute.ascii_lpad(array.filter(pa.array(present)).cast(pa.string()), 8, "0"))[0]
-        numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
-    except ValueError:
-        return None, 0
-    validity = None
-    if count < len(array):
-        validity = pa.py_buffer(np.packbits(present, bitorder="little"))
-        present_numbers, numbers = numbers, np.zeros(len(array), np.uint32)
-        numbers[present] = present_numbers
-    return pa.Array.from_buffers(pa.uint32(), len(array), [validity, pa.py_buffer(numbers)]), num_digits
 
 
 def check_criteo(schema: Schema, location: str) -> None:

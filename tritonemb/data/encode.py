@@ -18,6 +18,7 @@ value (string; integers in decimal), id (int64), count (int64). Ids of a feature
 then by value; 0 is for missing, unseen and rarer values. The metadata have the kind of each feature's values.
 """
 
+import binascii
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +32,7 @@ from torch import Tensor
 from tritonemb.data.batch import Array, Column, Rows, lengths_to_offsets
 from tritonemb.data.files import LogFile, compute, fs, open_parquet, pa
 from tritonemb.data.protocol import Feature
-from tritonemb.data.schema import Schema, quote_value
+from tritonemb.data.schema import CATEGORIES, Schema, quote_value
 from tritonemb.data.sequences import keep_last
 from tritonemb.utils import join_names
 
@@ -182,6 +183,28 @@ def to_integers(strings: Any) -> Any:
     except pa.ArrowInvalid:  # integers of 19 digits may overflow
         values = [None if value is None else int(value) for value in strings.to_pylist()]
         return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
+
+
+def parse_hexadecimal(array: Any) -> tuple[Any, int]:
+    """Parse `pyarrow` strings of up to 8 hexadecimal digits to uint32, and count digits; None for other strings."""
+    data, ends = string_buffers(array)
+    present, num_digits = ends[1:] != ends[:-1], int(ends[-1] - ends[0])
+    count = int(np.count_nonzero(present))
+    try:
+        if int(np.diff(ends).max(initial=0)) > 8:
+            return None, 0
+        digits = data[ends[0] : ends[-1]]
+        if num_digits != 8 * count:  # fewer than 8 digits somewhere
+            digits = string_buffers(compute.ascii_lpad(array.filter(pa.array(present)).cast(pa.string()), 8, "0"))[0]
+        numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
+    except ValueError:
+        return None, 0
+    validity = None
+    if count < len(array):
+        validity = pa.py_buffer(np.packbits(present, bitorder="little"))
+        present_numbers, numbers = numbers, np.zeros(len(array), np.uint32)
+        numbers[present] = present_numbers
+    return pa.Array.from_buffers(pa.uint32(), len(array), [validity, pa.py_buffer(numbers)]), num_digits
 
 
 def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
@@ -367,8 +390,19 @@ def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> A
     return frequent.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
 
-def encode(batch: Any, schema: Schema, features: Sequence[Feature], numberings: Numberings, labelled: bool) -> Rows:
-    """Encode a `pyarrow.RecordBatch` as rows; labels are 0 and weights 1 unless `labelled`."""
+def encode(
+    batch: Any,
+    schema: Schema,
+    features: Sequence[Feature],
+    numberings: Numberings,
+    labelled: bool,
+    from_text: bool = False,
+) -> Rows:
+    """Encode a `pyarrow.RecordBatch` as rows; labels are 0 and weights 1 unless `labelled`.
+
+    With `from_text`, for a model trained on text, strings are read as there: empty ones are missing, and Criteo's
+    categories hexadecimal.
+    """
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for column_index, name in enumerate(schema.dense):
         dense[:, column_index] = scale_numbers(numeric_values(batch.column(name)), schema.is_logarithmic(name))
@@ -381,13 +415,33 @@ def encode(batch: Any, schema: Schema, features: Sequence[Feature], numberings: 
     if labelled and schema.weight:
         weights = torch.from_numpy(numeric_values(batch.column(schema.weight)).astype(np.float32))
     lengths = schema.lengths_by_name()
-    columns = [_encode_column(batch.column(f.name), numberings[f.name], f.kind, lengths.get(f.name)) for f in features]
+    columns = []
+    for feature in features:
+        array, offsets, name = batch.column(feature.name), None, feature.name
+        if feature.multi_hot and pa.types.is_null(array.type):
+            array = pa.nulls(len(array), pa.list_(pa.null()))
+        if is_list(array.type):
+            offsets = torch.from_numpy(lengths_to_offsets(integer_values(compute.list_value_length(array))))
+            array = compute.list_flatten(array)
+        if from_text and is_text(array.type):
+            array = _values_of_text(array, name, is_hexadecimal=name in CATEGORIES and schema.sparse == CATEGORIES)
+        column = Column(torch.from_numpy(numberings[name].ids(array, feature.kind)), offsets)
+        columns.append(keep_last(column, lengths[name]) if name in lengths and offsets is not None else column)
     return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels), weights)
 
 
-def _encode_column(array: Any, numbering: Numbering, kind: str, max_length: int | None) -> Column:
-    if not is_list(array.type):
-        return Column(torch.from_numpy(numbering.ids(array, kind)))
-    offsets = lengths_to_offsets(integer_values(compute.list_value_length(array)))
-    column = Column(torch.from_numpy(numbering.ids(compute.list_flatten(array), kind)), torch.from_numpy(offsets))
-    return column if max_length is None else keep_last(column, max_length)
+def _values_of_text(strings: Any, name: str, is_hexadecimal: bool) -> Any:
+    """Convert `pyarrow` strings to what a text file with them has: null for empty ones, and hexadecimal numbers."""
+    is_binary = "binary" in str(value_type(strings.type))
+    strings = strings.cast(pa.large_binary() if is_binary else pa.large_string())
+    empty = pa.scalar(b"" if is_binary else "", strings.type)
+    strings = compute.if_else(compute.equal(strings, empty), pa.scalar(None, strings.type), strings)
+    if not is_hexadecimal:
+        return strings
+    texts = compute.fill_null(strings, empty)
+    if (numbers := parse_hexadecimal(texts)[0]) is None:
+        (invalid, *_) = texts.filter(compute.invert(compute.match_substring_regex(texts, "^[0-9a-fA-F]{0,8}$")))
+        raise ValueError(
+            f"column {name!r} is {quote_value(invalid.as_py())}, expected up to 8 hexadecimal digits or nothing"
+        )
+    return numbers

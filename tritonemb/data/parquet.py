@@ -115,18 +115,21 @@ class ColumnTypes:
         self.schema, self._labelled, self._extra_columns = schema, labelled, extra_columns
         self.multi_hot: Names = ()
         self.kinds: dict[str, str] = {}
-        self._locations: dict[str, str] = {}  # of the first values of a column; "" for the first file
+        self._locations: dict[str, str] = {}  # of the first values of a column
+        self._lists: dict[str, tuple[bool, str]] = {}  # whether a column has lists, and where it first has values
 
     def check(self, columns: Any, location: str) -> None:
         """Check the columns, a `pyarrow.Schema`, of a file or a batch."""
         schema = self.schema = self.schema.of(columns.names, location, self._labelled, self._extra_columns)
         kinds = {n: _value_kind(columns.field(n).type, n, schema, location) for n in schema.columns(self._labelled)}
-        lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
-        if not self._locations:
-            self.multi_hot = lists
-        first_location = self._locations.setdefault("", location)
-        if lists != self.multi_hot:
-            raise ValueError(f"{location}: other columns are lists than in {first_location}: {self.multi_hot}")
+        for name in (name for name in schema.sparse if not pa.types.is_null(columns.field(name).type)):
+            is_multi_hot = is_list(columns.field(name).type)
+            was_multi_hot, earlier = self._lists.setdefault(name, (is_multi_hot, location))
+            if is_multi_hot != was_multi_hot:
+                texts = ["one value", "a list"]
+                text = f"has {texts[is_multi_hot]} per row, but {texts[was_multi_hot]} in {earlier}"
+                raise ValueError(f"{location}: column {name!r} {text}")
+        self.multi_hot = tuple(name for name in schema.sparse if self._lists.get(name, (False, ""))[0])
         for name in filter(kinds.get, schema.sparse):
             expected, other = self.kinds.setdefault(name, kinds[name]), self._locations.setdefault(name, location)
             if kinds[name] != expected:

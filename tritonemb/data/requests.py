@@ -21,7 +21,7 @@ from tritonemb.data.batch import Array, Batch, lengths_to_offsets, segment_posit
 from tritonemb.data.encode import Numberings
 from tritonemb.data.files import pa
 from tritonemb.data.protocol import Feature
-from tritonemb.data.schema import CATEGORIES, Schema, quote_value
+from tritonemb.data.schema import CATEGORIES, Names, Schema, quote_value
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.utils import did_you_mean, join_names
 
@@ -63,17 +63,21 @@ class RequestEncoder:
         """Encode rows, with labels of 0; ValueError names row (counted from `first`), column and invalid value."""
         return self.encode([self.raw_rows(rows, first=first)], first)
 
-    def raw_rows(self, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any] = {}, first: int = 0) -> RawRows:
-        """Return the columns of rows that are not `shared`; ValueError names a row without one of them."""
-        names = dict.fromkeys(name for name in self._names if name not in shared)
+    def raw_rows(
+        self, rows: Sequence[Mapping[str, Any]], shared: Mapping[str, Any] = {}, first: int = 0, names: Names = ()
+    ) -> RawRows:
+        """Return the columns of rows that are not `shared`, by default those of dense and sparse features; ValueError
+        names a row without one of them."""
+        required = names or self._names
+        columns = dict.fromkeys(name for name in required if name not in shared)
         for index, row in enumerate(rows):
-            if not (row.keys() >= names.keys() and row.keys().isdisjoint(shared)):
-                self._check_columns(row, shared, f"row {first + index + 1}")
-        return RawRows({name: [row[name] for row in rows] for name in names}, len(rows), shared)
+            if not (row.keys() >= columns.keys() and row.keys().isdisjoint(shared)):
+                self._check_columns(row, shared, f"row {first + index + 1}", required)
+        return RawRows({name: [row[name] for row in rows] for name in columns}, len(rows), shared)
 
     def raw_columns(self, columns: Mapping[str, Sequence[Any]], shared: Mapping[str, Any]) -> RawRows:
         """Check columns with a value per row; ValueError if one is missing, or they differ in length."""
-        self._check_columns(columns, shared, "columns")
+        self._check_columns(columns, shared, "columns", self._names)
         if len({*(sizes := {name: len(column) for name, column in columns.items()}).values()}) > 1:
             raise ValueError(f"columns must have as many values as one another, got {sizes}")
         return RawRows(columns, next(iter(sizes.values()), 1), shared)
@@ -113,8 +117,8 @@ class RequestEncoder:
         sparse = KeyedJaggedTensor.unchecked(self._keys, torch.from_numpy(ids), None, torch.from_numpy(offsets))
         return Batch(torch.from_numpy(np.ascontiguousarray(dense)), sparse, torch.zeros(num_rows, *self._label_shape))
 
-    def _check_columns(self, columns: Iterable[str], shared: Mapping[str, Any], place: str) -> None:
-        if missing := [name for name in self._names if name not in columns and name not in shared]:
+    def _check_columns(self, columns: Iterable[str], shared: Mapping[str, Any], place: str, required: Names) -> None:
+        if missing := [name for name in required if name not in columns and name not in shared]:
             text = f"missing columns: {join_names(missing)}; the row has {join_names(columns) or 'none'}"
             near = did_you_mean(missing[0], islice(columns, 1000))
             raise ValueError(f"{place}: {text}{near}; pass None for a missing value")

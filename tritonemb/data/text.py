@@ -170,7 +170,8 @@ def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
         decoded = line.removesuffix(b"\r").decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file.path}, line 1: the header must be text in UTF-8{encoding_hint(line)}") from error
-    if len(names := next(csv.reader([decoded], delimiter=delimiter), [])) < 2:
+    names = next(csv.reader([decoded], delimiter=delimiter), [])
+    if not names or (len(names) == 1 and not {*",;|\t"}.isdisjoint(decoded)):  # one name may be all, for scoring
         raise ValueError(f"{file.path}, line 1: expected names separated by {delimiter!r}, found {decoded[:60]!r}")
     return tuple(names), len(line + end)
 

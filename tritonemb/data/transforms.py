@@ -10,7 +10,7 @@ from typing import Any
 from tritonemb.data.files import LogFile, Part, pa
 from tritonemb.data.parquet import ColumnTypes, drop_bad_rows, plain_schema
 from tritonemb.data.pipeline import LogSource, ParsedChunk
-from tritonemb.data.schema import LogOptions, Names
+from tritonemb.data.schema import LogOptions, Names, Schema
 from tritonemb.utils import did_you_mean
 
 SAMPLE_BYTES = 1 << 16  # of the first chunk of a log, which shows the types of the results
@@ -36,6 +36,11 @@ class Transforms:
         for function in self._functions.values():
             self._inputs += tuple(name for name in getattr(function, "reads", ()) if name not in self._outputs)
             self._outputs += tuple(getattr(function, "makes", ()))
+
+    def columns(self, schema: Schema) -> Names:
+        """Return the columns of a row of the log that results without labels need."""
+        features = (name for name in (*schema.dense, *schema.sparse) if name not in self._outputs)
+        return tuple(dict.fromkeys((*features, *self._inputs)))
 
     def open(
         self, source_class: Callable[..., LogSource], files: tuple[LogFile, ...], options: LogOptions, labelled: bool,

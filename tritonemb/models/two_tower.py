@@ -85,7 +85,7 @@ class TwoTower(nn.Module):
             raise ValueError(
                 f"user_features must be some but not all of {join_names(names)}, got {list(user_features)}"
             )
-        self._temperature = 1.0 if temperature is None else temperature
+        self.temperature = 1.0 if temperature is None else temperature
         self.users = Tower(user_tables, num_dense, top_mlp, temperature is not None, optimizer, device)
         self.items = Tower(item_tables, 0, top_mlp, temperature is not None, optimizer, device)
         if self.users.dim != self.items.dim:
@@ -96,4 +96,4 @@ class TwoTower(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits `[B]`, or with `items` the vectors of users and items."""
         users, vectors = self.users(sparse, dense), self.items(sparse if items is None else items)
-        return torch.linalg.vecdot(users, vectors) / self._temperature if items is None else (users, vectors)
+        return torch.linalg.vecdot(users, vectors) / self.temperature if items is None else (users, vectors)

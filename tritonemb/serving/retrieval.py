@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.data.files import arrow_csv, pa, parquet
+from tritonemb.data.files import arrow_csv, compute, pa, parquet
 from tritonemb.models.two_tower import TwoTower
 from tritonemb.storage.checkpoint import check_files, read_manifest_text, size_and_checksum, write_manifest
 from tritonemb.training.ranking import top_items
@@ -121,7 +121,7 @@ def encode_rows(run: Any, tower: str, rows: Any, batch_size: int = 8192) -> Tens
 def top_rows(
     run: Any, data: str, items: str | None, k: int | None, keep: Sequence[str], batch_size: int
 ) -> Generator[Any, None, None]:
-    """Yield Arrow tables with k rows per user, best first: columns `keep` of the user, those of the item, the score.
+    """Yield Arrow tables with k rows per user, best first: columns `keep` of the user, those of the item, the logit.
 
     Args:
         data, items: files of users and of items, Parquet or CSV with a header.
@@ -143,18 +143,28 @@ def top_rows(
         scores, numbers = index.search(encode_rows(run, "users", rows, batch_size), k)
         of_users = rows.select([*keep]).take(np.arange(len(scores)).repeat(scores.shape[1]))
         of_items = candidates.select(names).take(numbers.flatten().numpy())
-        columns = [*of_users.columns, *of_items.columns, pa.array(scores.flatten().cpu().numpy())]
+        logits = scores.flatten().cpu().numpy() / run.model.temperature
+        columns = [*of_users.columns, *of_items.columns, pa.array(logits)]
         yield pa.table(columns, [*keep, *names, "score"])
 
 
 def _read_rows(run: Any, path: str) -> Any:
-    """Read a file of raw rows, with strings for the features that were trained with strings."""
+    """Read a file of raw rows; of CSV, as the run's logs: other columns than features and numbers are strings."""
     if run.transforms:
         raise ValueError(f"{path}: --top does not apply transforms; pass transformed columns to te.serving.encode_rows")
     if path.endswith(".parquet"):
         return parquet.read_table(path)
     if not path.endswith(".csv"):
         raise ValueError(f"{path}: --top reads .parquet files and .csv files with a header")
-    kinds = {feature.name: pa.string() for feature in run.features if feature.kind == "strings"}
-    options = arrow_csv.ConvertOptions(column_types=kinds, null_values=[""], strings_can_be_null=True)
-    return arrow_csv.read_csv(path, convert_options=options)
+    options, schema = run.log_options, run.encoder.schema
+    delimited = arrow_csv.ParseOptions(delimiter=options.delimiter or ",", newlines_in_values=options.quoted_newlines)
+    with arrow_csv.open_csv(path, parse_options=delimited) as file:
+        kinds = dict.fromkeys(file.schema.names, pa.string()) | dict.fromkeys(schema.dense, pa.float64())
+    lists = [feature.name for feature in run.features if feature.multi_hot]
+    kinds |= {f.name: pa.int64() for f in run.features if f.kind == "integers" and not f.multi_hot}
+    conversion = arrow_csv.ConvertOptions(column_types=kinds, null_values=[""], strings_can_be_null=True)
+    table = arrow_csv.read_csv(path, parse_options=delimited, convert_options=conversion)
+    for index, name in enumerate(table.column_names):
+        if name in lists and options.list_separator:
+            table = table.set_column(index, name, compute.split_pattern(table[name], options.list_separator))
+    return table

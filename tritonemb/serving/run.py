@@ -25,6 +25,7 @@ from tritonemb.data.files import arrow_csv, pa, parquet
 from tritonemb.data.protocol import Data, Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.data.schema import FIELDS, LogOptions
+from tritonemb.data.transforms import Transforms
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.models import MODELS
 from tritonemb.nn.collections import TableCollection
@@ -188,7 +189,7 @@ class Run:
             return scores if self.labels else float(scores)
         if isinstance(rows, list | tuple) and all(isinstance(row, Mapping) for row in rows):
             if rows and self.transforms:
-                return self.predict(pa.Table.from_pylist(rows), batch_size=batch_size)
+                return self.predict(self._raw_table(rows), batch_size=batch_size)
             min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
             starts = range(0, len(rows), batch_size)
             batches = (self.encoder(rows[start : start + batch_size], start) for start in starts)
@@ -240,11 +241,25 @@ class Run:
                 f"a {type(data).__name__}"
             )
         # Raise on bad rows: skipping one would shift the scores of all later rows.
-        options = replace(self._required_log_options, on_bad_row="raise")
+        options = replace(self.log_options, on_bad_row="raise")
         log = open_for_scoring(data, options, self.features, names, labelled)
         log = log.read_as(self._kinds, self._encoding)
         self._check_encoding(log.encoding, log.name)
+        if self._from_text and log.text_schema() is None:
+            log.encode = partial(log.encode, from_text=True)
         return log
+
+    def _raw_table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Return the columns of rows that the transforms read, as an Arrow table."""
+        schema = self.encoder.schema
+        columns = self.encoder.raw_rows(rows, names=Transforms(self.transforms).columns(schema)).columns
+        kinds = dict.fromkeys(schema.dense, pa.float64())
+        kinds |= {f.name: pa.int64() if f.kind == "integers" else pa.string() for f in self.features if not f.multi_hot}
+        table = pa.table(columns)
+        for index, field in enumerate(table.schema):
+            if pa.types.is_null(field.type) and field.name in kinds:
+                table = table.set_column(index, field.name, table.column(index).cast(kinds[field.name]))
+        return table
 
     def _test_rows(self) -> Data:
         if (options := self.options) is None:
@@ -253,7 +268,8 @@ class Run:
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 
     @property
-    def _required_log_options(self) -> LogOptions:
+    def log_options(self) -> LogOptions:
+        """Options of reading the run's logs; ValueError if it was trained on encoded rows."""
         if self._log_options is None:
             raise ValueError(
                 f"{self.path} was trained on encoded rows, so raw rows cannot be scored; call "
@@ -274,9 +290,9 @@ class Run:
     @cached_property
     def encoder(self) -> RequestEncoder:
         """Encoder of raw rows, as in training; ValueError if the model was trained on encoded rows."""
-        schema = self.schema or self._required_log_options.schema
+        schema = self.schema or self.log_options.schema
         vocabulary = vocabulary_digest(schema)
-        names = self._required_log_options.transforms
+        names = self.log_options.transforms
         digest = partial(encoding_digest, features=self.features, vocabulary=vocabulary, transforms=names)
         if schema.log_transform is None and digest(schema) != self._encoding:
             schema = replace(schema, log_transform=True, clamp_negative=True)  # defaults of old versions
@@ -399,9 +415,12 @@ def predict(options: PredictOptions) -> str:
     writer_class = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:  # write table by table: memory does not depend on the size of the log
-        with atomic_path(options.out) as temporary, writer_class(temporary, first.schema) as writer:
+        # A column without values in the first table may have some later, of any type.
+        fields = [f.with_type(pa.string()) if pa.types.is_null(f.type) else f for f in first.schema]
+        schema = pa.schema(fields)
+        with atomic_path(options.out) as temporary, writer_class(temporary, schema) as writer:
             for table in itertools.chain([first], tables):
-                writer.write_table(table.cast(first.schema))
+                writer.write_table(table.cast(schema))
                 num_rows += table.num_rows
     except pa.ArrowException as error:
         raise ValueError(f"{options.out}: these columns cannot be written in this format ({error})") from error
