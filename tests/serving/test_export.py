@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.export.pt2_archive._package import PT2ArchiveWriter
 
 import tritonemb as te
 from tests.strategies import random_batch
@@ -21,6 +25,7 @@ from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
 from tritonemb.data.files import pa
 from tritonemb.serving import package
 from tritonemb.serving.package import MANIFEST
+from tritonemb.storage import StorageError
 from tritonemb.storage.checkpoint import read_manifest_text, write_manifest
 
 PROGRAMS = sys.modules["tritonemb.serving.export"]  # `tritonemb.serving.export` is the function
@@ -291,9 +296,8 @@ def aten_model(kind: str, trained: list[te.TableConfig] = ATEN_TABLES) -> nn.Mod
 def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
     compiled, model = [], aten_model(kind)
 
-    def compile_nothing(program: torch.export.ExportedProgram, package_path: str) -> None:
+    def compile_nothing(program: torch.export.ExportedProgram, package_path: Any) -> None:
         compiled.append(program)
-        Path(package_path).touch()
 
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_nothing)
     PROGRAMS.write_aten(tmp_path, model, DESCRIPTION)
@@ -392,3 +396,58 @@ def test_a_program_is_scored_in_cpp(tmp_path):
         expected = torch.sigmoid(model(torch.ones(2, 3), batch))
     assert [float(word) for word in output.split()] == pytest.approx(expected.tolist(), abs=1e-5)  # six digits
     assert b"libpython" not in subprocess.run(["ldd", program], check=True, capture_output=True).stdout
+
+
+def test_a_full_disk(small_disk):
+    """It is named, nothing is left of the export, and an earlier one is neither replaced nor changed."""
+    model = Model(KINDS["dynamic"])
+    te.export(model, small_disk / "earlier")
+
+    def fill(room: int) -> None:
+        (small_disk / "filler").write_bytes(b"")
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+
+    for room in (0, 4096, 8192, 20_000):
+        fill(room)
+        with pytest.raises(StorageError, match="could not be written: No space left on device; make room there"):
+            te.export(model, small_disk / "new")
+        assert {path.name for path in small_disk.iterdir()} == {"earlier", "filler"}
+        with pytest.raises(FileExistsError, match="exists; remove it, or choose another folder"):
+            te.export(model, small_disk / "earlier")
+    table = next((small_disk / "earlier/tables").iterdir())
+    content = table.read_bytes()
+    fill(4096)
+    with pytest.raises(StorageError, match=r"could not be written.*make room there"):
+        te.serving.replace_table(table, shutil.copy(table, small_disk.parent / "other"))
+    assert table.read_bytes() == content
+    (small_disk / "filler").unlink()
+    assert same_bits(te.load_run(te.export(model, small_disk / "new"), model=model).model, model, 30)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("target", ["aten", "onnx"])
+def test_a_full_disk_of_a_program(target, tmp_path, monkeypatch):
+    """Whose writer would end the process in torch, or fails in the compiler."""
+    run, open_full = te.serving.Run.__new__(te.serving.Run), partial(io.FileIO, "/dev/full", "w")
+    run.model, run.description = Model(KINDS["device"]), DESCRIPTION
+
+    def trace(folder: Path, model: nn.Module, values: dict, _: object) -> tuple[list[str], SimpleNamespace]:
+        package.write_package(folder, model, values)
+        return [], SimpleNamespace(graph=SimpleNamespace(nodes=[]), state_dict={})
+
+    def write_archive(program: object, package_path: Any) -> None:
+        with PT2ArchiveWriter(package_path) as writer:
+            writer.write_bytes("program", bytes(1 << 20))
+
+    def fail_to_compile(program: object, package_path: Any) -> None:
+        raise RuntimeError("C++ compile error") from RuntimeError("cc1plus: fatal error: No space left on device")
+
+    monkeypatch.setattr(PROGRAMS, "_trace", trace)
+    monkeypatch.setattr(PROGRAMS, "ArchiveFile", lambda _, kind=PROGRAMS.ArchiveFile: kind(open_full()))
+    program = SimpleNamespace(save=lambda path: open_full().write(b"program"))
+    monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: program)
+    for compile_program in (write_archive, fail_to_compile):
+        monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_program)
+        with pytest.raises(StorageError, match="could not be written: No space left on device; make room there"):
+            te.export(run, tmp_path / "new", target)
+        assert not [*tmp_path.iterdir()]

@@ -7,7 +7,11 @@ feature of a table outside of the program its pooled rows, float32 `[B, dim]`. I
 """
 
 import copy
+import errno
+import io
+import os
 import shutil
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +28,7 @@ from tritonemb.serving.package import DENSE, MANIFEST, TABLES, collections_of, k
 from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.serving.run import LoadOptions, Run
 from tritonemb.storage.checkpoint import size_and_checksum, write_manifest
+from tritonemb.storage.store import StorageError
 from tritonemb.utils import new_folder
 
 Target = Literal["tritonemb", "aten", "onnx"]
@@ -182,12 +187,28 @@ class Program(nn.Module):
         return torch.sigmoid(self.model(dense, features).float())
 
 
+class ArchiveFile(io.BufferedWriter):
+    """File that keeps its first `error`: after a write that fails, torch's writer of archives would end the process."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) if self.error is None else len(data)
+        except OSError as error:
+            self.error = error
+            return len(data)
+
+
 def write_aten(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> None:
     """Compile a model into `model.pt2`, and describe its inputs in `inputs.json`."""
     inputs, program = _trace(folder, model, values, AtenTable)
     if foreign := [str(node.target) for node in program.graph.nodes if "tritonemb" in str(node.target)]:
         raise ValueError(f"the model calls {foreign[0]}, which PyTorch lacks; export for target 'tritonemb'")
-    torch._inductor.aoti_compile_and_package(program, package_path=str(folder / PACKAGE))
+    with ArchiveFile(io.FileIO(folder / PACKAGE, "w")) as file:
+        torch._inductor.aoti_compile_and_package(program, package_path=file)
+        if file.error is not None:
+            raise file.error
     shutil.rmtree(folder / TABLES)
     _describe(folder, inputs, values, PACKAGE)
 
@@ -296,15 +317,32 @@ def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritone
     Raises:
         ValueError: the model cannot be exported; the message says why, and what to do.
         FileExistsError, FileNotFoundError: for a folder that is not empty, and one without a parent.
+        StorageError: the disk is full, or that of the compiler's temporary files; nothing is left.
     """
     folder = Path(folder)
     if target not in get_args(Target):
         raise ValueError(f"target must be one of {get_args(Target)}, got {target!r}")
-    with new_folder(folder) as temporary:
-        run = model if isinstance(model, Run) else None
-        values = {"config": {}, "reading": {}, "run": {}} if run is None else run.description
-        _WRITERS[target](temporary, model.model if isinstance(model, Run) else model, values)
+    try:
+        with new_folder(folder) as temporary:
+            run = model if isinstance(model, Run) else None
+            values = {"config": {}, "reading": {}, "run": {}} if run is None else run.description
+            _WRITERS[target](temporary, model.model if isinstance(model, Run) else model, values)
+    except Exception as error:
+        if (reason := _full_disk(error)) is None:
+            raise
+        places = f"there, and for 'aten' in {tempfile.gettempdir()}, where it is compiled"
+        raise StorageError(f"{folder} could not be written: {reason}; make room {places}") from error
     return folder
+
+
+def _full_disk(error: BaseException | None) -> str | None:
+    """Return the text of an error of a full disk, or None for another one; torch and compilers hide it in theirs."""
+    while error is not None:
+        for code in (errno.ENOSPC, errno.EDQUOT):
+            if getattr(error, "errno", None) == code or os.strerror(code) in str(error):
+                return os.strerror(code)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 _WRITERS: dict[str, Callable[..., object]] = dict(tritonemb=write_package, aten=write_aten, onnx=write_onnx)  # noqa: C408

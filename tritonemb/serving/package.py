@@ -36,6 +36,7 @@ from tritonemb.serving.quantized_tables import BITS, QuantizedCollection, Quanti
 from tritonemb.sharding import HybridParallel
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.storage import checkpoint
+from tritonemb.storage.store import storage_errors
 from tritonemb.tables.dynamic_table import sorted_table
 from tritonemb.tables.table import Table
 from tritonemb.training.doctor import versions
@@ -291,10 +292,11 @@ def replace_table(path: str | Path, source: str | Path) -> None:
 
     Raises:
         ValueError: the source is damaged, or of another table; nothing is changed.
+        StorageError: the file cannot be written, as the disk is full; nothing is changed.
     """
     path, source = Path(path), Path(source)
     old, new = ({**_stored_schema(file, map_tensors(file)[1]), "seed": 0} for file in (path, source))
     _check_equal(f"{source} cannot replace {path}: it", new, old)
-    with atomic_path(path, durable=True) as temporary:
+    with atomic_path(path, durable=True) as temporary, storage_errors(f"{path} could not be written", "check the disk"):
         shutil.copyfile(source, temporary)
         check_contents(temporary)
