@@ -78,27 +78,12 @@ def start_server(
     handler: RequestHandler, address: str, token: str, certificate: str | Path | None = None,
     key: str | Path | None = None, exchange: Callable[[MessageStream], None] = reject_request,
 ) -> Any:  # fmt: skip
-    """Start a `pyarrow.flight.FlightServerBase` with a method `stop`; return it. Every call must present the token.
+    """Start a server of messages with a method `stop`; return it. For arguments and errors see `listen`.
 
-    The address is `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate and its key, PEM files; port 0
-    selects a free one. A bidirectional stream ends when `exchange` returns or raises. ValueError if the scheme
-    contradicts the files, or if other machines could connect without TLS; OSError if the address is in use, or a file
-    is missing.
+    A bidirectional stream ends when `exchange` returns or raises.
     """
-    _check_address(address)
-    if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
-        raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
-    check_exposure(address)
-    pairs = [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
-    expected = f"Bearer {token}".encode()
     streams: set[MessageStream] = set()
     stopping, closed = threading.Event(), ConnectionError("the server has been closed")
-
-    class Authentication(pa_flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
-        def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
-            authorization = (headers.get("authorization") or [""])[0]
-            if not hmac.compare_digest(authorization.encode(), expected):
-                raise pa_flight.FlightUnauthenticatedError("the token is missing or wrong")
 
     class Server(pa_flight.FlightServerBase):  # type: ignore[name-defined]
         def do_get(self, context: Any, ticket: Any) -> Any:
@@ -129,8 +114,33 @@ def start_server(
                 thread.start()
             thread.join(TIMEOUT)
 
+    return listen(Server, address, token, certificate, key)
+
+
+def listen(
+    kind: Callable[..., Any], address: str, token: str, certificate: str | Path | None, key: str | Path | None
+) -> Any:
+    """Start a `pyarrow.flight.FlightServerBase` of this kind; return it. Every call must present the token, if any.
+
+    The address is `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate and its key, PEM files; port 0
+    selects a free one. ValueError if the scheme contradicts the files, or if other machines could connect without TLS;
+    OSError if the address is in use, or a file is missing.
+    """
+    _check_address(address)
+    if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
+        raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
+    check_exposure(address)
+    pairs = [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
+    expected = f"Bearer {token}".encode()
+
+    class Authentication(pa_flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
+        def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
+            authorization = (headers.get("authorization") or [""])[0]
+            if token and not hmac.compare_digest(authorization.encode(), expected):
+                raise pa_flight.FlightUnauthenticatedError("the token is missing or wrong")
+
     try:
-        return Server(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
+        return kind(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
     except pa.ArrowException as error:
         raise OSError(f"cannot serve at {address}: {error}; is the port in use? Port 0 selects a free one") from error
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 pytest.importorskip("uvicorn")
 
 import tritonemb as te
-from tests.serving.scorers import NAMES, train_run
+from tests.serving.scorers import NAMES, scores_at, start_server, train_run
 from tritonemb.cli import main
-from tritonemb.serving.http import App
+from tritonemb.flight import pa, pa_flight
+from tritonemb.serving.http import App, FlightApp
 from tritonemb.serving.scorer import OverloadedError, Scorer
 
 
@@ -74,6 +75,9 @@ def test_every_form_of_a_request_has_the_scores_of_predict(served, app):
     assert np.array_equal(scores_of(app, rows[7]), scores[7:8])
     assert np.array_equal(scores_of(app, {"columns": {name: [row[name] for row in rows] for name in NAMES}}), scores)
     assert scores_of(app, []).shape == (0,)
+    # An empty string is a missing value of a model of text.
+    pairs = ([{**rows[0], "user": value}, {**rows[1], "tags": ["ü1", value]}] for value in ("", None))
+    assert np.array_equal(*(scores_of(app, pair) for pair in pairs))
 
 
 def test_no_rows_have_no_scores(served):
@@ -96,7 +100,7 @@ def test_a_user_with_candidates_has_the_scores_of_the_expanded_rows(served, app,
 class SlowRun:
     """The run, whose batches wait for the gate; `sizes` are those of the batches."""
 
-    transforms = ()
+    transforms, score_names = (), ("score",)
 
     def __init__(self, run: te.serving.Run) -> None:
         self.encoder, self.path, self._run, self.gate, self.busy = (
@@ -314,6 +318,7 @@ def test_paths_tokens_and_sizes(served, app):
         (["--address", "http://0.0.0.0:0"], "other machines can reach http://0.0.0.0:0: set TRITONEMB_TOKEN"),
         (["--address", "https://127.0.0.1:0"], "expected http://HOST:PORT, or https://HOST:PORT with a certificate"),
         (["--address", "127.0.0.1:0"], "invalid address"),
+        (["--flight", "grpc://0.0.0.0:0"], "other machines can reach grpc://0.0.0.0:0: set TRITONEMB_TOKEN"),
         (["--data", "x.csv"], "to read a log for trainers: tritonemb reader"),
     ],
 )
@@ -411,3 +416,116 @@ def test_an_idle_model_waits_for_others_and_slow_requests_are_logged(served, cap
         assert [future.result(60)[0] for future in futures] == served.scores[:3].tolist()
     assert slow.sizes == [3]
     assert "slow request: 1 rows took" in caplog.text
+
+
+# Arrow Flight.
+
+
+def ask(address: str, body: Any, token: str = "", roots: bytes | None = None) -> Any:
+    """The table that answers a ticket."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    options = pa_flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())] if token else [])
+    with pa_flight.connect(address, tls_root_certs=roots) as client:
+        return client.do_get(pa_flight.Ticket(data), options).read_all()
+
+
+@contextmanager
+def over_flight(scorer: Any, timeout: float = 60.0, token: str = "", scheme: str = "grpc", tls: Any = (None, None)):
+    """Address of a server of Arrow Flight."""
+    pytest.importorskip("pyarrow.flight")
+    server = FlightApp(scorer, 1 << 16, timeout).start(f"{scheme}://localhost:0", token, *tls)
+    try:
+        yield f"{scheme}://localhost:{server.port}"
+    finally:
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def address(app):
+    with over_flight(app._scorer) as address:
+        yield address
+
+
+def test_tickets_of_flight_have_the_scores_of_predict(served, address):
+    rows, user, scores = served.rows, {"user": "u1"}, served.run.predict(served.rows)
+    candidates = [{name: value for name, value in row.items() if name != "user"} for row in rows]
+    for body, expected in {
+        json.dumps(rows): scores,
+        json.dumps(rows[7]): scores[7:8],
+        json.dumps({"columns": {name: [row[name] for row in rows] for name in NAMES}}): scores,
+        json.dumps({"user": user, "candidates": candidates}): served.run.predict([{**row, **user} for row in rows]),
+        "[]": scores[:0],
+    }.items():
+        table = ask(address, body.encode())
+        assert table.schema == pa.schema([("score", pa.float32())])
+        assert table["score"].to_pylist() == expected.tolist()
+
+
+@given(JSON | st.binary(max_size=9), st.data())
+def test_any_ticket_is_scored_as_over_http_or_rejected(served, app, address, value, data):
+    row = {**served.rows[0], data.draw(st.sampled_from(NAMES)): value} if not isinstance(value, bytes) else value
+    body = row if isinstance(row, bytes) else json.dumps(data.draw(st.sampled_from([row, [row], value]))).encode()
+    status, content = call(app, "POST", "/score", body)
+    if status == 200:
+        assert ask(address, body)["score"].to_pylist() == np.float32(content["scores"]).tolist()
+    else:
+        with pytest.raises(pa.ArrowInvalid) as failure:
+            ask(address, body)
+        assert (status, content["error"][:99] in str(failure.value)) == (400, True)
+
+
+def test_errors_of_flight_have_a_status(served, address):
+    for body, message in {b" " * 70_000: "more than 65,536 bytes", b'"\\ud800"': "not valid JSON"}.items():
+        with pytest.raises(pa.ArrowInvalid, match=message):
+            ask(address, body)
+    with pytest.raises(pa.ArrowInvalid, match="duplicate key"):  # in many more bytes than characters
+        ask(address, '{"KEY": 1, "KEY": 2}'.replace("KEY", "\U0001f600" * 900).encode())
+    with pa_flight.connect(address) as client:
+        for function in (client.list_flights, lambda: client.do_put(pa_flight.FlightDescriptor.for_command(b""), None)):
+            with pytest.raises((pa.ArrowNotImplementedError, TypeError)):
+                list(function())
+    slow = SlowRun(served.run)
+    with Scorer(slow, max_queue=3) as scorer, over_flight(scorer) as address, ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(ask, address, served.rows[:1])]
+        assert slow.busy.wait(60)
+        with pytest.raises(pa.ArrowInvalid, match="the request has 4 rows; send up to 3 per request"):
+            ask(address, served.rows[:4])
+        futures.append(pool.submit(ask, address, served.rows[:3]))
+        while scorer.statistics()["queued_rows"] < 3:
+            pass
+        with pytest.raises(pa_flight.FlightUnavailableError, match="3 rows are queued; try again later"):
+            ask(address, served.rows[:1])
+        slow.gate.set()
+        assert [len(future.result(60)) for future in futures] == [1, 3]
+        with over_flight(scorer, -1.0) as late, pytest.raises(pa_flight.FlightTimedOutError, match="the rows waited"):
+            ask(late, served.rows[:1])
+    with pytest.raises(pa_flight.FlightUnavailableError):
+        ask(address, served.rows[:1])
+
+
+def test_flight_with_token_and_tls(served, certificate):
+    roots, files = (certificate / "pem").read_bytes(), (certificate / "pem", certificate / "key")
+    with Scorer(served.run) as scorer, over_flight(scorer, 60.0, "secret", "grpc+tls", files) as address:
+        assert (
+            ask(address, served.rows, "secret", roots)["score"].to_pylist() == served.run.predict(served.rows).tolist()
+        )
+        for token in ("", "wrong"):
+            with pytest.raises(pa_flight.FlightUnauthenticatedError, match="the token is missing or wrong"):
+                ask(address, served.rows, token, roots)
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("ranks")
+def test_a_process_serves_http_and_flight(served):
+    program = start_server(served.folder / "run", "--flight", "grpc://127.0.0.1:0")
+    try:
+        lines = [program.output.readline()]
+        while not lines[-1].startswith("serving "):
+            lines.append(program.output.readline())
+        (flight,) = (line.split()[-1] for line in lines if line.startswith("Arrow Flight at grpc://"))
+        assert scores_at(int(lines[-1].rpartition(":")[2]), served.rows) == served.scores.tolist()
+        assert ask(flight, served.rows)["score"].to_pylist() == served.scores.tolist()
+        program.process.terminate()
+        assert program.finish()[0] == 0
+    finally:
+        program.process.kill()

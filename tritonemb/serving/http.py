@@ -1,6 +1,8 @@
-"""`tritonemb serve`: the scores of a run over HTTP, for raw rows and for tensors of the Open Inference Protocol.
+"""`tritonemb serve`: the scores of a run over HTTP, for raw rows and for tensors of the Open Inference Protocol; and
+over Arrow Flight, for raw rows.
 
-uvicorn serves HTTP in one thread, which parses requests; a framework would cost as much as the score of a row.
+uvicorn serves HTTP in one thread, which parses requests; a framework would cost as much as the score of a row. Flight
+has a thread per request. The requests of both are scored by one `Scorer`, in the same batches.
 """
 
 import asyncio
@@ -12,8 +14,10 @@ import re
 import signal
 import socket
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -22,7 +26,7 @@ from urllib.parse import urlsplit
 
 from tritonemb import __version__
 from tritonemb.data.requests import RawRows, RequestEncoder
-from tritonemb.flight import TOKEN, check_exposure
+from tritonemb.flight import TOKEN, check_exposure, listen, pa, pa_flight
 from tritonemb.server.metrics import format_metrics
 from tritonemb.serving.follower import ModelFollower
 from tritonemb.serving.run import LoadOptions
@@ -30,6 +34,8 @@ from tritonemb.serving.scorer import OverloadedError, Scorer, warm_up
 from tritonemb.utils import number, require
 
 READ_TIMEOUT = 10.0  # seconds for the head of a request, and for its body
+MAX_CALLS = 64  # requests over Flight at once, each in a thread, of which one scores anyway
+MAX_STATUS = 500  # bytes of an error over Flight, which has them escaped, and several times, in a head of up to 8 KiB
 MAX_HEAD = 1 << 16  # bytes of the head of a request, with its path; a token and a few headers need less than 2 KiB
 MAX_BODIES = 8  # bodies of the maximum size that are read or scored at once; parsed, each may need 20 times its bytes
 SWITCH_INTERVAL = 5e-4  # seconds until a computing thread yields the GIL; 5 ms, Python's default, would delay replies
@@ -248,9 +254,61 @@ class App:
         return {"name": self._name, "platform": "tritonemb", "inputs": inputs, "outputs": outputs}
 
 
+class FlightApp:
+    """Requests of `/score` over Arrow Flight: tickets of `do_get`. The answer has a float32 column per score.
+
+    Errors have the status of gRPC: INVALID_ARGUMENT, UNAUTHENTICATED, UNAVAILABLE, DEADLINE_EXCEEDED or INTERNAL.
+    """
+
+    def __init__(self, scorer: Scorer, max_body: int, timeout: float) -> None:
+        self._scorer, self._max_body, self._timeout = scorer, max_body, timeout
+        self._num_bytes, self._lock = 0, threading.Lock()
+
+    def start(self, address: str, token: str, certificate: Path | None, key: Path | None) -> Any:
+        """Start and return a server; raise the errors of `listen`."""
+
+        class Server(pa_flight.FlightServerBase):  # type: ignore[name-defined]
+            app = self
+
+            def do_get(self, context: Any, ticket: Any) -> Any:
+                return pa_flight.RecordBatchStream(self.app.answer(ticket.ticket))
+
+        return listen(Server, address, token, certificate, key)
+
+    def answer(self, body: bytes) -> Any:
+        """Score the rows of a request; return a table, or raise an exception that Arrow converts to a status."""
+        size, names = max(len(body), MAX_BODIES * self._max_body // MAX_CALLS), self._scorer.run.score_names
+        with self._lock:
+            self._num_bytes += size
+        try:
+            if len(body) > self._max_body:
+                raise ValueError(f"the request has more than {self._max_body:,} bytes; send fewer rows per request")
+            if self._num_bytes > MAX_BODIES * self._max_body:
+                raise OverloadedError("too many requests at once; try again later")
+            raw = parse_rows(parse_json(body), self._scorer.encoder)
+            scores = self._scorer.submit(raw, self._timeout).result().reshape(-1, len(names))
+            return pa.table([*map(pa.array, scores.T)], names)
+        except (ValueError, RecursionError) as error:
+            raise pa.ArrowInvalid(_status_text(error)) from None
+        except OverloadedError as error:
+            raise pa_flight.FlightUnavailableError(str(error)) from None
+        except TimeoutError as error:
+            raise pa_flight.FlightTimedOutError(str(error)) from None
+        except Exception as error:
+            logger.error("a request failed", exc_info=error)
+            raise pa_flight.FlightInternalError(_status_text(error)) from None
+        finally:
+            with self._lock:
+                self._num_bytes -= size
+
+
+def _status_text(error: Exception) -> str:
+    return str(error).encode(errors="replace")[:MAX_STATUS].decode(errors="ignore")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(LoadOptions):
-    """Serve the scores of a run over HTTP: raw rows in, click probabilities out.
+    """Serve the scores of a run over HTTP, and Arrow Flight: raw rows in, click probabilities out.
 
     Example: tritonemb serve runs/mine --address http://127.0.0.1:8080
 
@@ -259,6 +317,7 @@ class ServeOptions(LoadOptions):
     Args:
         checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
         address: http://HOST:PORT on this machine only, or https://HOST:PORT; port 0 selects a free port.
+        flight: grpc://HOST:PORT to serve Arrow Flight at, too; grpc+tls://HOST:PORT with a certificate.
         certificate: PEM file of the certificate, for TLS.
         key: PEM file of the private key, for TLS.
         follow: folder of a publisher, or of a run with checkpoints, whose newest state is applied between batches.
@@ -275,6 +334,7 @@ class ServeOptions(LoadOptions):
     """
 
     address: str = "http://127.0.0.1:8080"
+    flight: str | None = None
     certificate: Path | None = None
     key: Path | None = None
     follow: Path | None = None
@@ -295,7 +355,8 @@ def serve(options: ServeOptions) -> None:
     if not address.hostname or address.port is None or address.scheme != ("https" if has_files else "http"):
         text = "expected http://HOST:PORT, or https://HOST:PORT with a certificate and its key"
         raise ValueError(f"invalid address {options.address!r}: {text}")
-    check_exposure(options.address, bool(token))
+    for name in filter(None, (options.address, options.flight)):
+        check_exposure(name, bool(token))
     require("uvicorn", "serve")
     logging.basicConfig(format="%(asctime)s %(name)s: %(message)s")
     family = socket.AF_INET6 if ":" in address.hostname else socket.AF_INET
@@ -307,8 +368,13 @@ def serve(options: ServeOptions) -> None:
         updates = None if options.follow is None else ModelFollower(run, options.follow)
         bounds: dict[str, Any] = {"max_wait": options.max_wait_ms / 1e3, "slow": options.slow_ms / 1e3}
         bounds |= {"batch_size": options.batch_size, "max_queue": options.max_queue, "updates": updates}
-        with Scorer(run, **bounds) as scorer:
+        with Scorer(run, **bounds) as scorer, ExitStack() as stack:
             app = App(scorer, token, options.max_body, options.timeout_ms / 1e3, options.name)
+            if options.flight is not None:
+                flight_app = FlightApp(scorer, options.max_body, options.timeout_ms / 1e3)
+                server = flight_app.start(options.flight, token, options.certificate, options.key)
+                stack.callback(server.shutdown)  # it waits for the requests
+                print(f"Arrow Flight at {options.flight.rpartition(':')[0]}:{server.port}", flush=True)
             print(f"serving {run.path} at {options.address.rpartition(':')[0]}:{listener.getsockname()[1]}", flush=True)
             run_server(app, listener, options.certificate, options.key)
 
