@@ -484,6 +484,71 @@ def bag(*ids: int) -> te.KeyedJaggedTensor:
     return te.KeyedJaggedTensor(["user"], torch.tensor(ids), lengths=torch.tensor([len(ids)]))
 
 
+def evicting(tier: str, capacity: int = 2) -> te.nn.EmbeddingBagCollection:
+    table = config(capacity=capacity, eviction=te.EvictionConfig(protect=1), **TIERS[tier])
+    return te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=1.0))
+
+
+def test_a_batch_prefetched_for_evaluation_reads_the_rows_of_its_ids(tier):
+    """Other ids have got the rows that it was assigned."""
+    collection = evicting(tier, capacity=3)
+    step(collection, bag(1, 2))
+    with torch.no_grad():
+        early = prefetch(collection, bag(1, 2))
+    for id in range(3, 7):
+        step(collection, bag(id))
+    with torch.no_grad():
+        assert torch.equal(collection(early), collection(bag(1, 2)))
+    assert table_of(collection).ids().tolist() == [4, 5, 6]
+
+
+def test_a_backward_whose_rows_were_evicted_is_an_error(tier):
+    collection = evicting(tier)
+    losses, initial = [collection(bag(id)).sum() for id in range(4)], collection.state_dict()
+    with pytest.raises(ValueError, match=r"'user': a batch was looked up 3 batches ago.*protect"):
+        losses[0].backward()
+    assert_same_bits(collection.state_dict(), initial)
+    losses[3].backward()
+    # As many lookups as there are rows for have a backward.
+    collection = evicting(tier, capacity=30)
+    sum(collection(bag(id)).sum() for id in range(12)).backward()
+    table, ids = table_of(collection), torch.arange(12)
+    torch.testing.assert_close(table.lookup(ids), table.initial_values(ids) - 1)
+
+
+def test_a_backward_of_a_module_whose_rows_were_evicted_is_an_error():
+    options = {"capacity": 2, "eviction": te.EvictionConfig(protect=1), "optimizer": te.optim.SGD(lr=1.0)}
+    for module in (te.nn.EmbeddingBag(None, 4, **options), te.nn.Embedding(None, 4, **options)):
+        losses = [module(torch.tensor([[id]])).sum() for id in range(4)]
+        with pytest.raises(ValueError, match=r"a batch was looked up 3 batches ago"):
+            losses[0].backward()
+
+
+def test_a_prefetched_batch_finds_the_rows_of_a_state_dict_that_was_loaded(tier):
+    """It is trained as if it was prefetched afterwards; a lookup before cannot have its backward."""
+    mine, twin, source = (evicting(tier, capacity=9) for _ in range(3))
+    step(source, bag(-3, -2, 1, 2))
+    early, late, waiting = prefetch(mine, bag(1, 2)), prefetch(mine, bag(4, 2)), mine(bag(1, 2)).sum()
+    for collection in (mine, twin):
+        collection.load_state_dict(source.state_dict())
+    with pytest.raises(ValueError, match=r"'user'.*was loaded or reset between a lookup and its backward"):
+        waiting.backward()
+    assert_same_bits(mine.state_dict(), twin.state_dict())
+    for features, expected in ((early, bag(1, 2)), (late, bag(4, 2))):
+        assert torch.equal(step(mine, features), step(twin, expected))
+    assert_same_bits(mine.state_dict(), twin.state_dict())
+
+
+def test_a_prefetched_batch_gets_rows_of_a_table_that_was_reset():
+    collection = evicting("device", capacity=9)
+    early = prefetch(collection, bag(1, 2))
+    collection.reset_parameters()
+    step(collection, bag(50, 60))
+    initial = table_of(collection).initial_values(torch.tensor([1, 2])).sum(0)
+    assert torch.equal(step(collection, early)[0], initial)
+    assert table_of(collection).ids().tolist() == [1, 2, 50, 60]
+
+
 def test_a_batch_without_room_changes_nothing(tier):
     tables = [config(capacity=9, **TIERS[tier]), config("item", capacity=4, features=["user"], **TIERS[tier])]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))

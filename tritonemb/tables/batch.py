@@ -32,7 +32,8 @@ class AssignedRows(NamedTuple):
     groups: ops.RowGroups | None  # distinct rows, if grouped ahead
     unknown_ids: "UnknownIds | None"  # how ids without a row are read, if there are any
     training: bool  # whether new ids were assigned rows
-    step: Tensor  # int64 `[]`, of the tables
+    # int64 `[3]`, of the tables: clock of the first one, sums of generations and of epochs; see `DenseIndex`.
+    version: Tensor
 
 
 class UnknownIds(NamedTuple):

@@ -218,6 +218,7 @@ class HashIndex(DenseIndex):
     def clear(self) -> None:
         """Remove all ids."""
         self.removed_ids = None
+        self.epoch += 1
         if self.sketch is not None:
             self.sketch.clear()
         if not self.tensors.num_allocated.any():
@@ -256,6 +257,7 @@ class HashIndex(DenseIndex):
 
     def discard(self, ids: Tensor) -> Tensor:
         """Remove distinct ids, without recording them; return the rows that they had, -1 if absent."""
+        self.generation += ids.numel()
         rows: Tensor = kernel("dynamic_remove_", ids.device)(self.tensors, ids)
         return rows
 
@@ -352,6 +354,7 @@ def insert_batch(
         new_rows, evicted = kernel("dynamic_commit_insert_", device)(indexes, pending, starts, rules, rows)
         for table, count, (begin, end) in zip(tables, table_counts, pairwise(table_ends), strict=True):
             table.index.counters.update(inserts=count[NEEDED], evictions=count[EVICTED])
+            table.index.generation += count[EVICTED]
             if table.index.removed_ids is not None and count[EVICTED]:
                 table.index.removed_ids.append(evicted[begin:end][evicted[begin:end, 1] >= 0, 0].sort().values)
             if is_step:

@@ -50,6 +50,8 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
                 "the rows of this batch are no longer pinned: each lookup has one backward, inside the accumulate() "
                 "block of the lookup if there is one; look the batch up again"
             )
+        if batch.assigned is not None:
+            check_backward(tables, batch.assigned.version.tolist())
         if accumulating:
             rows, pending = batch.rows, tables.counters["pending"]
             accumulate_(pending, tables.accumulator.handle, grad, rows.values, rows.offsets, rows.sample_weights)
@@ -121,16 +123,20 @@ class DynamicLookup(DeviceLookup):
         self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
     ) -> Tensor:
         assert groups is None or isinstance(groups, AssignedRows)
-        check_protected(tables, groups)
         if groups is not None and not torch.compiler.is_compiling():
             tables.lock.wait()  # for initial values written by a prefetch on another stream
             check_gradients(tables, None, groups.training or not tables.trains())
+        groups = current_rows(tables, groups)
         assigned = assign_rows(tables, features, False, occurrences) if groups is None else groups
         if tables.accumulator.is_open:
             tables.accumulated.remember_step(assigned)
         if assigned.unknown_ids is not None:
             return _look_up_with_unknown_ids(tables, assigned, assigned.unknown_ids)
-        return tables.look_up_rows(assigned.features, assigned.groups, tables.bounds_check == "raise")
+        result = tables.look_up_rows(assigned.features, assigned.groups, tables.bounds_check == "raise")
+        if not torch.compiler.is_compiling() and result.requires_grad:
+            version = assigned.version.tolist()
+            result.register_hook(lambda _: check_backward(tables, version))
+        return result
 
 
 def _look_up_with_unknown_ids(tables: LookupTables, assigned: AssignedRows, unknown_ids: UnknownIds) -> Tensor:
@@ -189,8 +195,7 @@ def assign_rows(
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and for_prefetch else None
         with torch.enable_grad():  # of sample weights, also if the batch is prefetched without gradients
             unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout, for_prefetch)
-        clock = next(iter(dynamic.values())).index.clock
-        return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(clock))
+        return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(_version(tables)))
 
 
 def _find_server_rows(
@@ -213,29 +218,64 @@ def _find_server_rows(
         table_rows, new_mask = (tensor.to(ids.device) for tensor in allocation)
         if training:
             tables.dynamic[number].index.clock += 1
+            tables.dynamic[number].index.generation += 1  # servers may have evicted rows
             tables.dynamic[number].rows.new_rows = table_rows[new_mask], ids[new_mask]
         rows[at] = table_rows[inverse]
     return rows
 
 
-def check_protected(tables: LookupTables, assigned: AssignedRows | None) -> None:
-    """Raise ValueError if rows of this batch, or of accumulated ones, may be evicted; None: not prefetched yet."""
+def _version(tables: LookupTables) -> tuple[int, int, int]:
+    """Return what `AssignedRows.version` is of rows that are found now."""
+    indexes = [table.index for table in tables.dynamic.values()]
+    return indexes[0].clock, sum(index.generation for index in indexes), sum(index.epoch for index in indexes)
+
+
+def current_rows(tables: LookupTables, assigned: AssignedRows | None) -> AssignedRows | None:
+    """Return the rows of a prefetched batch, None if they must be found again, since other ids may have them now.
+
+    ValueError if rows of this batch, or of accumulated ones, may be evicted before their update.
+    """
     first_step = tables.accumulated.step
     if first_step is not None and tables.accumulator.is_open:
         is_new_batch = assigned is None
         _check_step(tables, first_step - is_new_batch, "the first of the accumulated micro-batches came")
-    if assigned is not None and assigned.training and not torch.compiler.is_compiling():
-        _check_step(tables, int(assigned.step), "a batch was prefetched")
+    if assigned is None or torch.compiler.is_compiling():
+        return assigned
+    step, *generation = assigned.version.tolist()
+    _, *current = _version(tables)
+    if generation != current and (not assigned.training or generation[1] != current[1]):
+        return None
+    if assigned.training:
+        _check_step(tables, step, "a batch was prefetched")
+    return assigned
+
+
+def check_backward(tables: LookupTables, version: list[int]) -> None:
+    """Raise ValueError in a backward if other ids may have got rows of its batch, which had this version."""
+    (step, generation, epoch), (_, current_generation, current_epoch) = version, _version(tables)
+    if epoch != current_epoch:
+        name = next(iter(tables.dynamic.values())).config.name
+        raise ValueError(
+            f"table {name!r}, or another of its collection, was loaded or reset between a lookup and its backward; run "
+            "the backward first, or look the batch up again"
+        )
+    if generation != current_generation:
+        _check_step(tables, step, "a batch was looked up", must_have_evicted=True)
 
 
 @graph_break("the host compares steps of accumulated batches; call the uncompiled model in accumulate()")
-def _check_step(tables: LookupTables, step: int, event: str) -> None:
-    """Raise ValueError if rows of a batch of an earlier step may have been evicted; `event` describes that batch."""
+def _check_step(tables: LookupTables, step: int, event: str, must_have_evicted: bool = False) -> None:
+    """Raise ValueError if rows of a batch of an earlier step may have been evicted; `event` describes that batch.
+
+    Only if rows were evicted at all with `must_have_evicted`.
+    """
     table = min(tables.dynamic.values(), key=lambda table: table.config.eviction.protect)
-    protect = table.config.eviction.protect
-    if table.index.clock - step > protect:
+    protect, clock = table.config.eviction.protect, _version(tables)[0]
+    if clock - step <= protect:
+        return
+    if not must_have_evicted or any(dynamic.statistics().evictions for dynamic in tables.dynamic.values()):
         raise ValueError(
-            f"table {table.config.name!r}: {event} {table.index.clock - step} batches ago, but only rows of the last "
+            f"table {table.config.name!r}: {event} {clock - step} batches ago, but only rows of the last "
             f"{protect} batches are protected from eviction; raise EvictionConfig(protect=...) above {protect}"
         )
 

@@ -252,6 +252,8 @@ class DenseIndex:
     assigns_rows = False  # whether ids get rows, which are looked up instead of them
     ids: Tensor | None = None  # int64 `[num_rows]`, id of each row; None if these are not known here
     clock = 0  # number of batches that were trained, or prefetched for training, if ids get rows
+    generation = 0  # number of rows that were evicted or removed, or an upper bound
+    epoch = 0  # number of times that all ids lost their rows
     counts: Tensor | None = None  # int `[num_rows]`, uses of each row, if these are counted
 
     def __init__(self, row_config: TableConfig) -> None:

@@ -14,7 +14,7 @@ from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.row_update import update_after_backward
 from tritonemb.tables.batch import RowBatch, checked_batch
 from tritonemb.tables.cache import released_before
-from tritonemb.tables.lookup import DynamicLookup, check_protected
+from tritonemb.tables.lookup import DynamicLookup, check_backward, current_rows
 from tritonemb.tables.lookup_tables import AccumulatedLookups, DeviceLookup, LookupTables, PreparedBatch
 from tritonemb.tables.optimizer import check_optimizer
 from tritonemb.tables.server_table import RowService, RowStore, leased_table
@@ -66,9 +66,8 @@ class TableSet(LookupTables):
             raise RuntimeError(
                 "accumulate() does not support a compiled model with cached tables; call the uncompiled model"
             )
-        if self.dynamic and batch is not None:
-            check_protected(self, batch.assigned)
-        if batch is None or not batch.acquire(self):
+        is_stale = self.dynamic and batch is not None and current_rows(self, batch.assigned) is None
+        if is_stale or batch is None or not batch.acquire(self):
             raise RuntimeError(
                 "the rows of this batch are no longer pinned; prefetch a batch again for each call of a compiled model"
             )
@@ -87,6 +86,8 @@ class TableSet(LookupTables):
                 "a compiled model with cached tables was called again before its backward pass; run the backward pass "
                 "first"
             )
+        if batch.assigned is not None:
+            check_backward(self, batch.assigned.version.tolist())
         if self.update.is_shared:
             update_after_backward(self.accumulator.handle, partial(batch.apply, self, grad.clone()))
         else:
@@ -132,6 +133,7 @@ class TableSet(LookupTables):
         """Read seeds and clocks of the tables from the servers."""
         for table in self.tables:
             table.seed, table.index.clock = self.service.seed_and_clock(table.config.name)
+            table.index.epoch += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude layouts, which a copy rebuilds, and the batch of a compiled graph."""

@@ -34,8 +34,8 @@ from tritonemb.tables.cache import PinState
 from tritonemb.tables.lookup import (
     PREFETCH_FIRST,
     assign_rows,
-    check_protected,
     check_trainable,
+    current_rows,
     look_up_prepared,
     raise_no_optimizer,
 )
@@ -141,8 +141,9 @@ class CachedLookup(PrefetchedLookup):
         # A second lookup, as of a checkpointed forward, prefetches again, with cache hits.
         cache, assigned = tables.cache, None if batch is None else batch.assigned
         assert cache is not None
-        if tables.dynamic:
-            check_protected(tables, assigned)
+        if tables.dynamic and current_rows(tables, assigned) is None and batch is not None:
+            batch.release()
+            assigned = None
         if batch is None or not batch.acquire(tables):
             begin = time.perf_counter()
             with tables.lock:
