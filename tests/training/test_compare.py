@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 from tritonemb.cli import main
 from tritonemb.training.callbacks import Evaluation, FitEnd, FitStart, Log
 from tritonemb.training.callbacks.jsonl import RunLog
+from tritonemb.training.callbacks.report import tables_of
 from tritonemb.training.metrics import Metrics
 
 
@@ -64,6 +66,16 @@ def test_runs_are_compared_in_the_terminal_and_on_a_page(tmp_path, capsys, monke
     cells = ["".join(cell.itertext()) for cell in page.iter("td")]
     assert cells[:6] == ["embedding_lr", "0.1", "0.2", "mlp", "8", "8, 4"]
     assert "script" not in text
+
+
+def test_runs_on_files_of_a_data_set_differ_in_their_path_and_several_labels_have_no_threshold():
+    metrics = asdict(Metrics(0.6, 0.5, 0.9, 100, labels={"a": Metrics(0.7, 0.4, 0.8, 90)}))
+    end = {"event": "end", "test": metrics, "step": 1}
+    logs = [[{"event": "start", "config": {"path": path}}, end] for path in ("jan.txt", "feb.txt")]
+    tables = tables_of(logs)
+    assert tables["Options"] == {"path": ["jan.txt", "feb.txt"]}
+    assert not [name for name in tables["Metrics"] if "threshold" in name or "GAUC" in name]
+    assert tables["Metrics"]["test AUC [a]"] == ["0.7", "0.7"]
 
 
 def test_runs_that_cannot_be_compared_are_named(tmp_path, capsys):

@@ -16,8 +16,16 @@ from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.serving.run import PredictOptions, predict
 from tritonemb.training import CheckpointOptions
-from tritonemb.training.checkpoint import CheckpointFolder
-from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, ProfileOptions, TrainConfig, preset
+from tritonemb.training.checkpoint import CheckpointFolder, RunFolder
+from tritonemb.training.config import (
+    PRESETS,
+    EmbeddingOptimizer,
+    OutputOptions,
+    ProfileOptions,
+    ServersOptions,
+    TrainConfig,
+    preset,
+)
 from tritonemb.training.job import train
 from tritonemb.training.model import build_model, build_optimizer
 from tritonemb.types import TableOptions
@@ -169,6 +177,21 @@ def test_a_refused_run_converts_nothing(tmp_path):
     with pytest.raises(ValueError, match="holds a run with step-10"):
         train(text_run(tmp_path / "run", 2), verbose=False)
     assert not (tmp_path / "run" / "cache").exists()
+
+
+def test_a_command_changes_nothing_in_a_folder_that_another_process_trains_in(tmp_path):
+    """Neither are the logs of its servers removed, nor checkpoints read, which the other process may remove."""
+    config = replace(text_run(tmp_path / "run", 1), server=ServersOptions(servers="1", server_log="disk"))
+    checkpoint, log = tmp_path / "run" / "checkpoints" / "step-1", tmp_path / "run" / "servers" / "server-0" / "log"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer.json").write_text("{")
+    log.parent.mkdir(parents=True)
+    log.touch()
+    with RunFolder(tmp_path / "run").lock():
+        for resume in (None, "auto"):
+            with pytest.raises(ValueError, match="another process trains in"):
+                train(config, resume, verbose=False)
+    assert log.exists()
 
 
 def test_a_profiled_window_leaves_a_trace_that_names_the_ops(tmp_path):

@@ -6,7 +6,8 @@ import torch
 
 from tests.training import jobs
 from tritonemb.training import binary_metrics
-from tritonemb.training.metrics import GroupRecorder, grouped_auc, predict_logits
+from tritonemb.training.metrics import GroupRecorder, grouped_auc, label_metrics, predict_logits
+from tritonemb.training.ranks import UndefinedMetricsError
 
 
 def test_metrics_by_hand():
@@ -56,6 +57,23 @@ def test_logits_are_ranked_however_large_they_are(shift):
 def test_undefined_metrics_are_refused(logits, labels, message):
     with pytest.raises(ValueError, match=message):
         binary_metrics(logits, labels)
+
+
+@pytest.mark.parametrize(
+    ("rows", "weights", "message"),
+    [
+        (0, [], "there are no rows, so neither AUC"),
+        (2, [0.0, 0.0], "all 2 rows have the weight 0, so"),
+        (3, [0.0, 2.0, 1.0], "all 2 labels with a weight above 0 are the same, so"),
+    ],
+)
+def test_undefined_metrics_of_weighted_rows_say_why(rows, weights, message):
+    logits, labels = torch.arange(float(rows)), (torch.arange(rows) > 0).float()
+    with pytest.raises(UndefinedMetricsError, match=rf"\A{message}"):
+        binary_metrics(logits, labels, weights=torch.tensor(weights))
+    missing = torch.full((3, 1), math.nan)
+    with pytest.raises(UndefinedMetricsError, match=r"\Alabel 'b': there are no rows"):
+        label_metrics(torch.zeros(3, 2), torch.cat([torch.eye(3)[:, :1], missing], 1), ("a", "b"), None)
 
 
 @pytest.mark.parametrize("training", [False, True])

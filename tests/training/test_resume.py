@@ -20,7 +20,9 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training.jobs import ROW_WISE_ADAGRAD, Crash, CrashAt, Record, make_trainer, planted
 from tritonemb.data import ClickLog, Dataset, LogOptions, Schema, SplitRule, from_dataframe
+from tritonemb.storage.checkpoint import write_manifest
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
+from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
 from tritonemb.training.checkpoint.manager import CheckpointManager
 
@@ -299,6 +301,48 @@ def test_early_stop_ends_the_run_and_keeps_the_best(data, tmp_path):
     again = make_trainer(data, tmp_path / "run", **options)
     again.resume()
     assert (again.fit().steps, again.progress.ended) == (9, "early stop")
+
+
+def test_another_monitor_has_a_best_of_its_own(data, tmp_path):
+    """A log loss of 0.69 would be better than any AUC below."""
+
+    def trainer(epochs: int, monitor: str) -> te.Trainer:
+        return make_trainer(data, tmp_path / "run", epochs=epochs, monitor=monitor, patience=9, callbacks=[record])
+
+    record = Record()
+    trainer(1, "log_loss").fit()
+    again = trainer(2, "auc")
+    with pytest.warns(UserWarning, match="has the best log_loss; with monitor='auc' the best is chosen anew"):
+        again.resume()
+    assert (again.progress.best, again.progress.best_step, again.progress.evaluations_since_best) == (None, 0, 0)
+    again.fit()
+    assert (again.progress.best, again.progress.best_step) == (record.evaluations[-1][1], 12)
+    assert CheckpointFolder(tmp_path / "run" / "checkpoints").best().name == "best-12"
+    path = tmp_path / "run" / "checkpoints" / "step-12"
+    manifest, resumed = read_manifest(path), trainer(2, "auc")
+    for progress in (manifest["progress"], {k: v for k, v in manifest["progress"].items() if k != "monitor"}):  # older
+        write_manifest(path, manifest | {"progress": progress})
+        resumed.resume()
+        assert (resumed.progress.best, resumed.progress.best_step) == (again.progress.best, 12)
+
+
+def test_a_run_that_resumed_from_an_older_checkpoint_goes_on_from_there(data, tmp_path):
+    """Also if it is killed before it has written a checkpoint."""
+    checkpoints, options = CheckpointFolder(tmp_path / "run" / "checkpoints"), {"epochs": 2, "log_every": 1}
+    options |= {"checkpoints": CheckpointOptions(checkpoint_steps=4, keep=9)}
+    make_trainer(data, tmp_path / "run", **options).fit()
+    assert (checkpoints.steps()[-2:], len(checkpoints.steps("best"))) == ([8, 12], 1)
+    killed = make_trainer(data, tmp_path / "run", callbacks=[CrashAt(5)], **options)
+    killed.resume(checkpoints.path(4))
+    assert checkpoints.steps()[-1] == 12
+    with pytest.raises(Crash):
+        killed.fit()
+    assert (checkpoints.steps(), checkpoints.steps("best")) == ([4], [])
+    again = make_trainer(data, tmp_path / "run", **options)
+    assert again.resume() == checkpoints.path(4)
+    again.fit()
+    events = read_run_log(tmp_path / "run" / "log.jsonl")
+    assert [event["step"] for event in events if event["event"] == "log"] == list(range(1, 13))
 
 
 def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_path, monkeypatch):

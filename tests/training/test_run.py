@@ -170,6 +170,23 @@ def test_weights_of_rows_count_as_in_training(tmp_path):
     assert metrics.log_loss != unweighted.log_loss
 
 
+def test_test_rows_of_changed_data_are_not_evaluated(tmp_path):
+    rows = make_rows(150)
+    log = write_csv(tmp_path / "log.csv", rows)
+    log.write_text(log.read_text(encoding="utf-8") + "bad\nbad\n", encoding="utf-8")
+    options = *COLUMNS, *SMALL, "--epochs", 2, "--on-bad-row", "skip"
+    assert run("train", "--data", log, *options, "--out", tmp_path / "run") == 0  # reads a Parquet cache
+    te.export(te.load_run(tmp_path / "run"), tmp_path / "exported")
+    for folder in ("run", "exported"):
+        assert te.load_run(tmp_path / folder).evaluate().num_skipped == 2
+    write_csv(log, rows[::-1])
+    for folder in ("run", "exported"):
+        loaded_run = te.load_run(tmp_path / folder)
+        with pytest.raises(ValueError, match=r"the data have changed since .*: log\.csv was .* may have been trained"):
+            loaded_run.evaluate()
+        assert loaded_run.evaluate(log).num_samples == 150
+
+
 def test_rows_of_tables_are_read_by_id(trained):
     folder, _ = trained
     loaded_run = te.load_run(folder / "run")

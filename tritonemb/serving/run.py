@@ -36,7 +36,7 @@ from tritonemb.serving.quantized_tables import QuantizedCollection
 from tritonemb.serving.retrieval import top_rows
 from tritonemb.training.callbacks.report import METRICS
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
-from tritonemb.training.checkpoint.manager import load_model
+from tritonemb.training.checkpoint.manager import data_changes, load_model
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import (
@@ -158,7 +158,8 @@ class Run:
         features: tuple[Feature, ...], options: TrainConfig | None, device: torch.device,
     ) -> None:  # fmt: skip
         # What `te.export` writes of the run.
-        self.description = {**{name: manifest[name] for name in ("config", "run")}, "reading": dict(reading)}
+        self.description = {name: manifest[name] for name in ("config", "run", "data") if name in manifest}
+        self.description["reading"] = dict(reading)
         self.path, self.model, self.features, self.options, self.device = path, model, features, options, device
         self._precision, self._num_dense = reading.get("precision", "fp32"), reading.get("num_dense", 0)
         self.labels = tuple(reading.get("labels", ()))
@@ -212,13 +213,14 @@ class Run:
 
     def evaluate(self, data: Any = None, *, batch_size: int = 8192, group_by: str | None = None) -> Metrics:
         """Compute the metrics on rows with labels: a log or a data frame, by default the run's test rows; GAUC by the
-        values of the sparse column `group_by`."""
+        values of the sparse column `group_by`. Raise ValueError if the data of the run have changed."""
         rows: Data = self._test_rows() if data is None else self.open_log(data, labelled=True)
         check_group_by(group_by, rows.features)
         with rows.open("test", batch_size) as stream:
             batches = GroupRecorder(stream, group_by, getattr(rows, "has_weights", False))
             pair = predict_logits(self.model, map(pad_batch, batches), self.device, self._precision)
-            return label_metrics(*pair, self.labels, None, batches.groups, batches.weights)
+            columns = batches.groups, batches.weights
+            return replace(label_metrics(*pair, self.labels, None, *columns), num_skipped=stream.report.skipped)
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
@@ -265,24 +267,22 @@ class Run:
         if (options := self.options) is None:
             raise ValueError(f"{self.path} has no data set (not written by `tritonemb train`): pass rows to evaluate()")
         rows: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
+        if self.description.get("data") and (changes := data_changes(self.path, self.description, rows)):
+            raise ValueError(f"{changes}. Test rows may have been trained on; restore the data, or evaluate other rows")
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 
     @property
     def log_options(self) -> LogOptions:
         """Options of reading the run's logs; ValueError if it was trained on encoded rows."""
         if self._log_options is None:
-            raise ValueError(
-                f"{self.path} was trained on encoded rows, so raw rows cannot be scored; call "
-                "run.model(dense, sparse), or evaluate() its test rows"
-            )
+            text = "call run.model(dense, sparse), or evaluate() its test rows"
+            raise ValueError(f"{self.path} was trained on encoded rows, so raw rows cannot be scored; {text}")
         return self._log_options
 
     def _check_encoding(self, encoding: str, name: str) -> None:
         if encoding != self._encoding:
-            raise ValueError(
-                f"{name} would be encoded differently than in training: the vocabulary file or columns have changed; "
-                "restore the vocabulary file, and use a log with the columns of training"
-            )
+            text = "columns have changed; restore the vocabulary file, and use a log with the columns of training"
+            raise ValueError(f"{name} would be encoded differently than in training: the vocabulary file or {text}")
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r}, {type(self.model).__name__}, tables: {join_names(self.tables)})"

@@ -76,14 +76,21 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with rendezvous(config.device, config.timeout) as (group, device), ExitStack() as stack:
-        # Open the data, find the run's folder, and check that the data of a resumed run have not changed.
+        # Open the data, find and lock the run's folder, and check that the data of a resumed run have not changed.
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         data = open_data(config, group)
-        path, checkpoint, converted = on_rank_zero(group, lambda: _locate_run(config, data, resume))
+        path, checkpoint = on_rank_zero(group, lambda: _locate_run(config, data, resume))
+        folder = RunFolder(path, config.checkpoint.keep, config.checkpoint.checkpoint_incremental)
+
+        def lock_folder() -> None:
+            if path.is_dir() or config.server.server_log is not None:  # a refused command leaves no new folder
+                stack.enter_context(folder.lock())
+
+        on_rank_zero(group, lock_folder)
+        checkpoint, converted = on_rank_zero(group, lambda: _start_of_run(config, data, folder, checkpoint, resume))
         if (resumed_path := checkpoint) is not None:  # before a conversion
             manifest = on_each_rank(group, lambda: read_manifest_text(resumed_path)[1])
             on_each_rank(group, lambda: data_changes(resumed_path, manifest, data, config.checkpoint))
-        folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
             # The first rank converts; the others wait for its lock, not in a collective, which could time out.
             with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
@@ -93,7 +100,7 @@ def train(
         torch.manual_seed(config.seed)
         servers = stack.enter_context(_servers(config, folder.path, group))
         trainer = Trainer(
-            _model(config, data, group, device, verbose), data, folder=folder.path,
+            _model(config, data, group, device, verbose), data, folder=folder,
             config=plain(config) | {"converted": converted}, verbose=verbose,
             callbacks=[*_callbacks(config, folder, group), *callbacks], servers=servers,
             **config.trainer_options(),
@@ -178,17 +185,26 @@ def open_data(config: TrainConfig, group: RankGroup) -> Data:
     return on_each_rank(group, open_once)
 
 
-def _locate_run(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
-    """Return the run's folder, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
-    requested = None if resume is None or resume == "auto" else RunFolder(resume).checkpoints.latest() or Path(resume)
-    path = config.output.out or (_run_path(data, resume) if requested is None else requested.resolve().parents[1])
-    newest = RunFolder(path).checkpoints.latest()
-    checkpoint = newest if resume == "auto" else requested
+def _locate_run(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None]:
+    """Return the run's folder, and the checkpoint of which `resume` is the path."""
+    if resume is None or resume == "auto":
+        return config.output.out or _run_path(data, resume), None
+    requested = RunFolder(resume).checkpoints.latest() or Path(resume)
+    read_manifest_text(requested)  # raises if it is not a checkpoint, so that its parents are not those of a run
+    return config.output.out or requested.resolve().parents[1], requested
+
+
+def _start_of_run(
+    config: TrainConfig, data: Data, folder: RunFolder, checkpoint: Path | None, resume: str | None
+) -> tuple[Path | None, bool]:
+    """Return the checkpoint to resume from, and whether the run reads Parquet in place of text."""
+    newest = folder.checkpoints.latest()
+    checkpoint = newest if resume == "auto" else checkpoint
     if checkpoint is not None:
         # Positions in text and in Parquet differ, so a resumed run keeps its format.
-        return path, checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))
+        return checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))
     is_text = isinstance(data, ClickLog) and data.text_schema() is not None
-    return path, None, is_text and config.epochs > 1 and newest is None  # otherwise the trainer rejects the folder
+    return None, is_text and config.epochs > 1 and newest is None  # otherwise the trainer rejects the folder
 
 
 @contextmanager

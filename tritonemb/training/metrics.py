@@ -107,8 +107,11 @@ def binary_metrics(
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
     base_rate = (labels * weights).sum() / weights.sum()
     if not 0 < float(base_rate) < 1:
-        text = f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
-        raise UndefinedMetricsError(text)
+        count, weighted = labels.numel(), int((weights > 0).sum())
+        text = f"all {count} rows have the weight 0" if count else "there are no rows"
+        if weighted:
+            text = f"all {weighted} labels{' with a weight above 0' * (weighted < count)} are the same"
+        raise UndefinedMetricsError(f"{text}, so neither AUC nor normalized entropy is defined")
     losses = F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
     log_loss = float(losses / weights.sum())
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))

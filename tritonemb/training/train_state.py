@@ -51,7 +51,8 @@ class Progress:
     epoch_samples: int = 0  # trained in this epoch
     logged_samples: int = 0  # trained since the last log
     losses: list[float] = field(default_factory=list)  # mean training loss of each finished epoch
-    best: float | None = None  # value of the monitored metric
+    monitor: str = ""  # name of the monitored metric; "" in old checkpoints
+    best: float | None = None  # its value
     best_step: int = 0
     evaluations_since_best: int = 0
     seconds: float = 0.0  # training time
@@ -90,6 +91,7 @@ class TrainState:
     staleness: int = 0  # steps by which pulls from servers may precede pushes
 
     def __post_init__(self) -> None:
+        self.progress.monitor = self.options.monitor
         self.last_epoch: int = self.options.epochs  # the end of the run
         self.last_step: int | None = self.options.max_steps
         self.use(self.data)

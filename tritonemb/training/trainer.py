@@ -53,7 +53,7 @@ class Trainer(TrainerOptions):
         dense_optimizer: class or function called with the parameters and `lr=dense_lr`, such as `torch.optim.AdamW`; by
             default `torch.optim.Adam(fused=True)`, all of whose parameters are updated by one kernel.
         device: device to train on; the model is moved to it.
-        folder: folder of checkpoints, `log.jsonl` and `report.html`.
+        folder: folder of checkpoints, `log.jsonl` and `report.html`; a `RunFolder` may be locked already.
         callbacks: see `Callback`.
         config: options to show in log and report.
         verbose: display progress.
@@ -80,7 +80,7 @@ class Trainer(TrainerOptions):
     _: KW_ONLY
     dense_optimizer: Any = field(default=lambda parameters, lr: torch.optim.Adam(parameters, lr, fused=True))
     device: Any = None
-    folder: str | Path | None = None
+    folder: str | Path | RunFolder | None = None
     callbacks: Sequence[Callback] = ()
     config: Mapping[str, Any] | None = None
     verbose: bool = True
@@ -123,9 +123,9 @@ class Trainer(TrainerOptions):
         # Schedules use the data's size as known now: if it changed them later, a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))
-        options, path = self.checkpoints, self.folder
-        folder = None if path is None else RunFolder(path, options.keep, options.checkpoint_incremental)
-        checkpointer = CheckpointManager(state, folder, options.checkpoint_async)
+        path, opts = self.folder, self.checkpoints
+        folder = path if isinstance(path, RunFolder | None) else RunFolder(path, opts.keep, opts.checkpoint_incremental)
+        checkpointer = CheckpointManager(state, folder, opts.checkpoint_async)
         # The dataclass is frozen: set derived attributes directly.
         derived = {"dense_optimizer": step.dense_optimizer, "run_folder": folder, "checkpointer": checkpointer}
         vars(self).update(device=device, state=state, **derived)
@@ -211,7 +211,7 @@ class Trainer(TrainerOptions):
 
         Args:
             checkpoint: folder of a checkpoint, or "auto" for the newest one in the trainer's folder (returns None if
-                there is none). Later checkpoints are removed when the next one is written.
+                there is none). Later checkpoints are removed when training starts.
         """
         with self.state.ranks.monitor_failures():
             path = self.checkpointer.restore(checkpoint)
@@ -232,4 +232,4 @@ class Trainer(TrainerOptions):
         if self.progress.step == 0 and newest is not None:
             text = f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
             raise ValueError(text)
-        self.checkpointer.mark_best_again()
+        self.checkpointer.clean_folder()

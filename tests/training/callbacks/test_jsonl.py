@@ -1,6 +1,7 @@
 import errno
 import json
 import math
+from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from tests.training.callbacks.events import STEPS, end, evaluation, log, start, step, train
 from tritonemb.training.callbacks import CallbackList, FitEnd, jsonl
-from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
+from tritonemb.training.callbacks.jsonl import RunLog, add_evaluation, read_run_log
+from tritonemb.training.callbacks.report import test_event
 
 
 def strictly(path: Path) -> list[dict]:
@@ -173,6 +175,16 @@ def test_the_log_of_another_run_is_not_touched(tmp_path):
     assert path.read_text() == initial
     train([RunLog(path, resume=True)], last=300)
     assert lasting(path)[-1]["step"] == 300
+
+
+def test_test_metrics_of_an_earlier_process_are_removed(tmp_path):
+    """The checkpoint that they are of may be removed, or no longer the best."""
+    path = tmp_path / "run.jsonl"
+    train([RunLog(path)], last=600)
+    add_evaluation(path, replace(evaluation(200), split="test"))
+    assert test_event(read_run_log(path))["step"] == 200
+    train([RunLog(path, resume=True)], first=600)
+    assert test_event(read_run_log(path))["step"] == STEPS
 
 
 def test_a_run_without_a_log_can_be_resumed(tmp_path):

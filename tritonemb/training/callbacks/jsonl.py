@@ -33,8 +33,8 @@ _CHECKED = re.compile(rb'(.*), "crc32": "([0-9a-f]{8})"}')
 class RunLog(Callback):
     """Callback that writes a run log line by line: a killed process loses at most the line that it was writing.
 
-    On resume, later events and the `end` of the earlier process are removed; ValueError if the file is damaged. Only
-    with `resume` a run that starts at step 0 may replace an existing log; raise FileExistsError otherwise."""
+    On resume, later events, and `end` and test metrics of the earlier process, are removed; ValueError if the file is
+    damaged. Only with `resume` a run that starts at step 0 may replace an existing log; otherwise FileExistsError."""
 
     essential = False
 
@@ -47,7 +47,7 @@ class RunLog(Callback):
         if self._path.exists():
             if not (self._resume or start.first_step):
                 raise FileExistsError(f"{self._path} is the log of another run: move it away, or pass resume=True")
-            events = [event for event in _events(self._path) if event["event"] != "end"]
+            events = [e for e in _events(self._path) if e["event"] != "end" and e.get("split") != "test"]
             atomic_write(self._path, "".join(_line(event) for event in events if _step_of(event) <= start.first_step))
         self._file = FileIO(self._path, "ab")
         self._unwritten = list[bytes]()  # lines to write again, after a full disk

@@ -28,7 +28,7 @@ MAX_POINTS = 1000  # of a curve; thinned beyond it
 MAX_DOTS = 30  # points of a curve that is drawn with dots
 LARGEST = 1e300  # differences of larger values overflow
 SECTIONS = ("sent", "cache", "dynamic", "servers")  # optional fields of a log event; the latest value is shown
-PATH_OPTIONS = ("path", "output.out")  # not compared: they differ between all runs
+PATH_OPTIONS = ("output.out",)  # not compared: it differs between all runs
 MAX_VALUE_WIDTH = 60  # characters of a value on the terminal
 METRICS = {
     "auc": "AUC", "log_loss": "log loss", "normalized_entropy": "normalized entropy",
@@ -253,7 +253,7 @@ def compare(options: CompareOptions) -> str:
     cells = {key: [text[:MAX_VALUE_WIDTH] for text in texts] for key, texts in (differing_options | metrics).items()}
     rows = [["", *names], *([key, *texts] for key, texts in cells.items())]
     lines = [escape_unprintable(line, "utf-8") for line in align_columns(rows)]
-    if len({*metrics["test rows"]} - {"-"}) > 1:
+    if len({*metrics.get("test rows", ())} - {"-"}) > 1:
         lines.append("note: the runs have different test rows, so their test metrics are not comparable")
     return "\n".join([*lines, "" if differing_options else "all options are the same", f"curves: {options.out}"])
 
@@ -266,7 +266,7 @@ def tables_of(logs: Sequence[Events]) -> dict[str, dict[str, list[str]]]:
     differing_options = {key: texts for key, texts in options.items() if len(set(texts)) > 1}
     metrics = [dict(_metric_texts(log)) for log in logs]
     rows = {name: [texts.get(name, "-") for texts in metrics] for name in dict.fromkeys(chain(*metrics))}
-    rows = {name: texts for name, texts in rows.items() if "GAUC" not in name or {*texts} != {"-"}}
+    rows = {name: texts for name, texts in rows.items() if {*texts} != {"-"}}
     return {"Options": differing_options, "Metrics": rows}
 
 
@@ -274,7 +274,8 @@ def _metric_texts(log: Events) -> Iterator[tuple[str, str]]:
     end, test = last_event(log, "end"), test_event(log)
     latest = {**last_event(log, "log"), **end}
     for key, name in METRICS.items():
-        yield f"test {name}", _text(test["metrics"].get(key))
+        of_one_label = key in ("best_threshold", "best_f1") and test["metrics"].get("labels")
+        yield f"test {name}", "-" if of_one_label else _text(test["metrics"].get(key))
     for label, metrics in (test["metrics"].get("labels") or {}).items():
         yield f"test AUC [{label}]", _text(metrics["auc"])
     yield "tested at step", _text(test["step"], "{:,}" + ", the best" * bool(test.get("best")))

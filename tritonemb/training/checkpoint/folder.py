@@ -168,10 +168,17 @@ class CheckpointFolder:
 
     def _obsolete_paths(self, step: int) -> list[Path]:
         """Paths of checkpoints to remove after that of `step`: later steps, and those beyond the newest `keep`."""
-        later_steps = [(kind, number) for kind in ("step", "best") for number in self.steps(kind) if number > step]
-        earlier_steps = [("step", number) for number in self.steps() if number < step]
+        earlier_steps = [number for number in self.steps() if number < step]
         surplus_steps = earlier_steps[: max(0, len(earlier_steps) + 1 - self.keep)]
-        return [self.folder / f"{kind}-{number}" for kind, number in later_steps + surplus_steps]
+        return [*self._later_paths(step), *(self.folder / f"step-{number}" for number in surplus_steps)]
+
+    def _later_paths(self, step: int) -> list[Path]:
+        return [self.path(n, kind) for kind in ("step", "best") for n in self.steps(kind) if n > step]
+
+    def remove_later(self, step: int) -> None:
+        """Remove the checkpoints of later steps, for rank 0."""
+        if later_paths := self._later_paths(step):
+            self._remove(later_paths)
 
     def _publish(self, temporary: Path, final: Path, obsolete: Sequence[Path]) -> None:
         """Rename a complete checkpoint to its final name, and remove obsolete ones, and an old one of this name."""
@@ -228,15 +235,16 @@ class RunFolder:
 
     def __init__(self, path: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.path = Path(path)
+        self._lock = FileLock(self.path / ".lock")
         self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep, incremental)
         self.log, self.report, self.config = (self.path / n for n in ("log.jsonl", "report.html", "config.toml"))
         self.trace, self.tensorboard = self.path / "trace.json", self.path / "tensorboard"
 
     def lock(self) -> AbstractContextManager[object]:
-        """Create the folder, and lock it; raise ValueError if another process holds the lock, or it is not writable."""
+        """Create the folder, and lock it, also repeatedly; ValueError if another process has, or it is not writable."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            return FileLock(self.path / ".lock").acquire(timeout=0)
+            return self._lock.acquire(timeout=0)
         except Timeout as error:
             raise ValueError(f"another process trains in {self.path}; wait for it, or choose another folder") from error
         except OSError as error:

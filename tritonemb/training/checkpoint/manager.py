@@ -185,8 +185,9 @@ def _prefix(collection: str) -> str:
     return "" if collection == "tables" else f"{collection}."  # of its keys in the model's `state_dict`
 
 
-def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: CheckpointOptions) -> str:
-    """Describe how the data differ from those of a checkpoint, "" if not or unknown; raise ValueError on "stop"."""
+def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: CheckpointOptions | None = None) -> str:
+    """Describe how the data differ from those of a checkpoint, "" if not or unknown; with `options` that say "stop",
+    raise ValueError."""
     if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
         data.number_by_line()
     current = getattr(data, "contents", None)
@@ -195,7 +196,7 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
     pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
     changes = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new]
     text = f"the data have changed since {path}: {join_names(changes or ['another order of the files'], limit=5)}"
-    if options.on_changed_data == "stop":
+    if options is not None and options.on_changed_data == "stop":
         raise ValueError(f"{text}. Restore them, or restart the epoch with --on-changed-data continue")
     return text
 
@@ -232,7 +233,7 @@ def dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]
 
 
 class CheckpointManager:
-    """Manager that saves and restores a run, or without `folder` only restores. Collective but `mark_best_again`."""
+    """Manager that saves and restores a run, or without `folder` only restores. Collective but `clean_folder`."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
@@ -341,12 +342,19 @@ class CheckpointManager:
         if optimizer is not None:
             train_state.load_optimizer_state(state.model, optimizer, tensors, options["optimizer"])
 
-        # Set progress, generators and position; changed data restart the epoch.
+        # Set progress, generators and position. Changed data restart the epoch; another metric has no best value yet.
         if changes:
             progress, sums = replace(progress, position=None, epoch_samples=0), sums * torch.tensor([1.0, 0.0])
             if state.ranks.is_first:
                 text = f"{changes}. The epoch restarts; rows that are held out now may have been trained on"
                 warnings.warn(text, stacklevel=3)
+        monitor = state.options.monitor
+        if progress.best is not None and progress.monitor not in ("", monitor):
+            if state.ranks.is_first:
+                text = f"{path} has the best {progress.monitor}; with monitor={monitor!r} the best is chosen anew"
+                warnings.warn(text, stacklevel=3)
+            progress = replace(progress, best=None, best_step=0, evaluations_since_best=0)
+        progress = replace(progress, monitor=monitor)
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
@@ -356,10 +364,12 @@ class CheckpointManager:
         state.use(data)
         return path
 
-    def mark_best_again(self) -> None:
-        """Mark the best checkpoint if a process was killed after writing and before marking it. For rank 0."""
+    def clean_folder(self) -> None:
+        """Remove checkpoints of later steps, so that a killed run does not resume from a later one than its log; mark
+        the best checkpoint if a process was killed after writing and before marking it. For rank 0."""
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
+        checkpoints.remove_later(progress.step)
         best, step = checkpoints.best(), progress.best_step
         marked = best is not None and best.name == f"best-{step}"
         if progress.best is not None and not marked and checkpoints.path(step).is_dir():
