@@ -28,6 +28,8 @@ HEADER_BYTES = 4  # of a quantized row: its scale and bias, both float16
 # in the bits of the address above ADDRESS_BITS, which no system uses.
 INDEXED, ADDRESS_BITS = 1, 57
 ELEMENTS_PER_COUNTER = 8  # consecutive 16-bit elements of a row that one random counter rounds
+UNIFORMS_PER_COUNTER = 4  # consecutive initial values of a row that one random counter draws
+UNIT = 2.0**-23  # initial values are 24-bit integers times this, times the bound
 PIECE = 32  # gradients of a row that are summed sequentially
 SPAN = 32 * PIECE  # gradients of a row whose pieces are summed pairwise, before spans are added in order
 WAYS = 32  # slots in a set of a row cache

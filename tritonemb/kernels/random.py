@@ -34,7 +34,7 @@ from tritonemb.kernels.triton_utils import (
     pointer_to,
     tl,
 )
-from tritonemb.layout import ELEMENTS_PER_COUNTER, nonzero
+from tritonemb.layout import ELEMENTS_PER_COUNTER, UNIFORMS_PER_COUNTER, UNIT, nonzero
 
 _MASK32 = 0xFFFFFFFF
 
@@ -136,8 +136,6 @@ def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor
     return torch.where(finite, rounded, values.to(dtype))
 
 
-UNIFORMS_PER_COUNTER = 4
-UNIT = 2.0**-23  # initial values are 24-bit integers times this, times the bound
 _ELEMENTS = 1024  # per program: addresses of each row take registers; with more, short rows spill
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from tritonemb.kernels import by_torch
 from tritonemb.kernels.quantized_bag import to_aten, unpack_rows
-from tritonemb.kernels.random import UNIT
+from tritonemb.layout import UNIT
 from tritonemb.ops.quantized_bag import aten_bag
 from tritonemb.serving.package import DENSE, MANIFEST, TABLES, collections_of, keys_of, map_tables, write_package
 from tritonemb.serving.quantized_tables import QuantizedTable

@@ -21,7 +21,7 @@ from tritonemb.kernels.cpu.simd import (
     uint16_row,
     uint32_row,
 )
-from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT
+from tritonemb.layout import UNIFORMS_PER_COUNTER, UNIT
 
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
