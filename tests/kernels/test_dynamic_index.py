@@ -560,6 +560,26 @@ def test_a_hot_row_stays_while_the_next_set_has_a_cold_one(half_life):
     assert insert(index, [id_of(400)], 20, half_life=half_life).evicted_ids.tolist() == [cold]
 
 
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(300, 1, "random", 50, 1, 60, 60, 7), Problem(700, 1, "one set", 0, 1, 40, 100, 7)],
+    ids=["lfu", "lru with overflow"],
+)
+def test_least_rows_of_sets_are_noted_for_many_steps(problem):
+    run(problem, "cpu")
+
+
+def test_a_new_overflow_row_is_evicted_before_rows_that_were_used_more():
+    index = make_index(40, max_partitions=1)
+    full, (cold, *others) = ([id_of(2 * row + number) for row in range(size)] for number, size in ((0, 32), (1, 8)))
+    insert(index, [*full, cold, *others], 1)
+    for step in (2, 3):
+        insert(index, [*full, *others], step)
+    new = id_of(200)
+    assert insert(index, [new], 4, half_life=100).evicted_ids.tolist() == [cold]
+    assert insert(index, [id_of(202)], 5, half_life=100).evicted_ids.tolist() == [new]
+
+
 def test_a_partition_grows_in_the_middle_of_a_batch():
     index = make_index(32 * 9, max_partitions=1)
     ids = [*range(0, 2**40, 2**33)]

@@ -354,7 +354,8 @@ def begin_insert_by_numpy(
     if not distinct:
         if not ((tables[1:] > tables[:-1]) | ((tables[1:] == tables[:-1]) & (ids[1:] >= ids[:-1]))).all():
             by_id = ids.argsort()
-            by_id = by_id[tables[by_id].argsort(kind="stable")]
+            by_table = tables[by_id].astype(np.uint16 if tables.max() < 1 << 16 else np.int32)  # 16 bits: a radix sort
+            by_id = by_id[by_table.argsort(kind="stable")]
             order, ids, tables = order[by_id], ids[by_id], tables[by_id]
         heads[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
     firsts, numbers = np.flatnonzero(heads), heads.cumsum(dtype=np.int32)

@@ -37,7 +37,7 @@ AHEAD = 2  # ids between the prefetch of the rows of two sets and their search: 
 @inlined_uncounted
 def _find_chunked(index, begin, end, ids, use, results, buffers):
     """Look up ids [begin, end) of one table in chunks: each loop over a chunk prefetches what the next one reads."""
-    (table, step, occurrences), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
+    (table, step, occurrences, atomic), (rows, previous_steps, keys), (hashes, slots) = use, results, buffers
     digests, row_of = np.int64(index.digests.ctypes.data), np.int64(index.rows.ctypes.data)
     ids_at = np.int64(index.ids.ctypes.data)
     for start in range(begin, end, CHUNK):
@@ -70,9 +70,11 @@ def _find_chunked(index, begin, end, ids, use, results, buffers):
             if previous_steps.size > 0 and row >= 0:
                 previous_steps[position], index.uses[row, 0] = index.uses[row, 0], step
                 number = min(MAX_USES, occurrences[position]) if occurrences.size > 0 else np.int64(1)
-                count = np.int64(atomic_add(ids_at + row * 16 + 12, np.int32(number)))
+                count = np.int64(atomic_add(ids_at + row * 16 + 12, np.int32(number)) if atomic else index.uses[row, 1])
                 if count > MAX_USES - number or count < 0:  # saturate after an overflow
                     index.uses[row, 1] = MAX_USES
+                elif not atomic:
+                    index.uses[row, 1] = count + number
             elif previous_steps.size > 0:
                 keys[position] = table
 
@@ -89,7 +91,7 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
         table, first, stop = tables[key], max(begin, bounds[key]), min(end, bounds[key + 1])
         if table >= 0 and first < stop:
             index = view_index(indexes[table])
-            _find_chunked(index, first, stop, ids, (table, steps[table], occurrences), results, buffers)
+            _find_chunked(index, first, stop, ids, (table, steps[table], occurrences, num_tasks > 1), results, buffers)
 
 
 @inlined_uncounted
