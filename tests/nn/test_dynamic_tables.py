@@ -903,3 +903,44 @@ def test_any_number_of_tables_takes_as_many_launches_and_one_wait(monkeypatch, d
     assert len(counted.launched) == (10 if known else 12), counted.launched
     assert torch.equal(rows, index_module.find_batch(of_tables, *index_module.concat_ids(batch.split(8))))
     assert bool((rows >= 0).all())
+
+
+def test_a_partial_state_loads_its_rows(tier):
+    """Missing states are zero, an id has one use, in the last step, and no id without a row has been seen."""
+
+    def make(optimizer: te.optim.Optimizer, **options: Any) -> Any:
+        table = te.TableConfig("user", None, 8, capacity=400, **options, **TIERS[tier])
+        return te.nn.EmbeddingBagCollection([table], optimizer)
+
+    source = make(te.optim.SGD(lr=0.1))
+    for features, _ in batches(3, ["user"]):
+        step(source, features)
+    state = source.state_dict()
+    last = state["user.step"].max()
+    admission = te.AdmissionConfig(appearances=2)
+    for missing in (set(), {"count"}, {"step"}, {"step", "clock", "seed"}, {"clock"}):
+        loaded = make(te.optim.Adam(), admission=admission, fallback_rows=4)
+        absent = {f"user.{name}" for name in missing}
+        partial_state = {name: value for name, value in state.items() if name not in absent}
+        result = loaded.load_state_dict(partial_state, strict=False)
+        absent |= {"user.exp_avg", "user.exp_avg_sq", "user.sketch", "user.added"}
+        assert set(result.missing_keys) == absent
+        actual = loaded.state_dict()
+        assert all(torch.equal(actual[name], value) for name, value in partial_state.items())
+        assert not any(actual[f"user.{name}"].any() for name in ("exp_avg", "exp_avg_sq", "sketch", "added"))
+        assert (actual["user.count"] == (1 if "count" in missing else state["user.count"])).all()
+        assert "step" not in missing or (actual["user.step"] == actual["user.clock"]).all()
+        assert actual["user.clock"] == (0 if {"step", "clock"} <= missing else last)
+        for features, _ in batches(1, ["user"], seed=3):
+            step(loaded, features)
+    # Without ids or weights there are no rows.
+    for name in ("ids", "weight"):
+        before = loaded.state_dict()
+        result = loaded.load_state_dict({k: v for k, v in state.items() if k != f"user.{name}"}, strict=False)
+        assert {key for key in before if key.startswith("user.") and "fallback" not in key} == {*result.missing_keys}
+        assert_same_bits({**loaded.state_dict(), "step": before["step"]}, before)
+    # A module.
+    module = te.nn.Embedding(None, 8, capacity=400, optimizer=te.optim.Adam())
+    result = module.load_state_dict({"ids": state["user.ids"], "weight": state["user.weight"]}, strict=False)
+    assert {"exp_avg", "exp_avg_sq", "step", "count", "clock", "seed", "updates"} == {*result.missing_keys}
+    assert torch.equal(module.table.ids(), state["user.ids"])

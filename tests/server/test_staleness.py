@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -265,3 +266,52 @@ def test_frozen_tables_on_servers_are_not_trained(when, dynamic, staleness):
             with torch.no_grad():
                 of_each = torch.stack([weighted(weight).sum() for weight in torch.eye(size)])
             torch.testing.assert_close(weights.grad, of_each)  # sums of a few float32
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_state_of_another_optimizer_loads_its_rows(staleness):
+    """Missing states are zero, as on other tiers."""
+    for size in ({"num_embeddings": 50}, {"num_embeddings": None, "capacity": 64}):
+        source = te.nn.EmbeddingBagCollection([te.TableConfig("u", embedding_dim=4, **size)], te.optim.SGD(lr=1.0))
+        batch = te.KeyedJaggedTensor.from_lists({"u": [[1, 2], [3]]})
+        source(batch).sum().backward()
+        state, placed = source.state_dict(), te.TableConfig("u", embedding_dim=4, placement="server", **size)
+        with local_servers(2) as servers:
+            loaded = te.nn.EmbeddingBagCollection([placed], te.optim.Adagrad(lr=1.0))
+            attach(loaded, servers, staleness)
+            loaded(batch).sum().backward()
+            result = loaded.load_state_dict(state, strict=False)
+            actual = loaded.state_dict()
+            assert result.missing_keys == ["u.sum"]
+            assert not actual["u.sum"].any()
+            assert all(torch.equal(actual[name], value) for name, value in state.items() if name != "step")
+            result = loaded.load_state_dict({"step": state["step"]}, strict=False)
+            assert {*result.missing_keys} == actual.keys() - {"step"}
+
+
+@pytest.mark.parametrize("staleness", [0, 1, AtMost(1), None])
+def test_a_step_of_several_batches_begins_anew_after_one_that_was_not_trained(staleness):
+    """Else every later step would have batches of two blocks, and the last batch would not be applied."""
+
+    def state_after(failure: str) -> dict[str, torch.Tensor]:
+        with local_servers(2) as servers:
+            model = make(servers, staleness, accumulate=3)
+            features = [*batches(7)]
+            if failure == "raised":
+                with suppress(KeyError), model.accumulate():
+                    model(features[6]).sum().backward()
+                    raise KeyError
+            elif failure == "dropped":
+                model(features[6])
+            for begin in (0, 3):
+                with model.accumulate():
+                    for batch in features[begin : begin + 3]:
+                        model(batch).square().sum().backward()
+            if failure == "last":
+                model(features[6])
+            flush(model)
+            return dict(model.state_dict())
+
+    expected = state_after("")
+    for failure in ("raised", "dropped", "last"):
+        assert_same_bits(state_after(failure), expected, failure)

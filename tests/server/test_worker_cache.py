@@ -81,3 +81,38 @@ def test_a_cache_survives_servers_that_load_other_rows(tmp_path):
         expected = train(model, 3)
         service.restore([[tmp_path / f"a-{n}.server"] for n in range(2)], 3)
         assert all(torch.equal(*pair) for pair in zip(train(model, 3), expected, strict=True))
+
+
+@pytest.mark.parametrize("staleness", [1, AtMost(3), None])
+def test_rows_of_a_cache_are_not_used_after_others_are_loaded(staleness, tmp_path):
+    """Nor are those of a batch that was pulled before, and is read afterwards."""
+    batch = next(batches(1))
+    with local_servers(2) as servers:
+        model = make(servers, staleness, te.optim.SGD(lr=1.0), dynamic={"capacity": 400}, cache=10_000)
+
+        def check() -> None:
+            with torch.no_grad():
+                expected = model(batch)
+            for _ in range(2):  # the second reads what the first has cached
+                assert torch.equal(model(batch), expected)
+
+        def read_rows() -> None:
+            for _ in range(4):
+                model(batch).sum().backward()
+            flush(model)
+
+        read_rows()
+        service = model.table_set.service
+        service.snapshot(tmp_path / "a-")
+        steps, state = service.steps, model.state_dict()
+        read_rows()
+        waiting = te.nn.prefetch(model, batch)
+        model.load_state_dict(
+            {name: value + 100 if name.endswith(".weight") else value for name, value in state.items()}
+        )
+        model(waiting).detach()
+        del waiting
+        check()
+        read_rows()
+        service.restore([[tmp_path / f"a-{n}.server"] for n in range(2)], steps)
+        check()

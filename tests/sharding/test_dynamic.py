@@ -232,6 +232,25 @@ def rows_of_one_rank_alone(rank: int, world: int) -> None:
         assert whole.state_dict()["user.ids"].numel() == 0
 
 
+def partial_states(rank: int, world: int) -> None:
+    """A state of another optimizer: missing states are zero."""
+
+    def make(optimizer: te.optim.Optimizer) -> te.HybridParallel:
+        table = te.TableConfig("user", None, 4, capacity=40)
+        sharding = ShardingPlan({"user": RowWise()}, world, world)
+        return te.HybridParallel(te.nn.EmbeddingBagCollection([table], optimizer), sharding, exchange=EXACT)
+
+    with small_partitions():
+        source, loaded = make(te.optim.SGD(lr=0.1)), make(te.optim.Adagrad(lr=0.1))
+        ids = torch.arange(20)
+        source(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+        result = loaded.load_state_dict(source.state_dict(), strict=False)
+        assert result.missing_keys == ["user.sum"]
+        expected, actual = whole_state(source), whole_state(loaded)
+        assert not actual.pop("user.sum").any()
+        assert_same_bits(actual, expected)
+
+
 class Beside(nn.Module):
     """A small dynamic table beside small ones of fixed size, in two collections."""
 
@@ -276,6 +295,7 @@ def test_small_dynamic_tables_have_one_row_an_id_without_a_plan_too(ranks):
 
 def test_a_rank_without_rows_and_shards_of_another_plan(ranks):
     ranks(2).run(rows_of_one_rank_alone, 2)
+    ranks(2).run(partial_states, 2)
 
 
 @pytest.mark.parametrize(

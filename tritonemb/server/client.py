@@ -208,18 +208,47 @@ class CollectionClient(TableClient, RowService):
         with self.lock:
             while not self.dropped.empty():
                 if (pulled := self.dropped.get()).num_restores == self.num_restores:
-                    for server in range(len(self._connections)):
-                        self._submit(server, "push", {"batch": pulled.batch, "lr": 0.0, "sizes": None})
-                    self._pushed += 1
+                    self._push_empty(pulled.batch)
+                    self._complete_step()
+
+    def _push_empty(self, batch: int) -> None:
+        for server in range(len(self._connections)):
+            self._submit(server, "push", {"batch": batch, "lr": 0.0, "sizes": None})
+        self._pushed += 1
+
+    def _complete_step(self) -> None:
+        """Pull and push empty batches up to the end of a step of several batches, unless others are pending.
+
+        After one that was dropped, the next batch begins a step.
+        """
+        nothing = torch.empty(0, dtype=torch.int64)
+        while self._pushed == self._batch and self._batch % self.spec.batches:
+            for server, tables in enumerate(self.tables_on):
+                self._submit(server, "pull", {"batch": self._batch, "sizes": [0] * len(tables)}, [nothing, nothing])
+            self._batch += 1
+            self._push_empty(self._pushed)
+
+    def load(self, table: str, tensors: Mapping[str, Tensor]) -> None:
+        super().load(table, tensors)
+        self._clear_caches()
+
+    def _clear_caches(self) -> None:
+        """Forget rows from before the servers got others: in other trainers they are old by `AtMost(s)` steps."""
+        with self.lock:
+            for cache in self.caches:
+                cache.clear()
 
     def restore(self, chains: Sequence[Sequence[Path]], steps: int) -> None:
         self.num_restores += 1
         super().restore(chains, steps)
+        self._clear_caches()
         self._batch = self._pushed = steps * self.spec.batches
         self._complete = True
 
     def flush(self) -> None:
         self.push_dropped()
+        with self.lock:
+            self._complete_step()
         self._submit_all("flush", {"steps": self.steps})
 
 
@@ -314,6 +343,7 @@ class CachedPull:
     rows: Tensor  # `[n, embedding_dim]`; valid where the cache has the row
     positions: Tensor  # int64 `[m]`, positions among `ids` that are requested from servers
     versions: Tensor  # int64 `[m]`, versions of the requested rows in the cache, or `NOT_CACHED`
+    num_clears: int  # of the cache when the batch was pulled
 
 
 class WorkerCache:
@@ -325,7 +355,7 @@ class WorkerCache:
     def __init__(self, spec: TableSpec, cache: CacheConfig | None) -> None:
         self._table: DynamicTable | None = None
         self._empty = torch.empty(0, spec.embedding_dim, dtype=getattr(torch, spec.dtype))
-        self.rows_read = self.rows_saved = 0
+        self.rows_read = self.rows_saved = self._num_clears = 0
         if cache is not None:
             config = TableConfig(
                 spec.name, None, spec.embedding_dim, dtype=self._empty.dtype, capacity=cache.rows,
@@ -340,7 +370,7 @@ class WorkerCache:
         """Choose the distinct ids to request: all, or those without a row that has the updates of `min_steps` steps."""
         if self._table is None:
             rows = self._empty.new_empty(ids.numel(), self._empty.shape[1])
-            return CachedPull(ids, rows, torch.arange(ids.numel()), torch.full_like(ids, NOT_CACHED))
+            return CachedPull(ids, rows, torch.arange(ids.numel()), torch.full_like(ids, NOT_CACHED), 0)
         slots = self._table.index.find(ids)
         valid_slots = slots.clamp(min=0)
         versions = torch.where(slots < 0, NOT_CACHED, self._versions[valid_slots])
@@ -348,7 +378,7 @@ class WorkerCache:
         positions = torch.arange(ids.numel())
         if min_steps is not None:
             positions = ((slots < 0) | (self._steps[valid_slots] < min_steps)).nonzero()[:, 0]
-        return CachedPull(ids, rows, positions, versions[positions])
+        return CachedPull(ids, rows, positions, versions[positions], self._num_clears)
 
     @torch.no_grad()
     def finish(self, pull: CachedPull, rows: Tensor, versions: Tensor, steps: Tensor) -> None:
@@ -358,11 +388,17 @@ class WorkerCache:
         """
         self.rows_read += pull.ids.numel()
         self.rows_saved += pull.ids.numel() - int((versions != pull.versions).sum())
-        if self._table is not None:
+        if self._table is not None and pull.num_clears == self._num_clears:
             positions = pull.positions[: len(self._versions) // 2]  # a batch may be larger than the cache
             slots = insert_batch([self._table], *concat_ids([pull.ids[positions]]))[0]
             self._table.weight.data[slots] = rows[positions]
             self._versions[slots], self._steps[slots] = versions[: positions.numel()], steps[: positions.numel()]
+
+    def clear(self) -> None:
+        """Forget all rows, and those of batches that are being pulled."""
+        if self._table is not None:
+            self._table.index.clear()
+            self._num_clears += 1
 
 
 def wait(futures: Sequence[Future[Message]]) -> list[Message]:

@@ -185,8 +185,9 @@ class LocalShards:
         for table, tensors in copies:
             table.assign(tensors)
         missing = [key for key in state if key not in state_dict]
-        if self.service is not None and not missing:
-            problems += self._load_servers(self.service, {key: state_dict[key] for key in state}, prefix)
+        if self.service is not None and not any(key.endswith((".ids", ".weight")) for key in missing):
+            tensors = {key: state_dict[key] for key in state if key in state_dict}
+            problems += self._load_servers(self.service, tensors, prefix)
         return list(state), missing, problems
 
     def _load_dynamic(self, state_dict: Any, prefix: str) -> list[str]:
@@ -202,8 +203,8 @@ class LocalShards:
                 problems.append(f"{path}ids: these shards are of another plan; load a checkpoint, or full tensors")
                 continue
             names = () if table is None else table.templates(0, state_dict, path)
-            tensors = {name: state_dict.get(path + name) for name in names}
-            if table is not None and not any(value is None for value in tensors.values()):
+            tensors = {name: state_dict[path + name] for name in names if path + name in state_dict}
+            if table is not None and "weight" in tensors:
                 try:
                     table.load_state({name: _local_tensor(value, name) for name, value in tensors.items()})
                 except ValueError as error:

@@ -93,15 +93,16 @@ def load_named_tensors(
 ) -> None:
     """Implement `_load_from_state_dict` by one call of `load`; report its ValueError.
 
-    `load` is called with all named tensors, unless some are missing, or with `partial` with those that are there.
+    `load` is called with the named tensors that are there, without `partial` only if ids and weight are among them.
     """
     prefix, _, strict, missing_keys, unexpected_keys, error_msgs = args
     keys = {prefix + name: name for name in names}
     tensors = {name: state_dict[key] for key, name in keys.items() if key in state_dict}
-    missing_keys += [key for key in keys if key not in state_dict]
+    has_rows = partial or all(name in tensors for name in ("ids", "weight") if name in keys.values())
+    missing_keys += [key for key, name in keys.items() if name not in tensors or not has_rows]
     if strict:
         unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in keys]
-    if len(tensors) == len(keys) or (partial and tensors):
+    if tensors and has_rows:
         try:
             load(tensors)
         except ValueError as error:
