@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, breadth, configurations
@@ -547,6 +548,27 @@ def test_a_prefetched_batch_gets_rows_of_a_table_that_was_reset():
     initial = table_of(collection).initial_values(torch.tensor([1, 2])).sum(0)
     assert torch.equal(step(collection, early)[0], initial)
     assert table_of(collection).ids().tolist() == [1, 2, 50, 60]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpointed_lookup_counts_its_batch_once(tier, reentrant):
+    """PyTorch repeats its forward in the backward."""
+
+    def run(checkpointed: bool) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        table = config(capacity=30, admission=te.AdmissionConfig(appearances=2), **TIERS[tier])
+        collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+
+        def forward(features: Any, zero: Tensor) -> Tensor:
+            return torch.tanh(collection(features) + zero)
+
+        for id in range(6):
+            inputs = bag(id, 2 * id, 100), torch.zeros(1, requires_grad=True)
+            result = checkpoint(forward, *inputs, use_reentrant=reentrant) if checkpointed else forward(*inputs)
+            result.sum().backward()
+        return collection.state_dict()
+
+    assert_same_bits(run(True), run(False))
 
 
 def test_a_batch_without_room_changes_nothing(tier):

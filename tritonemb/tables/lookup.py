@@ -175,17 +175,18 @@ def assign_rows(
         raise_no_optimizer(tables)
     if training and tables.cache is None:  # a cache orders updates itself, by pins
         update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
+    inserts = training and not _is_recomputing()
     with tables.lock, torch.inference_mode(False), torch.no_grad():
         # Find rows of ids, and in training insert new ids.
         values, all_known = batch.values().long(), False
         if tables.service is not None:
-            rows = _find_server_rows(tables, batch, occurrences, training)
+            rows = _find_server_rows(tables, batch, occurrences, inserts)
         else:
             keys_of_tables = tables.table_keys[tuple(batch.keys())].values()
             index_of_key = {key: table_index for table_index, keys in enumerate(keys_of_tables) for key in keys}
             table_of_key, size = [index_of_key.get(key, -1) for key in range(len(batch.keys()))], batch.stride()
             bounds = batch.offsets()[::size] if size else batch.offsets().new_zeros(len(table_of_key) + 1)
-            if training:
+            if inserts:
                 rows, _, any_refused = insert_batch([*dynamic.values()], values, bounds, table_of_key, occurrences)
                 all_known = not any_refused
             else:
@@ -196,6 +197,15 @@ def assign_rows(
         with torch.enable_grad():  # of sample weights, also if the batch is prefetched without gradients
             unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout, for_prefetch)
         return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(_version(tables)))
+
+
+def _is_recomputing() -> bool:
+    """Return whether a non-reentrant activation checkpoint repeats a forward, whose batch was counted the first time.
+
+    The first forward of a reentrant one runs under `no_grad`, so its repetition counts the batch.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[1], "__qualname__", "").startswith("_recomputation_hook.")
 
 
 def _find_server_rows(
