@@ -11,7 +11,7 @@ import pytest
 from tests.training.callbacks.events import STEPS, end, evaluation, log, start, step, train
 from tritonemb.training.callbacks import CallbackList, FitEnd, jsonl
 from tritonemb.training.callbacks.jsonl import RunLog, add_evaluation, read_run_log
-from tritonemb.training.callbacks.report import test_event
+from tritonemb.training.callbacks.report import test_event as last_test
 
 
 def strictly(path: Path) -> list[dict]:
@@ -182,9 +182,9 @@ def test_test_metrics_of_an_earlier_process_are_removed(tmp_path):
     path = tmp_path / "run.jsonl"
     train([RunLog(path)], last=600)
     add_evaluation(path, replace(evaluation(200), split="test"))
-    assert test_event(read_run_log(path))["step"] == 200
+    assert last_test(read_run_log(path))["step"] == 200
     train([RunLog(path, resume=True)], first=600)
-    assert test_event(read_run_log(path))["step"] == STEPS
+    assert last_test(read_run_log(path))["step"] == STEPS
 
 
 def test_a_run_without_a_log_can_be_resumed(tmp_path):
