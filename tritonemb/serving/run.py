@@ -34,13 +34,12 @@ from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
 from tritonemb.serving.package import load_package, read_package
 from tritonemb.serving.quantized_tables import QuantizedCollection
 from tritonemb.serving.retrieval import top_rows
-from tritonemb.training.callbacks.report import METRICS
+from tritonemb.training.callbacks.report import describe_metrics
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import data_changes, load_model
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.metrics import (
-    MEANS,
     GroupRecorder,
     Metrics,
     check_group_by,
@@ -51,7 +50,7 @@ from tritonemb.training.metrics import (
 from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
-from tritonemb.utils import Options, align_columns, atomic_path, join_names, number
+from tritonemb.utils import Options, atomic_path, join_names, number
 
 SKIPPED_PREFIXES = ("optimizer.", "rng.", "trainer.")  # of tensors that only training needs
 READING_KEYS = "features", "num_dense", "read", "precision"  # of the config in checkpoints of old versions
@@ -192,8 +191,7 @@ class Run:
             if rows and self.transforms:
                 return self.predict(self._raw_table(rows), batch_size=batch_size)
             min_size = self._request_size if len(rows) < LARGE_BATCH else LARGE_BATCH
-            starts = range(0, len(rows), batch_size)
-            batches = (self.encoder(rows[start : start + batch_size], start) for start in starts)
+            batches = (self.encoder(rows[n : n + batch_size], n) for n in range(0, len(rows), batch_size))
             return self._scores(pad_batch(batch, min_size) for batch in batches).numpy()
         return np.concatenate([scores.numpy() for _, scores in self.score_log(rows, batch_size=batch_size)])
 
@@ -219,14 +217,13 @@ class Run:
         with rows.open("test", batch_size) as stream:
             batches = GroupRecorder(stream, group_by, getattr(rows, "has_weights", False))
             pair = predict_logits(self.model, map(pad_batch, batches), self.device, self._precision)
-            columns = batches.groups, batches.weights
-            return replace(label_metrics(*pair, self.labels, None, *columns), num_skipped=stream.report.skipped)
+            metrics = label_metrics(*pair, self.labels, None, batches.groups, batches.weights)
+            return replace(metrics, num_skipped=stream.report.skipped)
 
     @cached_property
     def tables(self) -> dict[str, "RunTable"]:
         """Tables of the model by name."""
-        kinds = TableCollection, QuantizedCollection
-        collections = [module for module in self.model.modules() if isinstance(module, kinds)]
+        collections = [m for m in self.model.modules() if isinstance(m, TableCollection | QuantizedCollection)]
         return {config.name: RunTable(config, c, self.device) for c in collections for config in c.configs}
 
     def ids(self, feature: str, values: Sequence[Any]) -> Tensor:
@@ -257,11 +254,9 @@ class Run:
         columns = self.encoder.raw_rows(rows, names=Transforms(self.transforms).columns(schema)).columns
         kinds = dict.fromkeys(schema.dense, pa.float64())
         kinds |= {f.name: pa.int64() if f.kind == "integers" else pa.string() for f in self.features if not f.multi_hot}
-        table = pa.table(columns)
-        for index, field in enumerate(table.schema):
-            if pa.types.is_null(field.type) and field.name in kinds:
-                table = table.set_column(index, field.name, table.column(index).cast(kinds[field.name]))
-        return table
+        arrays = {name: pa.array(values) for name, values in columns.items()}
+        missing = [name for name in kinds if name in arrays and pa.types.is_null(arrays[name].type)]
+        return pa.table(arrays | {name: arrays[name].cast(kinds[name]) for name in missing})
 
     def _test_rows(self) -> Data:
         if (options := self.options) is None:
@@ -416,8 +411,7 @@ def predict(options: PredictOptions) -> str:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:  # write table by table: memory does not depend on the size of the log
         # A column without values in the first table may have some later, of any type.
-        fields = [f.with_type(pa.string()) if pa.types.is_null(f.type) else f for f in first.schema]
-        schema = pa.schema(fields)
+        schema = pa.schema(f.with_type(pa.string()) if pa.types.is_null(f.type) else f for f in first.schema)
         with atomic_path(options.out) as temporary, writer_class(temporary, schema) as writer:
             for table in itertools.chain([first], tables):
                 writer.write_table(table.cast(schema))
@@ -453,17 +447,4 @@ def evaluate(options: EvaluateOptions) -> str:
     """Evaluate a run; return the text. Raise ValueError or FileNotFoundError for an unusable checkpoint or log."""
     run = options.load()
     metrics = run.evaluate(options.data, batch_size=options.batch_size, group_by=options.group_by)
-    return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe(metrics)}"
-
-
-def describe(metrics: Metrics) -> str:
-    """Format metrics as lines of text: one per number, then the calibration curve."""
-    if metrics.labels:
-        means = [(key, value) for key in MEANS if (value := getattr(metrics, key)) is not None]
-        means = [(f"mean {METRICS[key]}", f"{value:.4f}") for key, value in means]
-        texts = (f"\n{name}\n{describe(values)}" for name, values in metrics.labels.items())
-        return "\n".join([*align_columns(means), *texts])
-    values = ((key, name, getattr(metrics, key)) for key, name in METRICS.items())
-    numbers = [(name, f"{n:.{0 if key == 'num_samples' else 4}f}") for key, name, n in values if n is not None]
-    curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
-    return "\n".join([*align_columns(numbers), *align_columns([("rows", "mean score", "share of clicks"), *curve])])
+    return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe_metrics(metrics)}"

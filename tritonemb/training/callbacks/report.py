@@ -18,6 +18,7 @@ from tritonemb.training.callbacks import Callback, FitEnd
 from tritonemb.training.callbacks.console import escape_unprintable, format_bytes, format_seconds
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.metrics import MEANS, Metrics
 from tritonemb.training.toml import flat
 from tritonemb.utils import Options, align_columns, atomic_write, join_names
 
@@ -309,3 +310,16 @@ def _text(value: Any, form: str | None = None) -> str:
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return form.format(value) if form else f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def describe_metrics(metrics: Metrics) -> str:
+    """Format metrics as lines of text: one per number, then the calibration curve."""
+    if metrics.labels:
+        means = [(key, value) for key in MEANS if (value := getattr(metrics, key)) is not None]
+        means = [(f"mean {METRICS[key]}", f"{value:.4f}") for key, value in means]
+        texts = (f"\n{name}\n{describe_metrics(values)}" for name, values in metrics.labels.items())
+        return "\n".join([*align_columns(means), *texts])
+    values = ((key, name, getattr(metrics, key)) for key, name in METRICS.items())
+    numbers = [(name, f"{n:.{0 if key == 'num_samples' else 4}f}") for key, name, n in values if n is not None]
+    curve = [(f"{size:,}", f"{score:.4f}", f"{rate:.4f}") for size, score, rate in metrics.calibration]
+    return "\n".join([*align_columns(numbers), *align_columns([("rows", "mean score", "share of clicks"), *curve])])
