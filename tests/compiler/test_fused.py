@@ -112,13 +112,13 @@ def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form):
         assert all(torch.equal(a.grad, b.grad) for a, b in zip(args[2:], peers[2:], strict=True))
     output = compiled(*args)
     args[0].zero_()
-    with pytest.raises(RuntimeError, match="changed in place between the lookup"):
+    with pytest.raises(RuntimeError, match="ids were changed in place between a lookup"):
         output.sum().backward()
     if form == "weights":  # whose gradient is that of the rows as they were
         output, args = compiled(*model.batch(4)), model.batch(4)
         with torch.no_grad():
             model.table.weight.zero_()
-        with pytest.raises(RuntimeError, match="changed in place between the lookup"):
+        with pytest.raises(RuntimeError, match="rows of 'weight' were changed in place between a lookup"):
             output.sum().backward()
     with pytest.raises(ValueError, match="table 'weight': id 7"):
         compiled(torch.full_like(args[0], 7), *args[1:])
@@ -142,7 +142,7 @@ def test_a_collection_with_nothing_to_compile_is_called_as_it_is(pooled):
         assert_same_bits(contents(collection), contents(twin))
     output = output_of(compiled, batch)
     batch.values().zero_()
-    with pytest.raises(RuntimeError, match="changed in place between their lookup"):
+    with pytest.raises(RuntimeError, match="ids were changed in place between a lookup"):
         output.backward(grad)
 
 

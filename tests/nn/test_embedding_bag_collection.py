@@ -372,12 +372,13 @@ def test_two_lookups_have_gradients_of_their_sample_weights(kind):
     call = torch.compile(look_up_twice, backend="aot_eager", fullgraph=True) if kind == "compiled" else look_up_twice
     loss, table = call(), collection.tables[0]
     initial = table.lookup(ids) if kind == "dynamic" else table.weight.detach()[ids]
+    num_passes = collection.table_set.passes_so_far()  # by the address of the rate, which others have had
     loss.backward()
     assert torch.equal(weights.grad, initial.sum(1).expand(2, 3))
     updated = table.lookup(ids) if kind == "dynamic" else table.weight.detach()[ids]
     torch.testing.assert_close(updated, initial - 2)
     assert int(collection.step) == 2
-    assert collection.table_set.passes_so_far() == 1
+    assert collection.table_set.passes_so_far() == num_passes + 1
     # A later pass has not the rows of its lookup any more.
     losses = look_up(weights[0]), look_up(weights[1])
     losses[0].backward()
