@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import random
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +20,7 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.training.jobs import ROW_WISE_ADAGRAD, Crash, CrashAt, Record, make_trainer, planted
+from tests.training.jobs import ROW_WISE_ADAGRAD, Crash, CrashAt, Noisy, Record, make_trainer, planted
 from tritonemb.data import ClickLog, Dataset, LogOptions, Schema, SplitRule, from_dataframe
 from tritonemb.storage.checkpoint import write_manifest
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
@@ -288,6 +290,101 @@ def test_another_model_is_refused_and_nothing_is_changed(data, tmp_path):
     with pytest.raises(ValueError, match=r"model\.bottom\.\S+ is not in the checkpoint"):
         trainer.resume()
     assert_same_bits(state_of(trainer), initial)
+
+
+class Refuse(Callback):
+    def on_start(self, start) -> None:
+        raise OSError("refused")
+
+
+def test_later_checkpoints_stay_if_nothing_is_trained(data, tmp_path):
+    checkpoints, options = CheckpointFolder(tmp_path / "run" / "checkpoints"), {"epochs": 2, "log_every": 1}
+    options |= {"checkpoints": CheckpointOptions(checkpoint_steps=4, keep=9)}
+
+    def resume(**others) -> te.Trainer:
+        trainer = make_trainer(data, tmp_path / "run", **options | others)
+        trainer.resume(checkpoints.path(4))
+        return trainer
+
+    make_trainer(data, tmp_path / "run", **options).fit()
+    names = sorted(path.name for path in checkpoints.folder.iterdir())
+    assert names[-1] == "step-8"
+    assert "step-12" in names
+    with pytest.raises(OSError, match="refused"):
+        resume(callbacks=[Refuse()]).fit()
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == names
+    resume(max_steps=4).fit()
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == names
+    log = tmp_path / "run" / "log.jsonl"
+    content = log.read_bytes()
+    log.write_bytes(content.replace(b'"step": 2', b'"step": 3', 1))
+    with pytest.raises(ValueError, match="damaged"):
+        resume().fit()
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == names
+    # A process that was killed while it replaced a later checkpoint has left one under another name.
+    log.write_bytes(content)
+    shutil.copytree(checkpoints.path(8), checkpoints.folder / ".replaced-step-8")
+    with pytest.raises(Crash):
+        resume(callbacks=[CrashAt(5)]).fit()
+    assert checkpoints.steps() == [4]
+
+
+def test_a_folder_with_the_best_checkpoint_alone_holds_a_run(data, tmp_path):
+    checkpoints, options = CheckpointFolder(tmp_path / "run" / "checkpoints"), {"epochs": 1}
+    options |= {"checkpoints": CheckpointOptions(checkpoint_steps=4, keep=9)}
+    make_trainer(data, tmp_path / "run", **options).fit()
+    best = checkpoints.best()
+    shutil.copytree(checkpoints.path(4), tmp_path / "elsewhere" / "step-4")
+    for step in checkpoints.steps():
+        shutil.rmtree(checkpoints.path(step))
+    trainer = make_trainer(data, tmp_path / "run", **options)
+    assert trainer.resume() is None
+    with pytest.raises(ValueError, match=re.escape(f"holds a run with {best.name}; resume it (--resume {best})")):
+        trainer.fit()
+    with pytest.raises(ValueError, match="holds another run than"):
+        trainer.resume(tmp_path / "elsewhere" / "step-4")
+    assert trainer.resume(best) == best
+
+
+class Views(torch.nn.Module):
+    """Dense parameters in other orders than that of their rows."""
+
+    def __init__(self, data: Dataset) -> None:
+        super().__init__()
+        self.base, generator = Noisy(data, 0.0, ROW_WISE_ADAGRAD), torch.Generator().manual_seed(0)
+        self.transposed = torch.nn.Parameter(torch.randn(data.num_dense, 16, generator=generator).t())
+        self.column = torch.nn.Parameter(torch.randn(16, 3, generator=generator)[:, 1])
+
+    def forward(self, dense, sparse):
+        return self.base(dense, sparse) + torch.nn.functional.linear(dense, self.transposed) @ self.column
+
+
+@pytest.mark.parametrize("dense_optimizer", [None, functools.partial(torch.optim.AdamW, fused=True)])
+def test_states_of_any_layout_are_resumed(data, tmp_path, dense_optimizer):
+    """Fused optimizers update elements in the order of the memory, of a parameter and its states alike."""
+    options = {"checkpoints": CheckpointOptions(checkpoint_steps=4, keep=9)}
+
+    def trainer(folder: str, epochs: int) -> te.Trainer:
+        torch.manual_seed(0)
+        model = Views(data)
+        if dense_optimizer is not None:  # which does not read columns of a matrix right itself
+            options["dense_optimizer"], model.column = (
+                dense_optimizer,
+                torch.nn.Parameter(model.column.detach().clone()),
+            )
+        settings = {"batch_size": 50, "epochs": epochs, "dense_lr": 3e-3, "verbose": False} | options
+        return te.Trainer(model, data, folder=tmp_path / folder, **settings)
+
+    whole = trainer("whole", 2)
+    memory = whole.model.column.detach()._base
+    before = None if memory is None else memory[:, [0, 2]].clone()
+    whole.fit()
+    trainer("run", 1).fit()
+    resumed = trainer("run", 2)
+    resumed.resume()
+    resumed.fit()
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+    assert before is None or torch.equal(memory[:, [0, 2]], before)
 
 
 def test_early_stop_ends_the_run_and_keeps_the_best(data, tmp_path):

@@ -25,7 +25,7 @@ from tritonemb.training.checkpoint import CheckpointError, RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
-from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
+from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError, on_rank_zero
 from tritonemb.training.step import STAGES, PreparedStep, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
@@ -98,6 +98,8 @@ class Loop:
         progress, initial_samples, end = self.progress, self.progress.samples, None
         try:
             self.callbacks.on_start(start_of(self.state, self.folder))
+            if self.folder is not None:  # now that nothing refuses to start
+                on_rank_zero(self.ranks.control, self.checkpointer.clean_folder)
             # Train, and wait for embedding servers and for the last checkpoint.
             reason = self._train()
             if reason in ("finished", "early stop"):

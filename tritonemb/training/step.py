@@ -32,6 +32,7 @@ from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule, label_scales, label_totals, loss_of
 
 PLAIN = (int, float, str, bool, type(None))  # types of optimizer options and states that are saved as JSON
+IMPLEMENTATION = "params", "fused"  # of optimizer options: not those of a checkpoint
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WAIT_SECONDS = 0.2  # for a batch, between looks for a signal; a run that waits for rows stops as late
 Forward = Callable[..., Any]
@@ -244,6 +245,12 @@ def count(caches: Iterable[RowCache]) -> Counter[str]:
     return counts
 
 
+def adam(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Adam:
+    """Create the default dense optimizer. One kernel updates all parameters, in the order of their memory."""
+    fused = all(parameter.is_contiguous() and parameter.is_floating_point() for parameter in parameters)
+    return torch.optim.Adam(parameters, lr, fused=True if fused else None)
+
+
 class TrainStep:
     """Train step of a model: forward, backward, and the optimizers of the dense part and the tables."""
 
@@ -324,9 +331,11 @@ class TrainStep:
     def load_json(self, values: dict[str, Any]) -> None:
         """Restore the state of a checkpoint, except options and rates whose initial values the user has changed."""
         self.loss_scale = LossScale(**values["loss_scale"])
+        for options in (*values["base_options"], *values["options"]):
+            options.pop("fused", None)  # of older checkpoints
         if values["base_options"] == self._base_options:
             for group, options in zip(self._dense_groups(), values["options"], strict=True):
-                group.update({name: value for name, value in options.items() if name != "fused"})  # offload sets it
+                group.update(options)
         if values["base_rates"] == self._base_rates:
             for (group, _), rate in zip(self._scheduled_groups(), values["rates"], strict=True):
                 group["lr"] = rate
@@ -386,9 +395,9 @@ class TrainStep:
             yield
 
     def _options(self) -> list[dict[str, Any]]:
-        """Options of the dense optimizer that JSON can encode, by parameter group."""
+        """Options of the dense optimizer that JSON can encode, by parameter group, but its implementation."""
         return [
-            {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
+            {name: value for name, value in group.items() if name not in IMPLEMENTATION and isinstance(value, PLAIN)}
             for group in self._dense_groups()
         ]
 

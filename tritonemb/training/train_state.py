@@ -321,7 +321,11 @@ def load_optimizer_state(
         for name, value in tensors.items():
             if name.startswith(prefix):
                 is_part = tensor_slice.is_tile and value.ndim > 0
-                state[name.removeprefix(prefix)] = value[tensor_slice.slices] if is_part else value
+                value = value[tensor_slice.slices] if is_part else value
+                if value.shape == parameter.shape and value.stride() != parameter.stride():
+                    # Fused optimizers read a parameter and its states in the order of their memory.
+                    value = torch.empty_like(parameter, dtype=value.dtype, device=value.device).copy_(value)
+                state[name.removeprefix(prefix)] = value
         if (master := state.pop(SAVED_MASTER, None)) is not None and isinstance(optimizer, OffloadedOptimizer):
             state[MASTER] = master
         if state:

@@ -28,7 +28,7 @@ from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, check_group_by, evaluate, probabilities, score
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero
 from tritonemb.training.schedule import Schedule, label_scales, label_totals
-from tritonemb.training.step import TrainStep
+from tritonemb.training.step import TrainStep, adam
 from tritonemb.training.train_state import DEPTH, Progress, TrainState, seed_rank
 
 
@@ -51,7 +51,7 @@ class Trainer(TrainerOptions):
         model: model on its training device, or on any device with `device`.
         data: `tritonemb.data.Dataset` or `ClickLog`, or an object with the methods of `tritonemb.data.protocol.Data`.
         dense_optimizer: class or function called with the parameters and `lr=dense_lr`, such as `torch.optim.AdamW`; by
-            default `torch.optim.Adam(fused=True)`, all of whose parameters are updated by one kernel.
+            default `torch.optim.Adam`, with `fused=True` if all parameters are contiguous and not complex.
         device: device to train on; the model is moved to it.
         folder: folder of checkpoints, `log.jsonl` and `report.html`; a `RunFolder` may be locked already.
         callbacks: see `Callback`.
@@ -78,7 +78,7 @@ class Trainer(TrainerOptions):
     model: nn.Module
     data: Data
     _: KW_ONLY
-    dense_optimizer: Any = field(default=lambda parameters, lr: torch.optim.Adam(parameters, lr, fused=True))
+    dense_optimizer: Any = adam
     device: Any = None
     folder: str | Path | RunFolder | None = None
     callbacks: Sequence[Callback] = ()
@@ -211,7 +211,7 @@ class Trainer(TrainerOptions):
 
         Args:
             checkpoint: folder of a checkpoint, or "auto" for the newest one in the trainer's folder (returns None if
-                there is none). Later checkpoints are removed when training starts.
+                there is none). Later checkpoints are removed before the first step.
         """
         with self.state.ranks.monitor_failures():
             path = self.checkpointer.restore(checkpoint)
@@ -228,8 +228,8 @@ class Trainer(TrainerOptions):
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:
         stack.enter_context(folder.lock())
-        newest = folder.checkpoints.latest()
-        if self.progress.step == 0 and newest is not None:
-            text = f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
-            raise ValueError(text)
-        self.checkpointer.clean_folder()
+        newest, best = folder.checkpoints.latest(), folder.checkpoints.best()
+        if self.progress.step == 0 and (checkpoint := newest or best) is not None:
+            option = "auto" if newest is not None else checkpoint
+            text = f"{folder.path} holds a run with {checkpoint.name}; resume it (--resume {option})"
+            raise ValueError(f"{text} or choose another folder")

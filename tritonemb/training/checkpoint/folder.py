@@ -170,15 +170,21 @@ class CheckpointFolder:
         """Paths of checkpoints to remove after that of `step`: later steps, and those beyond the newest `keep`."""
         earlier_steps = [number for number in self.steps() if number < step]
         surplus_steps = earlier_steps[: max(0, len(earlier_steps) + 1 - self.keep)]
-        return [*self._later_paths(step), *(self.folder / f"step-{number}" for number in surplus_steps)]
+        return [*self.later(step), *(self.folder / f"step-{number}" for number in surplus_steps)]
 
-    def _later_paths(self, step: int) -> list[Path]:
+    def later(self, step: int) -> list[Path]:
+        """Paths of the checkpoints of later steps."""
         return [self.path(n, kind) for kind in ("step", "best") for n in self.steps(kind) if n > step]
 
     def remove_later(self, step: int) -> None:
-        """Remove the checkpoints of later steps, for rank 0."""
-        if later_paths := self._later_paths(step):
-            self._remove(later_paths)
+        """Remove the checkpoints of later steps, for rank 0; CheckpointError if they cannot be."""
+        try:
+            self._remove_leftovers()  # a replaced checkpoint would come back in place of a removed one
+            self._remove(self.later(step))
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.folder}: checkpoints after step {step} could not be removed: {error}"
+            ) from error
 
     def _publish(self, temporary: Path, final: Path, obsolete: Sequence[Path]) -> None:
         """Rename a complete checkpoint to its final name, and remove obsolete ones, and an old one of this name."""

@@ -329,6 +329,8 @@ class CheckpointManager:
             options = {name: manifest[name] for name in (*step.to_json(), "optimizer", "rng")}
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
+        if self._folder is not None and newest is None:
+            newest = on_rank_zero(self._control, self._folder.checkpoints.best)
         if self._folder is not None and newest is not None and path.resolve().parent != newest.resolve().parent:
             raise ValueError(f"{self._folder.path} holds another run than {path}; choose another folder")
 
@@ -365,11 +367,17 @@ class CheckpointManager:
         return path
 
     def clean_folder(self) -> None:
-        """Remove checkpoints of later steps, so that a killed run does not resume from a later one than its log; mark
-        the best checkpoint if a process was killed after writing and before marking it. For rank 0."""
+        """Remove checkpoints of later steps before training, so that a killed run does not resume from a later one than
+        its log; mark the best checkpoint if a process was killed after writing and before marking it. For rank 0.
+
+        Raise CheckpointError if they cannot be removed.
+        """
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
-        checkpoints.remove_later(progress.step)
+        if checkpoints.later(progress.step):
+            if self._state.finished or progress.ended:
+                return  # nothing is trained
+            checkpoints.remove_later(progress.step)
         best, step = checkpoints.best(), progress.best_step
         marked = best is not None and best.name == f"best-{step}"
         if progress.best is not None and not marked and checkpoints.path(step).is_dir():
