@@ -388,6 +388,40 @@ def test_two_lookups_have_gradients_of_their_sample_weights(kind):
         losses[1].backward()
 
 
+class TwoLookups(torch.nn.Module):
+    """Lookups with per-sample weights `w` and others, or without, in one graph."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.is_collection, self.second_is_weighted = kind == "collection", kind == "two weighted"
+        self.bag: torch.nn.Module = torch.nn.EmbeddingBag(5, 4, mode="sum")
+        if self.is_collection:
+            self.bag = te.nn.EmbeddingBagCollection([te.TableConfig("t", 5, 4)], te.optim.SGD(lr=0.5))
+
+    def look_up(self, ids, offsets, weights):
+        if self.is_collection:
+            return self.bag(te.KeyedJaggedTensor(["t"], ids, weights, offsets=offsets))
+        return self.bag(ids, offsets, per_sample_weights=weights)
+
+    def forward(self, ids, offsets, weights):
+        second = self.look_up(ids, offsets, 2 * weights if self.second_is_weighted else None)
+        return self.look_up(ids, offsets, weights).sum() + 3 * second.sum()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["weighted and plain", "two weighted", "collection"])
+def test_a_graph_reads_rows_for_the_gradient_of_weights_before_they_are_updated(kind):
+    torch.manual_seed(0)
+    model, weights = TwoLookups(kind), torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    ids, (table,) = torch.tensor([3, 1, 1]), model.parameters()
+    expected = table.detach()[ids].sum(1) * (7 if kind == "two weighted" else 1)
+    if kind != "collection":
+        te.fuse(model, te.optim.SGD(lr=0.5))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(ids, torch.tensor([0, 1, 3]), weights).backward()
+    torch.testing.assert_close(weights.grad, expected)
+
+
 @pytest.mark.parametrize("converted", [torch.bfloat16, torch.float16])
 @torch.no_grad()  # otherwise each lookup reads the dtypes
 def test_a_table_that_is_converted_in_its_memory_is_read_by_its_dtype(converted):

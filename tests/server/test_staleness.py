@@ -271,10 +271,11 @@ def test_frozen_tables_on_servers_are_not_trained(when, dynamic, staleness):
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_state_of_another_optimizer_loads_its_rows(staleness):
     """Missing states are zero, as on other tiers."""
-    for size in ({"num_embeddings": 50}, {"num_embeddings": None, "capacity": 64}):
+    for size in ({"num_embeddings": 50}, {"num_embeddings": None, "capacity": 20_000}):
         source = te.nn.EmbeddingBagCollection([te.TableConfig("u", embedding_dim=4, **size)], te.optim.SGD(lr=1.0))
-        batch = te.KeyedJaggedTensor.from_lists({"u": [[1, 2], [3]]})
-        source(batch).sum().backward()
+        for item in range(10):
+            batch = te.KeyedJaggedTensor.from_lists({"u": [[item]]})
+            source(batch).sum().backward()
         state, placed = source.state_dict(), te.TableConfig("u", embedding_dim=4, placement="server", **size)
         with local_servers(2) as servers:
             loaded = te.nn.EmbeddingBagCollection([placed], te.optim.Adagrad(lr=1.0))
@@ -285,6 +286,13 @@ def test_a_state_of_another_optimizer_loads_its_rows(staleness):
             assert result.missing_keys == ["u.sum"]
             assert not actual["u.sum"].any()
             assert all(torch.equal(actual[name], value) for name, value in state.items() if name != "step")
+            if "u.clock" in state:  # that of the newest row, also on servers that do not have it
+                loaded.load_state_dict(
+                    {name: value for name, value in state.items() if name not in ("u.clock", "u.seed")}, strict=False
+                )
+                loaded(te.KeyedJaggedTensor.from_lists({"u": [[*range(10)]]})).sum().backward()
+                flush(loaded)
+                assert {*loaded.state_dict()["u.step"][:10].tolist()} == {int(state["u.clock"]) + 1}
             result = loaded.load_state_dict({"step": state["step"]}, strict=False)
             assert {*result.missing_keys} == actual.keys() - {"step"}
 

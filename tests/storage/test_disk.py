@@ -368,3 +368,56 @@ def test_a_write_that_fails_is_one_of_all_tables_of_its_operation(tmp_path, monk
         with pytest.raises(StorageError, match="is unusable because a write failed: no more"):
             read(store, [1])
         store.close()
+
+
+def test_a_write_with_a_table_that_has_failed_fails_its_partners(tmp_path):
+    """Their rows are not written either."""
+    stores, gate = [disk_rows(tmp_path / name, 100, 100) for name in "ab"], threading.Event()
+    stores[0]._submit(lambda: gate.wait(30))
+    requests = [(store, torch.arange(50), some_records(50, 100, 1)) for store in stores]
+    (future,) = DiskRows.transfer(requests, write=True)
+    stores[0]._file.failure = StorageError("no more")
+    gate.set()
+    with pytest.raises(StorageError, match="is unusable because a write failed: no more"):
+        future.wait()
+    for store in stores:
+        with pytest.raises(StorageError, match="is unusable because a write failed"):
+            read(store, [1])
+        store.close()
+
+
+def test_operations_wait_for_one_that_was_interrupted_while_it_was_submitted(tmp_path, monkeypatch):
+    stores, gate = [disk_rows(tmp_path / name, 100, 100) for name in "ab"], threading.Event()
+    operations = DiskRows.joint_operations[0]
+    submit = operations.submit
+
+    def submit_and_raise(work):
+        monkeypatch.undo()
+        submit(lambda: (gate.wait(30), work()))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(operations, "submit", submit_and_raise)
+    records = some_records(50, 100, 1)
+    with pytest.raises(KeyboardInterrupt):
+        DiskRows.transfer([(store, torch.arange(50), records) for store in stores], write=True)
+    flushes = [store.flush() for store in stores]
+    assert not any(flush.done() for flush in flushes)
+    gate.set()
+    for flush, store in zip(flushes, stores, strict=True):
+        flush.wait()
+        assert torch.equal(read(store, range(50)), records)
+        store.close()
+
+
+def test_a_table_alone_does_not_wait_for_others(tmp_path):
+    busy, idle = (disk_rows(tmp_path / name, 100, 100) for name in "ab")
+    gate = threading.Event()
+    busy._submit(lambda: gate.wait(30))
+    records = torch.empty(1, 100, dtype=torch.uint8)
+    waiting = busy.read(torch.tensor([1]), records)
+    read(idle, [1])
+    assert not waiting.done()
+    gate.set()
+    waiting.wait()
+    busy.close()
+    idle.close()

@@ -252,7 +252,8 @@ class FusedBatch(NamedTuple):
             sample_weight_grad = _sample_weight_gradient(grad, self.tables.weights, *batch, self.layout)
         if self.accumulator == NOT_ACCUMULATING:
             update = partial(row_update_, self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
-            if needs_sample_weight_grad:  # earlier lookups of this pass read the rows for that gradient, too
+            # Other lookups of this pass may read the rows for that gradient, too; in a graph these are not known here.
+            if needs_sample_weight_grad or not plain_eager(grad):
                 update_after_backward(self.accumulator, update)
             else:
                 update()
@@ -368,7 +369,8 @@ def _backward_bag(ctx: Any, grad: Tensor) -> dict[str, Any]:
     if ctx.needs_input_grad[_SAMPLE_WEIGHTS]:
         derivative = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
         gradients["sample_weights"] = derivative
-    _bag_update_(table, name, ids, sample_weights, bags, grad)
+    # Other lookups of the table in this graph may read its rows for the gradient of their per-sample weights.
+    update_after_backward(NOT_ACCUMULATING, partial(_bag_update_, table, name, ids, sample_weights, bags, grad))
     return gradients
 
 

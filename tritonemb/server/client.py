@@ -98,6 +98,8 @@ class TableClient(TableService):
             ids = torch.arange(spec.num_embeddings)
             saved |= {"ids": ids, "step": torch.zeros_like(ids), "count": torch.ones_like(ids)}
             saved |= {"clock": torch.tensor(self.steps), "seed": torch.tensor(spec.seed)}
+        elif "clock" not in saved and "step" in saved:  # one for all servers
+            saved["clock"] = torch.cat([saved["step"].cpu().flatten(), torch.zeros(1, dtype=torch.int64)]).max()
         values = [value.detach().cpu().contiguous() for value in saved.values()]
         self._submit_all("load", {"table": table, "names": list(saved)}, values, number)
 

@@ -5,7 +5,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -49,8 +49,11 @@ class RowFile:
         """Read or write records of rows of files at once; an error of a write makes all of their tables fail."""
         requests = list[BlockRequest]()
         with ExitStack() as stack:
+            for file, *_ in files if write else ():
+                stack.enter_context(file.fail_on_error("a write has failed"))
+            for file, *_ in files:
+                file.raise_if_failed()
             for file, rows, records in files:
-                stack.enter_context(file.fail_on_error("a write has failed") if write else nullcontext())
                 if write and file._is_final and rows.numel():
                     file._write_header(None)
                 requests.append(BlockRequest(file.blocks, rows.numpy(), records.data_ptr(), write))
@@ -84,7 +87,7 @@ class RowFile:
         try:
             yield
         except StorageError as failure:
-            self.failure = failure
+            self.failure = self.failure or failure
             raise
         except BaseException as error:
             subject = f"table {self.identity.table!r}, file {self.file.path}"
@@ -197,7 +200,8 @@ class DiskRows(Closeable):
         count = min(NUM_CONTEXTS, len(joint), 1 + sum(rows.numel() for _, rows, _ in joint) // ROWS_PER_OPERATION)
         for number in range(count):
             tables, files = zip(*[(t, (t._file, *request)) for t, *request in joint[number::count]], strict=True)
-            futures.append(_submit(tables, DiskRows.joint_operations[number], partial(RowFile.move, files, write)))
+            operations = tables[0]._operations if len(joint) == 1 else DiskRows.joint_operations[number]
+            futures.append(_submit(tables, operations, partial(RowFile.move, files, write)))
         return futures
 
     def flush(self) -> IoFuture:
@@ -319,16 +323,22 @@ def _submit(tables: Sequence[DiskRows], operations: OperationQueue, operation: C
         def ordered_operation() -> None:
             for future in earlier:  # they wait for still earlier ones only
                 future.join()
-            for table in tables:
-                table._file.raise_if_failed()
+            if len(tables) == 1:
+                tables[0]._file.raise_if_failed()
             operation()
 
-        future = operations.submit(ordered_operation)
-        for table in tables:
-            if table._last is None:
-                table._operations.submit(lambda: None)  # starts the thread, which closes the table
-            table._last = operations, future
-    return future
+        future: IoFuture | None = None
+        try:
+            for table in tables:
+                if table._last is None:
+                    table._operations.submit(lambda: None)  # starts the thread, which closes the table
+            future = operations.submit(ordered_operation)
+        finally:
+            # If a signal handler raises here, later operations wait for the one that may have been submitted.
+            last = operations, operations.submit(lambda: None) if future is None else future
+            for table in tables:
+                table._last = last
+    return last[1]
 
 
 def _close(file: RowFile, cache: HostCache | None, last: tuple[OperationQueue, IoFuture] | None = None) -> None:
