@@ -201,23 +201,28 @@ def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
 def run_pytest(
     shared: dict[str, Any], rounds: int, select: str, quick: bool = False, left: bool = False
 ) -> list[dict[str, Any]]:
-    """What pytest-benchmark reports of each file, with the columns `shared` in its rows.
+    """Run each file; return the reports of pytest-benchmark, with the columns `shared` in their rows.
 
     Each file is a process of its own, so that none finds the memory that another one has kept. Reports stay in
-    `build/cpu-bench`; with `left`, files that have one there do not run again. Exits after the last file if one failed.
+    a folder of the selection and rounds in `build/cpu-bench`; with `left`, files that have one there do not run again.
+    Exits after the last file if one failed.
     """
-    folder, failures, reports = PARTS.with_name("cpu-bench"), [], []
+    folder, failures, reports = (
+        PARTS.with_name("cpu-bench") / slug(f"{select or ALL} {rounds}{' quick' * quick}"),
+        [],
+        [],
+    )
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted((result_files.ROOT / "benchmarks").glob("bench_*.py")):
         raw = folder / f"{file.stem}.json"
         if not (left and raw.exists()):
             raw.unlink(missing_ok=True)
-            unfinished = raw.with_suffix(".unfinished")
+            partial_report = raw.with_suffix(".unfinished")
             command = [sys.executable, "-m", "pytest", "-c", "benchmarks/pytest.ini", str(file), f"--rounds={rounds}"]
-            command += [f"--benchmark-json={unfinished}", "-k", select, *["--quick"] * quick]
+            command += [f"--benchmark-json={partial_report}", "-k", select, *["--quick"] * quick]
             code = subprocess.run(command, cwd=result_files.ROOT, env=os.environ | KEEP_MEMORY).returncode
             if code == 0:
-                benchmarks = result_files.read(unfinished)["benchmarks"]
+                benchmarks = result_files.read(partial_report)["benchmarks"]
                 for extra in (benchmark["extra_info"] for benchmark in benchmarks):
                     extra |= {kind: [row | shared for row in extra.get(kind, [])] for kind in ("rows", "memory")}
                 result_files.write_json(raw, {"benchmarks": benchmarks})

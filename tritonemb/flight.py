@@ -123,14 +123,11 @@ def listen(
     """Start a `pyarrow.flight.FlightServerBase` of this kind; return it. Every call must present the token, if any.
 
     The address is `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate and its key, PEM files; port 0
-    selects a free one. ValueError if the scheme contradicts the files, or if other machines could connect without TLS;
-    OSError if the address is in use, or a file is missing.
+    selects a free one. ValueError if there is no port, if the scheme contradicts the files, or if other machines could
+    connect without TLS; OSError if the address is in use, or a file is missing.
     """
-    _check_address(address)
-    if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
-        raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
+    pairs = read_certificates(address, certificate, key)
     check_exposure(address)
-    pairs = [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
     expected = f"Bearer {token}".encode()
 
     class Authentication(pa_flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
@@ -143,6 +140,18 @@ def listen(
         return kind(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
     except pa.ArrowException as error:
         raise OSError(f"cannot serve at {address}: {error}; is the port in use? Port 0 selects a free one") from error
+
+
+def read_certificates(
+    address: str, certificate: str | Path | None, key: str | Path | None
+) -> list[tuple[bytes, bytes]] | None:
+    """Read the certificate and key of a server, None without TLS; for errors of its address and files see `listen`."""
+    _check_address(address)
+    if urlsplit(address).port is None:
+        raise ValueError(f"invalid address {address!r}: a server needs a port, 0 for a free one")
+    if address.startswith("grpc+tls://") != (certificate is not None and key is not None):
+        raise ValueError(f"{address}: TLS needs a grpc+tls:// address, a certificate and its key")
+    return [(Path(certificate).read_bytes(), Path(key).read_bytes())] if certificate and key else None
 
 
 @cache

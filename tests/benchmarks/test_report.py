@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import run as benchmark_run
 from benchmarks.measuring import report, result_files
 from benchmarks.measuring.clock import Timing
 from benchmarks.measuring.result_files import Goal, at_least, timing_rows
 from benchmarks.measuring.workload import same
-from benchmarks.run import condense
+from benchmarks.run import condense, run_pytest
 
 pytestmark = pytest.mark.more
 
@@ -121,3 +124,22 @@ def test_pages_show_the_figures_of_the_newest_files(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(report, "draw_if_possible", lambda *_: None)
     report.main()
     assert len(pages) == 3 + len(report.SECTIONS)
+
+
+def test_reports_of_another_selection_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "bench_codecs.py").touch()
+    monkeypatch.setattr(result_files, "ROOT", tmp_path)
+    monkeypatch.setattr(benchmark_run, "PARTS", tmp_path / "build" / "gpu-bench")
+    commands: list[list[str]] = []
+
+    def finish(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        (path,) = (word.partition("=")[2] for word in command if word.startswith("--benchmark-json="))
+        Path(path).write_text(json.dumps({"benchmarks": [{"extra_info": {"command": len(commands)}}]}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", finish)
+    calls = (5, "step"), (5, "step"), (5, ""), (40, ""), (40, "", True), (40, "", True)
+    reports = [run_pytest({}, *arguments, left=True) for arguments in calls]
+    assert [report["extra_info"]["command"] for (report,) in reports] == [1, 1, 2, 3, 4, 4]

@@ -181,6 +181,11 @@ def test_bad_rows_and_changed_columns_are_named(folder):
     missing = table(12).set_column(3, "tags", pa.nulls(ROWS))
     parquet.write_table(missing, folder / "part-11.parquet")
     assert sum(map(len, ClickLog(folder, FOLLOW).open("train", 25))) == 4 * ROWS
+    parquet.write_table(missing, folder / "part-8.parquet")
+    with pytest.raises(
+        ValueError, match=r"part-9.parquet.*: column 'tags' has a list per row, but one value in the fe"
+    ):
+        list(ClickLog(folder, FOLLOW).open("train", 25))
 
 
 class Numbers:

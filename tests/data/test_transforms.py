@@ -23,6 +23,7 @@ from tritonemb.data import (
     transform,
 )
 from tritonemb.data.loader import open_shards
+from tritonemb.data.parquet import file_of_frame
 
 HERE = "tests.data.test_transforms"
 NUM_ROWS = 900
@@ -50,6 +51,13 @@ def ratio(batch):
 @transform(reads=["stars"], makes=["good"])
 def label_of_stars(batch):
     return batch.append_column("good", compute.greater_equal(batch["stars"].cast(pa.int64()), 4))
+
+
+@transform(reads=["price"], makes=["late"])
+def late_lists(batch):
+    return batch.append_column(
+        "late", pa.array([["a", "b"] if price > 400 else None for price in batch["price"].to_pylist()])
+    )
 
 
 def centred(batch):
@@ -208,6 +216,20 @@ def test_scoring_transforms_rows_without_labels_too(logs):
     for batch, expected in zip(scored.open("test", 100), log.open("train", 100), strict=True):
         assert batch.dense.equal(expected.dense)
         assert batch.sparse.values().equal(expected.sparse.values())
+
+
+def test_lists_after_rows_without_a_type_are_an_error_unless_a_model_has_lists():
+    read = with_transforms("late_lists", schema=Schema("click", dense=("price",), sparse=("late",), num_embeddings=100))
+    read = replace(read, chunk_bytes=1 << 14)
+    log = ClickLog({"train": file_of_frame(TABLE, "frame")}, read)
+    (feature,) = log.features
+    assert not feature.multi_hot
+    text = "column 'late' has a list per row, but one value in the features: the first rows have no type"
+    with pytest.raises(ValueError, match=text):
+        list(log.open("train", 100))
+    scored = open_for_scoring(TABLE, read, [replace(feature, multi_hot=True, kind="strings")])
+    lengths = np.concatenate([batch.sparse.lengths().numpy() for batch in scored.open("test", 100)])
+    assert lengths.tolist() == [2 * (row * 0.5 > 400) for row in range(NUM_ROWS)]
 
 
 def test_text_with_transforms_is_read_as_it_is(tmp_path):

@@ -167,6 +167,8 @@ def test_predict_writes_the_best_items_of_each_user(run_folder: Path, capsys):
     users = parquet.read_table(paths["users"])
     users = users.append_column("account", pa.array([f"0{user}" for user in range(USERS)]))
     csv.write_csv(users, run_folder / "users.csv", csv.WriteOptions(quoting_style="none"))
+    lines = (run_folder / "users.csv").read_bytes().splitlines()  # and columns that are not used may have any bytes
+    (run_folder / "users.csv").write_bytes(b"".join([lines[0] + b",note\n", *(n + b",caf\xe9\n" for n in lines[1:])]))
     command = ["predict", str(run_folder / "run"), "--data", str(run_folder / "users.csv"), "--keep", "user", "account"]
     out = str(run_folder / "again.parquet")
     assert main([*command, "--items", paths["items"], "--top", "3", "--out", out]) == 0

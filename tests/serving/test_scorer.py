@@ -318,11 +318,15 @@ def test_paths_tokens_and_sizes(served, app):
         (["--address", "http://0.0.0.0:0"], "other machines can reach http://0.0.0.0:0: set TRITONEMB_TOKEN"),
         (["--address", "https://127.0.0.1:0"], "expected http://HOST:PORT, or https://HOST:PORT with a certificate"),
         (["--address", "127.0.0.1:0"], "invalid address"),
+        (["--flight", "grpc://127.0.0.1"], "invalid address 'grpc://127.0.0.1': a server needs a port"),
+        (["--flight", "127.0.0.1:0"], "invalid address '127.0.0.1:0': expected grpc://HOST:PORT"),
+        (["--flight", "grpc+tls://127.0.0.1:0"], "TLS needs a grpc+tls:// address, a certificate and its key"),
         (["--flight", "grpc://0.0.0.0:0"], "other machines can reach grpc://0.0.0.0:0: set TRITONEMB_TOKEN"),
         (["--data", "x.csv"], "to read a log for trainers: tritonemb reader"),
     ],
 )
-def test_a_server_that_cannot_start_says_why(served, capsys, arguments, message):
+def test_a_server_that_cannot_start_says_why(served, capsys, monkeypatch, arguments, message):
+    monkeypatch.setattr("tritonemb.serving.http.ServeOptions.load", None)  # errors come before the model is loaded
     assert main(["serve", str(served.folder / "run"), *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -481,9 +485,10 @@ def test_errors_of_flight_have_a_status(served, address):
     with pytest.raises(pa.ArrowInvalid, match="duplicate key"):  # in many more bytes than characters
         ask(address, '{"KEY": 1, "KEY": 2}'.replace("KEY", "\U0001f600" * 900).encode())
     with pa_flight.connect(address) as client:
-        for function in (client.list_flights, lambda: client.do_put(pa_flight.FlightDescriptor.for_command(b""), None)):
-            with pytest.raises((pa.ArrowNotImplementedError, TypeError)):
-                list(function())
+        with pytest.raises(pa.ArrowNotImplementedError):
+            list(client.list_flights())
+        with pytest.raises(pa.ArrowNotImplementedError):
+            client.do_put(pa_flight.FlightDescriptor.for_command(b""), pa.schema([("age", pa.int64())]))[0].close()
     slow = SlowRun(served.run)
     with Scorer(slow, max_queue=3) as scorer, over_flight(scorer) as address, ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(ask, address, served.rows[:1])]

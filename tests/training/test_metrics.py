@@ -21,6 +21,23 @@ def test_metrics_by_hand():
     assert (metrics.num_samples, metrics.samples_per_second) == (4, 2.0)
 
 
+class DeviceTensor(torch.Tensor):
+    """Tensor that NumPy cannot read before it is copied to the CPU, as on a GPU."""
+
+    def numpy(self, **_):
+        raise TypeError("can't convert a device tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+def test_metrics_of_tensors_on_a_device_are_those_on_the_cpu():
+    logits, labels = torch.tensor([2.0, -1.0, 0.5, 0.0]), torch.tensor([1.0, 0.0, 0.0, 1.0])
+    assert binary_metrics(logits.as_subclass(DeviceTensor), labels.as_subclass(DeviceTensor)) == binary_metrics(
+        logits, labels
+    )
+
+
 def test_predicting_the_base_rate_has_normalized_entropy_one():
     labels = torch.tensor([1.0, 0.0, 0.0, 0.0])
     metrics = binary_metrics(torch.full((4,), math.log(1 / 3)), labels)

@@ -27,7 +27,9 @@ from tritonemb.data.files import pa, parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.serving.run import PredictOptions, predict
+from tritonemb.storage.checkpoint import write_manifest
 from tritonemb.training.callbacks.jsonl import read_run_log
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
 from tritonemb.training.metrics import best_threshold, calibration_of, probabilities
 
 COLUMNS = ("--label", "click", "--dense", "price", "age", "--sparse", "user", "item", "tags")
@@ -112,6 +114,8 @@ def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
     parquet.write_table(frame_of(rows), tmp_path / "clicks.parquet")
     assert np.array_equal(loaded_run.predict(str(tmp_path / "clicks.parquet"), batch_size=37), scores)
     assert [loaded_run.predict(row) for row in requests[:40]] == scores[:40].tolist()
+    missing = [{**row, "user": None, "tags": None} for row in requests[:2]]  # whole columns, so Arrow has no types
+    assert np.array_equal(loaded_run.predict(pa.Table.from_pylist(missing)), loaded_run.predict(missing))
     out = tmp_path / "scores.parquet"
     predict(PredictOptions(checkpoint=folder / "run", data=str(folder / "clicks.csv"), out=out))
     assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()
@@ -131,7 +135,7 @@ def test_a_checkpoint_does_not_select_the_code_that_transforms_rows(tmp_path, ca
     assert np.array_equal(scored.predict(rows), expected)
     assert np.array_equal(scored.predict(frame_of(rows)), expected)
     assert scored.predict(rows[0]) == expected[0]
-    missing = {**rows[0], "price": None, "user": None}
+    missing = {**rows[0], "price": None, "user": None, "tags": None}
     assert scored.predict(missing) == scored.predict([missing, rows[1]])[0]
     with pytest.raises(ValueError, match="row 2: missing columns: user; the row has"):
         scored.predict([rows[0], {name: value for name, value in rows[1].items() if name != "user"}])
@@ -185,6 +189,25 @@ def test_test_rows_of_changed_data_are_not_evaluated(tmp_path):
         with pytest.raises(ValueError, match=r"the data have changed since .*: log\.csv was .* may have been trained"):
             loaded_run.evaluate()
         assert loaded_run.evaluate(log).num_samples == 150
+
+
+def test_the_test_rows_of_an_older_run_are_numbered_by_line(tmp_path):
+    rows = make_rows(200)
+    log = write_csv(tmp_path / "log.csv", rows)
+    options = "--split-by", "random", "--out", tmp_path / "run"
+    assert run("train", "--data", log, *COLUMNS, *SMALL, *options) == 0
+    checkpoint = CheckpointFolder(tmp_path / "run" / "checkpoints").latest()
+    manifest = read_manifest(checkpoint)
+    current = te.load_run(tmp_path / "run").evaluate()
+    write_manifest(checkpoint, {name: value for name, value in manifest.items() if name != "data"})
+    loaded_run = te.load_run(tmp_path / "run")
+    te.export(loaded_run, tmp_path / "exported")
+    older = te.data.open_dataset(str(log), log=loaded_run.options.read)
+    older.number_by_line()
+    test_rows = [batch.labels for batch in older.open("test", 1_000)]
+    metrics = loaded_run.evaluate()
+    assert metrics.num_samples == sum(map(len, test_rows)) != current.num_samples
+    assert te.load_run(tmp_path / "exported").evaluate() == metrics
 
 
 def test_rows_of_tables_are_read_by_id(trained):

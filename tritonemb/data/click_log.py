@@ -46,6 +46,7 @@ class ClickLog(protocol.TablesMixin):
         name: name in messages; by default that of the file or folder.
         labelled: whether rows have labels. If not, labels are 0, and their columns and the weight are not read.
         extra_columns: columns that `scan` reads in addition to those of the schema.
+        features: of a trained model, which say whether columns without any value have lists.
 
     Attributes:
         encode: function that encodes a `pyarrow.RecordBatch` of the log as `Rows`.
@@ -56,7 +57,7 @@ class ClickLog(protocol.TablesMixin):
     def __init__(
         self, source: str | Path | Sequence[str | Path | LogFile] | Mapping[Split, LogFile] | RowStream,
         options: LogOptions | None = None, *, name: str | None = None, labelled: bool = True,
-        extra_columns: tuple[str, ...] = (),
+        extra_columns: tuple[str, ...] = (), features: Sequence[Feature] = (),
     ) -> None:  # fmt: skip
         if not isinstance(options, LogOptions | None):
             raise TypeError(f"options must be LogOptions(schema=...), got a {type(options).__name__}")
@@ -100,7 +101,9 @@ class ClickLog(protocol.TablesMixin):
         self.schema, ids = transforms.schema, make_numberings(transforms.schema)
         self._vocabulary = vocabulary_digest(self.schema)
         self.labels, self.has_weights = self.schema.labels, bool(self.schema.weight)
-        lists, kinds, tables = transforms.multi_hot, transforms.kinds, self.schema.shared_tables()
+        kinds, tables = transforms.kinds, self.schema.shared_tables()
+        lists = *transforms.multi_hot, *(f.name for f in features if f.multi_hot and not kinds.get(f.name))
+        transforms.freeze(lists)
         if scalars := [name for name in self.schema.lengths_by_name() if name not in lists]:
             text = "is not a list of values: set list_separator for a CSV file, or store a list column"
             raise ValueError(f"{self.name}: max_lengths names {scalars[0]!r}, which {text}")

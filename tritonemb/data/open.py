@@ -122,7 +122,8 @@ def open_for_scoring(
     schema = replace(log.schema, integers=tuple(name for name, kind in kinds.items() if kind == "integers"))
     log = replace(log, schema=schema, split=ALL_ROWS, follow=False)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
-    click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns).read_as(trained_kinds)
+    click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns, features=features)
+    click_log = click_log.read_as(trained_kinds)
     if len(click_log.features) != len(features):
         raise ValueError(f"{name}: the log has {len(click_log.features)} features, the model {len(features)}")
     for feature, expected in zip(click_log.features, features, strict=True):

@@ -117,6 +117,7 @@ class ColumnTypes:
         self.kinds: dict[str, str] = {}
         self._locations: dict[str, str] = {}  # of the first values of a column
         self._lists: dict[str, tuple[bool, str]] = {}  # whether a column has lists, and where it first has values
+        self._untyped_lists: Names | None = None  # of the columns that had no type at the opening, those with lists
 
     def check(self, columns: Any, location: str) -> None:
         """Check the columns, a `pyarrow.Schema`, of a file or a batch."""
@@ -124,10 +125,13 @@ class ColumnTypes:
         kinds = {n: _value_kind(columns.field(n).type, n, schema, location) for n in schema.columns(self._labelled)}
         for name in (name for name in schema.sparse if not pa.types.is_null(columns.field(name).type)):
             is_multi_hot = is_list(columns.field(name).type)
-            was_multi_hot, earlier = self._lists.setdefault(name, (is_multi_hot, location))
+            first_values = is_multi_hot, location
+            if self._untyped_lists is not None:
+                first_values = name in self._untyped_lists, "the features: the first rows have no type"
+            was_multi_hot, first_location = self._lists.setdefault(name, first_values)
             if is_multi_hot != was_multi_hot:
                 texts = ["one value", "a list"]
-                text = f"has {texts[is_multi_hot]} per row, but {texts[was_multi_hot]} in {earlier}"
+                text = f"has {texts[is_multi_hot]} per row, but {texts[was_multi_hot]} in {first_location}"
                 raise ValueError(f"{location}: column {name!r} {text}")
         self.multi_hot = tuple(name for name in schema.sparse if self._lists.get(name, (False, ""))[0])
         for name in filter(kinds.get, schema.sparse):
@@ -137,6 +141,10 @@ class ColumnTypes:
                     f"{location}: column {name!r} has {kinds[name]}, but {expected} in {other}; "
                     "the same value would have different ids"
                 )
+
+    def freeze(self, lists: Names) -> None:
+        """Fix which columns have lists, those named; a column without a type so far raises later if it has others."""
+        self._untyped_lists = lists
 
 
 class ArrowSource(LogSource):
@@ -164,6 +172,9 @@ class ArrowSource(LogSource):
         self._columns = tuple(dict.fromkeys((*self.schema.columns(labelled), *extra_columns)))
         # Transforms, and readers of additional columns, expect strings.
         self._encoded = () if options.transforms else tuple({*self.schema.sparse}.difference(extra_columns))
+
+    def freeze(self, lists: Names) -> None:
+        self._types.freeze(lists)
 
     def sizes(self) -> list[int]:
         return [sum(groups) for groups in self._groups]

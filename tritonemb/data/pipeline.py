@@ -50,6 +50,9 @@ class LogSource(Protocol):
     counts_rows: bool = False  # whether `sizes` and `estimated_rows` are exact, and known without a pass over the data
     row_unit: int | None = None  # of `Chunk.first_row` of text, for a random split: 1 for rows; 0 (older) for lines
 
+    def freeze(self, lists: Names) -> None:
+        """Fix which columns have lists: rows that are read later must fit these features."""
+
     def sizes(self) -> list[int]:
         """Return the sizes of the files in the unit of `Part`."""
 

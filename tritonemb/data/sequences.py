@@ -20,8 +20,7 @@ _HELD_OUT: dict[Split, int] = {"train": 2, "validation": 1, "test": 0}  # items 
 def read_sequences(path: str | Path) -> Column:
     """Read a text file with a user per line: the user, then item ids in time order; `.gz` or `.xz` if compressed.
 
-    Raise ValueError for ids that are not integers, naming the line. Users are numbered by line, from 0; blank lines are
-    skipped.
+    Users are numbered from 0, without blank lines. Raise ValueError for ids that are not integers, naming the line.
     """
     path, rows = Path(path), list[Array]()
     with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:

@@ -28,7 +28,7 @@ def transform(*, reads: Iterable[str] = (), makes: Iterable[str] = ()) -> Callab
 
 class Transforms:
     """Functions, "module:function", that map a `pyarrow.RecordBatch` of valid rows in this order to one with as many
-    rows. `schema`, `multi_hot` and `kinds` are those of the results, as of `LogSource`."""
+    rows. `schema`, `multi_hot`, `kinds` and `freeze` are those of the results, as of `LogSource`."""
 
     def __init__(self, names: Names) -> None:
         self._functions = {name: _load(name) for name in names}
@@ -65,6 +65,7 @@ class Transforms:
             self._map_first_rows(source)
         result: LogSource | ColumnTypes = self._types if self._functions else source
         self.schema, self.multi_hot, self.kinds = result.schema, result.multi_hot, result.kinds
+        self.freeze = result.freeze
         return source
 
     def _map_first_rows(self, source: LogSource) -> None:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 from tritonemb import __version__
 from tritonemb.data.requests import RawRows, RequestEncoder
-from tritonemb.flight import TOKEN, check_exposure, listen, pa, pa_flight
+from tritonemb.flight import TOKEN, check_exposure, listen, pa, pa_flight, read_certificates
 from tritonemb.server.metrics import format_metrics
 from tritonemb.serving.follower import ModelFollower
 from tritonemb.serving.run import LoadOptions
@@ -355,6 +355,8 @@ def serve(options: ServeOptions) -> None:
     if not address.hostname or address.port is None or address.scheme != ("https" if has_files else "http"):
         text = "expected http://HOST:PORT, or https://HOST:PORT with a certificate and its key"
         raise ValueError(f"invalid address {options.address!r}: {text}")
+    if options.flight is not None:  # errors before the model is loaded
+        read_certificates(options.flight, options.certificate, options.key)
     for name in filter(None, (options.address, options.flight)):
         check_exposure(name, bool(token))
     require("uvicorn", "serve")

@@ -131,7 +131,7 @@ def top_rows(
     """
     if items is None or k is None:
         raise ValueError("the top items are those of a file: pass both top and items")
-    users, candidates = _read_rows(run, data), _read_rows(run, items)
+    users, candidates = _read_rows(run, data, keep), _read_rows(run, items)
     index = ItemIndex(encode_rows(run, "items", candidates, batch_size))
     names = run.model.items.embeddings.feature_names
     if common := [name for name in keep if name in names]:
@@ -148,8 +148,8 @@ def top_rows(
         yield pa.table(columns, [*keep, *names, "score"])
 
 
-def _read_rows(run: Any, path: str) -> Any:
-    """Read a file of raw rows; of CSV, as the run's logs: other columns than features and numbers are strings."""
+def _read_rows(run: Any, path: str, keep: Sequence[str] = ()) -> Any:
+    """Read a file of raw rows; of CSV, as the run's logs: columns to keep are strings, those not used are bytes."""
     if run.transforms:
         raise ValueError(f"{path}: --top does not apply transforms; pass transformed columns to te.serving.encode_rows")
     if path.endswith(".parquet"):
@@ -157,13 +157,15 @@ def _read_rows(run: Any, path: str) -> Any:
     if not path.endswith(".csv"):
         raise ValueError(f"{path}: --top reads .parquet files and .csv files with a header")
     options, schema = run.log_options, run.encoder.schema
-    delimited = arrow_csv.ParseOptions(delimiter=options.delimiter or ",", newlines_in_values=options.quoted_newlines)
-    with arrow_csv.open_csv(path, parse_options=delimited) as file:
-        kinds = dict.fromkeys(file.schema.names, pa.string()) | dict.fromkeys(schema.dense, pa.float64())
+    parsing = arrow_csv.ParseOptions(delimiter=options.delimiter or ",", newlines_in_values=options.quoted_newlines)
+    with arrow_csv.open_csv(path, parse_options=parsing) as file:
+        kinds = dict.fromkeys(file.schema.names, pa.binary())
+    kinds |= dict.fromkeys([*keep, *(feature.name for feature in run.features)], pa.string())
+    kinds |= dict.fromkeys(schema.dense, pa.float64())
     lists = [feature.name for feature in run.features if feature.multi_hot]
     kinds |= {f.name: pa.int64() for f in run.features if f.kind == "integers" and not f.multi_hot}
     conversion = arrow_csv.ConvertOptions(column_types=kinds, null_values=[""], strings_can_be_null=True)
-    table = arrow_csv.read_csv(path, parse_options=delimited, convert_options=conversion)
+    table = arrow_csv.read_csv(path, parse_options=parsing, convert_options=conversion)
     for index, name in enumerate(table.column_names):
         if name in lists and options.list_separator:
             table = table.set_column(index, name, compute.split_pattern(table[name], options.list_separator))

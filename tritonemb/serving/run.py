@@ -90,7 +90,7 @@ def load_run(
         raise ValueError(f"{path} was exported, with all rows; load it without servers, or a checkpoint with them")
 
     # Options of the model and of reading rows.
-    manifest = (read_package if is_package else read_manifest)(path)
+    manifest = read_package(path) if is_package else {"data": {}} | read_manifest(path)
     config, options, target = manifest["config"], None, check_device(device)
     reading = manifest.get("reading") or {name: config[name] for name in READING_KEYS if name in config}
     if "embedding_dim" in config:
@@ -253,16 +253,16 @@ class Run:
         schema = self.encoder.schema
         columns = self.encoder.raw_rows(rows, names=Transforms(self.transforms).columns(schema)).columns
         kinds = dict.fromkeys(schema.dense, pa.float64())
-        kinds |= {f.name: pa.int64() if f.kind == "integers" else pa.string() for f in self.features if not f.multi_hot}
-        arrays = {name: pa.array(values) for name, values in columns.items()}
-        missing = [name for name in kinds if name in arrays and pa.types.is_null(arrays[name].type)]
-        return pa.table(arrays | {name: arrays[name].cast(kinds[name]) for name in missing})
+        kinds |= {f.name: pa.int64() if f.kind == "integers" else pa.string() for f in self.features}
+        kinds |= {f.name: pa.list_(kinds[f.name]) for f in self.features if f.multi_hot}
+        empty_columns = {name for name, values in columns.items() if all(value is None for value in values)}
+        return pa.table({n: pa.array(v, kinds.get(n) if n in empty_columns else None) for n, v in columns.items()})
 
     def _test_rows(self) -> Data:
         if (options := self.options) is None:
             raise ValueError(f"{self.path} has no data set (not written by `tritonemb train`): pass rows to evaluate()")
         rows: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
-        if self.description.get("data") and (changes := data_changes(self.path, self.description, rows)):
+        if "data" in self.description and (changes := data_changes(self.path, self.description, rows)):
             raise ValueError(f"{changes}. Test rows may have been trained on; restore the data, or evaluate other rows")
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
 

@@ -107,10 +107,10 @@ def binary_metrics(
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
     base_rate = (labels * weights).sum() / weights.sum()
     if not 0 < float(base_rate) < 1:
-        count, weighted = labels.numel(), int((weights > 0).sum())
+        count, num_weighted = labels.numel(), int((weights > 0).sum())
         text = f"all {count} rows have the weight 0" if count else "there are no rows"
-        if weighted:
-            text = f"all {weighted} labels{' with a weight above 0' * (weighted < count)} are the same"
+        if num_weighted:
+            text = f"all {num_weighted} labels{' with a weight above 0' * (num_weighted < count)} are the same"
         raise UndefinedMetricsError(f"{text}, so neither AUC nor normalized entropy is defined")
     losses = F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
     log_loss = float(losses / weights.sum())
@@ -195,9 +195,9 @@ class GroupRecorder(Batches):
 
 
 def probabilities(logits: Tensor) -> Tensor:
-    """Sigmoid of logits, float32 of their shape, by NumPy: in torch an element's rounding depends on its position."""
+    """Sigmoid of logits, float32 of their shape, on the CPU by NumPy: torch rounds by an element's position."""
     with np.errstate(over="ignore"):
-        return torch.from_numpy((1.0 / (1.0 + np.exp(-logits.detach().double().numpy()))).astype(np.float32))
+        return torch.from_numpy((1.0 / (1.0 + np.exp(-logits.detach().double().cpu().numpy()))).astype(np.float32))
 
 
 def best_threshold(logits: Tensor, labels: Tensor, weights: Tensor) -> tuple[float, float]:

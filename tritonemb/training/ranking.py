@@ -85,8 +85,8 @@ class RankingMetrics:
         # Hits: pairs of query and item that are both ranked and relevant, as single integers; ids are numbered densely.
         distinct, numbers = torch.cat([items.flatten(), relevant]).unique(return_inverse=True)
         indices = torch.cat([torch.arange(len(items)).repeat_interleave(items.shape[1]), queries])
-        ranked, expected = (indices * len(distinct) + numbers).split([items.numel(), len(relevant)])
-        hits = (torch.isin(ranked, expected).view(items.shape) & (items != -1))[counts > 0].double()
+        predicted, expected = (indices * len(distinct) + numbers).split([items.numel(), len(relevant)])
+        hits = (torch.isin(predicted, expected).view(items.shape) & (items != -1))[counts > 0].double()
         counts = counts[counts > 0].double()
         discounts = 1 / torch.arange(2, max(self.ks) + 2, dtype=torch.float64).log2()
         ideal = discounts.cumsum(0)
