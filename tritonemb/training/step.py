@@ -245,12 +245,6 @@ def count(caches: Iterable[RowCache]) -> Counter[str]:
     return counts
 
 
-def adam(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Adam:
-    """Create the default dense optimizer. One kernel updates all parameters, in the order of their memory."""
-    fused = all(parameter.is_contiguous() and parameter.is_floating_point() for parameter in parameters)
-    return torch.optim.Adam(parameters, lr, fused=True if fused else None)
-
-
 class TrainStep:
     """Train step of a model: forward, backward, and the optimizers of the dense part and the tables."""
 

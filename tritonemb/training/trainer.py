@@ -28,8 +28,14 @@ from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, check_group_by, evaluate, probabilities, score
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero
 from tritonemb.training.schedule import Schedule, label_scales, label_totals
-from tritonemb.training.step import TrainStep, adam
+from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import DEPTH, Progress, TrainState, seed_rank
+
+
+def adam(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Adam:
+    """Create the default dense optimizer. One kernel updates all parameters, in the order of their memory."""
+    fused = all(parameter.is_contiguous() and parameter.is_floating_point() for parameter in parameters)
+    return torch.optim.Adam(parameters, lr, fused=True if fused else None)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
