@@ -25,7 +25,7 @@ from tritonemb.training.checkpoint import CheckpointError, RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
-from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError, on_rank_zero
+from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
 from tritonemb.training.step import STAGES, PreparedStep, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
@@ -98,8 +98,7 @@ class Loop:
         progress, initial_samples, end = self.progress, self.progress.samples, None
         try:
             self.callbacks.on_start(start_of(self.state, self.folder))
-            if self.folder is not None:  # now that nothing refuses to start
-                on_rank_zero(self.ranks.control, self.checkpointer.clean_folder)
+            self.checkpointer.clean_folder()  # now that nothing refuses to start
             # Train, and wait for embedding servers and for the last checkpoint.
             reason = self._train()
             if reason in ("finished", "early stop"):
@@ -214,8 +213,7 @@ class Loop:
             self._log(epoch)
         if self.evaluations.due and (progress.step % every == 0 if every else last or finished):
             self.evaluations.validate(epoch)
-        if finished and not progress.ended:
-            progress.ended = "finished"
+        progress.ended = progress.ended or ("finished" if finished else "")
         if save and self.folder is not None and self._checkpoint_due():
             self._checkpoint()
         if save and self.state.ordered_prefetch is not None:

@@ -177,14 +177,9 @@ class CheckpointFolder:
         return [self.path(n, kind) for kind in ("step", "best") for n in self.steps(kind) if n > step]
 
     def remove_later(self, step: int) -> None:
-        """Remove the checkpoints of later steps, for rank 0; CheckpointError if they cannot be."""
-        try:
-            self._remove_leftovers()  # a replaced checkpoint would come back in place of a removed one
-            self._remove(self.later(step))
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.folder}: checkpoints after step {step} could not be removed: {error}"
-            ) from error
+        """Remove the checkpoints of later steps, for rank 0."""
+        self._remove_leftovers()  # a replaced checkpoint would come back in place of a removed one
+        self._remove(self.later(step))
 
     def _publish(self, temporary: Path, final: Path, obsolete: Sequence[Path]) -> None:
         """Rename a complete checkpoint to its final name, and remove obsolete ones, and an old one of this name."""

@@ -36,7 +36,7 @@ from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager, Manifest, Tensors
 from tritonemb.training.config import CheckpointOptions
 from tritonemb.training.doctor import versions
-from tritonemb.training.ranks import on_each_rank, on_rank_zero
+from tritonemb.training.ranks import CheckpointError, on_each_rank, on_rank_zero
 from tritonemb.training.toml import plain
 from tritonemb.utils import join_names, print_error
 
@@ -233,7 +233,7 @@ def dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]
 
 
 class CheckpointManager:
-    """Manager that saves and restores a run, or without `folder` only restores. Collective but `clean_folder`."""
+    """Manager that saves and restores a run, or without `folder` only restores. Collective."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
@@ -368,12 +368,15 @@ class CheckpointManager:
 
     def clean_folder(self) -> None:
         """Remove checkpoints of later steps before training, so that a killed run does not resume from a later one than
-        its log; mark the best checkpoint if a process was killed after writing and before marking it. For rank 0.
+        its log; mark the best checkpoint if a process was killed after writing and before marking it.
 
-        Raise CheckpointError if they cannot be removed.
+        Raise CheckpointError if they cannot be removed or marked.
         """
-        assert self._folder is not None
-        progress, checkpoints = self._state.progress, self._folder.checkpoints
+        if self._folder is not None:
+            on_rank_zero(self._control, partial(self._clean, self._folder.checkpoints), CheckpointError)
+
+    def _clean(self, checkpoints: CheckpointFolder) -> None:
+        progress = self._state.progress
         if checkpoints.later(progress.step):
             if self._state.finished or progress.ended:
                 return  # nothing is trained
