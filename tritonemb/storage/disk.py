@@ -318,10 +318,10 @@ def _submit(tables: Sequence[DiskRows], operations: OperationQueue, operation: C
             if table._closing is not None:
                 raise StorageError(f"{table._file.subject} is closed; open it again")
             table._file.raise_if_failed()
-        earlier = {t._last[1] for t in tables if t._last is not None and t._last[0] is not operations}
+        predecessors = {t._last[1] for t in tables if t._last is not None and t._last[0] is not operations}
 
         def ordered_operation() -> None:
-            for future in earlier:  # they wait for still earlier ones only
+            for future in predecessors:  # they wait for still earlier ones only
                 future.join()
             if len(tables) == 1:
                 tables[0]._file.raise_if_failed()

@@ -220,13 +220,13 @@ class DynamicTable(Table):
         occurrences of ids without rows. ValueError, before anything changes, if the state does not fit.
         """
         title = f"table {self.config.name!r}"
-        missing = self.templates(0, state).keys() - state.keys()
-        if missing and "row" not in state:
+        missing_names = self.templates(0, state).keys() - state.keys()
+        if missing_names and "row" not in state:
             steps = state.get("step", state["ids"][:0])
             clock = int(state["clock"]) if "clock" in state else int(steps.max()) if len(steps) else 0
             empty = self.templates(len(state["ids"]), state)
             defaults = {"step": clock, "count": 1, "clock": clock, "seed": self.seed}
-            state = {**state, **{name: torch.full_like(empty[name], defaults.get(name, 0)) for name in missing}}
+            state = {**state, **{name: torch.full_like(empty[name], defaults.get(name, 0)) for name in missing_names}}
         values = {name: state[name] for name in ("weight", *self.state_names) if name in state}
         ids = state["ids"].to(self.index.ids)
         ids, order = (ids, torch.arange(len(ids)).to(ids)) if bool((ids[1:] >= ids[:-1]).all()) else ids.sort()
