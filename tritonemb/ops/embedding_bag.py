@@ -239,7 +239,7 @@ class FusedBatch(NamedTuple):
         batch = self.values, self.offsets, self.sample_weights, self.layout
         return _read(self.tables.weights, *batch, self.check_bounds, self.output_dtype)
 
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool, in_graph: bool = False) -> Tensor | None:
         """Update or accumulate; return the gradient of the per-sample weights, computed before the update."""
         # Group the ids, unless the forward did.
         sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
@@ -253,7 +253,7 @@ class FusedBatch(NamedTuple):
         if self.accumulator == NOT_ACCUMULATING:
             update = partial(row_update_, self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
             # Other lookups of this pass may read the rows for that gradient, too; in a graph these are not known here.
-            if needs_sample_weight_grad or not plain_eager(grad):
+            if needs_sample_weight_grad or in_graph:
                 update_after_backward(self.accumulator, update)
             else:
                 update()
@@ -276,7 +276,7 @@ def _shape(*args: Any) -> Tensor:
 
 
 def _backward_fused(ctx: Any, grad: Tensor) -> dict[str, Any]:
-    return {"sample_weights": FusedBatch(*ctx.inputs).take_gradient(grad, ctx.needs_input_grad[_SAMPLE_WEIGHTS])}
+    return {"sample_weights": FusedBatch(*ctx.inputs).take_gradient(grad, ctx.needs_input_grad[_SAMPLE_WEIGHTS], True)}
 
 
 _SAMPLE_WEIGHTS = len(FusedTables._fields) + 2  # number of the argument of fused lookups
