@@ -388,6 +388,28 @@ def test_two_lookups_have_gradients_of_their_sample_weights(kind):
         losses[1].backward()
 
 
+@pytest.mark.parametrize("order", ["weighted plain", "plain weighted plain", "weighted plain weighted"])
+def test_updates_of_plain_lookups_wait_for_the_gradient_of_weights(order):
+    """They read rows; once no such lookup is pending, updates run at once, each in its lookup's backward."""
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("t", 5, 4)], te.optim.SGD(lr=0.5))
+    ids, offsets, table = torch.tensor([3, 1, 1]), torch.tensor([0, 1, 3]), collection.tables[0].weight
+    weights, initial = torch.tensor([1.0, 2.0, 3.0], requires_grad=True), table.detach().clone()
+
+    def look_up(kind):
+        return collection(te.KeyedJaggedTensor(["t"], ids, weights if kind == "weighted" else None, offsets=offsets))
+
+    sum(look_up(kind).sum() for kind in order.split()).backward()
+    num_weighted = order.count("weighted")
+    assert torch.equal(weights.grad, initial[ids].sum(1) * num_weighted)
+    gradients = torch.zeros(5, 1).index_add_(0, ids, num_weighted * weights.detach()[:, None] + order.count("plain"))
+    torch.testing.assert_close(table.detach(), initial - 0.5 * gradients)
+    # A hook of the first lookup of a pass sees the update of the last.
+    first, steps = look_up("plain"), []
+    first.register_hook(lambda _: steps.append(int(collection.step)))
+    (first.sum() + look_up("plain").sum()).backward()
+    assert steps == [len(order.split()) + 1]
+
+
 class TwoLookups(torch.nn.Module):
     """Lookups with per-sample weights `w` and others, or without, in one graph."""
 

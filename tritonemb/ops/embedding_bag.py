@@ -11,6 +11,7 @@ model are updated together at the end of the backward pass.
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -198,6 +199,11 @@ pinned_lookup = define(
 )
 
 
+# By the address of a learning rate: an object that all lookups share whose backward will read rows of its tables, for
+# the gradient of per-sample weights.
+_pending_reads: WeakValueDictionary[int, "partial[list[str]]"] = WeakValueDictionary()
+
+
 class FusedBatch(NamedTuple):
     """Lookup like `embedding_bag`, whose backward updates weights, states and counters in place, or accumulates.
 
@@ -226,8 +232,10 @@ class FusedBatch(NamedTuple):
         check_ids(values, layout.multiplicity)
         if plain_eager(values, offsets, sample_weights, tables=tables.weights):
             batch = self if groups is not None else FusedBatch(*self[:-2], UngroupedIds.record(values), layout)
-            read_weights = tables.weights if sample_weights is not None and sample_weights.requires_grad else ()
-            inputs, names = (values, offsets, sample_weights, *read_weights), partial(unpack_names, layout.table_names)
+            inputs, names = [values, offsets, sample_weights], partial(unpack_names, layout.table_names)
+            if sample_weights is not None and sample_weights.requires_grad:
+                inputs += tables.weights
+                names = _pending_reads.setdefault(tables.learning_rate.data_ptr(), names)
             return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient, names, *inputs)
         check_devices(tables.weights, values, layout)
         if groups is None:
@@ -252,8 +260,8 @@ class FusedBatch(NamedTuple):
             sample_weight_grad = _sample_weight_gradient(grad, self.tables.weights, *batch, self.layout)
         if self.accumulator == NOT_ACCUMULATING:
             update = partial(row_update_, self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
-            # Other lookups of this pass may read the rows for that gradient, too; in a graph these are not known here.
-            if needs_sample_weight_grad or in_graph:
+            # Other lookups of this pass may read the rows for that gradient; in a graph these are not known here.
+            if in_graph or (_pending_reads and self.tables.learning_rate.data_ptr() in _pending_reads):
                 update_after_backward(self.accumulator, update)
             else:
                 update()
