@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits
 from tritonemb.serving import ItemIndex, encode_rows, retrieval
+from tritonemb.storage.store import StorageError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -54,6 +56,21 @@ def test_an_index_is_saved_whole_or_its_damage_is_an_error(tmp_path: Path, monke
         ItemIndex.load(tmp_path / "items")
     with pytest.raises(FileNotFoundError, match=r"it has no items\.json"):
         ItemIndex.load(tmp_path)
+
+
+@pytest.mark.parametrize("num_items", [10, 100_000])
+def test_a_full_disk(small_disk: Path, num_items: int):
+    """Torch's writer of archives raises errors without a reason, or ends the process."""
+    index = ItemIndex(torch.zeros(num_items, 8))
+    for room in (0, 4096, 20_000):
+        (small_disk / "filler").write_bytes(b"")
+        (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - room))
+        if room == 20_000 and num_items == 10:
+            index.save(small_disk / "items")
+            continue
+        with pytest.raises(StorageError, match=r"items could not be written: .*No space left on device; make"):
+            index.save(small_disk / "items")
+        assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
 
 @pytest.mark.more

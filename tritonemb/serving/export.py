@@ -27,7 +27,7 @@ from tritonemb.ops.quantized_bag import aten_bag
 from tritonemb.serving.package import DENSE, MANIFEST, TABLES, collections_of, keys_of, map_tables, write_package
 from tritonemb.serving.quantized_tables import QuantizedTable
 from tritonemb.serving.run import LoadOptions, Run
-from tritonemb.storage.checkpoint import size_and_checksum, write_manifest
+from tritonemb.storage.checkpoint import ArchiveFile, size_and_checksum, write_manifest
 from tritonemb.storage.store import StorageError
 from tritonemb.utils import new_folder
 
@@ -187,19 +187,6 @@ class Program(nn.Module):
         return torch.sigmoid(self.model(dense, features).float())
 
 
-class ArchiveFile(io.BufferedWriter):
-    """File that keeps its first `error`: after a write that fails, torch's writer of archives would end the process."""
-
-    error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data) if self.error is None else len(data)
-        except OSError as error:
-            self.error = error
-            return len(data)
-
-
 def write_aten(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> None:
     """Compile a model into `model.pt2`, and describe its inputs in `inputs.json`."""
     inputs, program = _trace(folder, model, values, AtenTable)
@@ -207,8 +194,6 @@ def write_aten(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> Non
         raise ValueError(f"the model calls {foreign[0]}, which PyTorch lacks; export for target 'tritonemb'")
     with ArchiveFile(io.FileIO(folder / PACKAGE, "w")) as file:
         torch._inductor.aoti_compile_and_package(program, package_path=file)
-        if file.error is not None:
-            raise file.error
     shutil.rmtree(folder / TABLES)
     _describe(folder, inputs, values, PACKAGE)
 

@@ -1,6 +1,7 @@
 """Retrieval with a two-tower model: vectors of users and items of a run, an index of items, and its export to faiss."""
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from tritonemb.data.files import arrow_csv, compute, pa, parquet
 from tritonemb.models.two_tower import TwoTower
-from tritonemb.storage.checkpoint import check_files, read_manifest_text, size_and_checksum, write_manifest
+from tritonemb.storage.checkpoint import (
+    ArchiveFile,
+    check_files,
+    read_manifest_text,
+    size_and_checksum,
+    write_manifest,
+)
+from tritonemb.storage.store import storage_errors
 from tritonemb.training.ranking import top_items
 from tritonemb.utils import join_names, new_folder, require
 
@@ -55,10 +63,14 @@ class ItemIndex:
         return scores, self.ids[numbers.cpu()]
 
     def save(self, folder: str | Path) -> None:
-        """Write the index to a new folder, with checksums; it appears under its name when it is complete."""
+        """Write the index to a new folder, with checksums; it appears under its name when it is complete.
+
+        Raise FileExistsError for a folder that is not empty, and StorageError, which leaves nothing, for a full disk.
+        """
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(Path(folder)) as temporary:
-            torch.save({"vectors": self.vectors.cpu(), "ids": self.ids}, temporary / TENSORS)
+        with new_folder(Path(folder)) as temporary, storage_errors(f"{folder} could not be written", "check the disk"):
+            with ArchiveFile(FileIO(temporary / TENSORS, "w")) as file:
+                torch.save({"vectors": self.vectors.cpu(), "ids": self.ids}, file)
             write_manifest(temporary, {"files": {TENSORS: size_and_checksum(temporary / TENSORS)}}, MANIFEST)
 
     @classmethod

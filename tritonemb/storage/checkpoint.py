@@ -156,6 +156,24 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
+class ArchiveFile(io.BufferedWriter):
+    """File that raises its first error when it is closed: torch's writer of archives hides it, or ends the process."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) if self.error is None else len(data)
+        except OSError as error:
+            self.error = error
+            return len(data)
+
+    def close(self) -> None:
+        super().close()
+        if self.error is not None:
+            raise self.error
+
+
 def write_manifest(path: Path, values: Mapping[str, Any], name: str = MANIFEST) -> None:
     """Write a checkpoint's manifest; `values` include its `Files`."""
     atomic_write(path / name, seal(json.dumps({"format": FORMAT, **values}, indent=1)))
