@@ -158,6 +158,18 @@ def test_tensors_that_kernels_cannot_read_are_named(make):
             step(module)
 
 
+def test_all_tables_of_a_collection_are_checked_before_one_is_loaded():
+    _, state = trained(collection)
+    module, initial = collection(), {name: tensor.clone() for name, tensor in collection().state_dict().items()}
+    module.load_state_dict(initial)
+    tensors = dict(module.state_dict())
+    last = [*module.configs][-1].name
+    with pytest.raises(ValueError, match=rf"{last}\.weight: expected .*got torch\.int64"):
+        module.load_state_dict(state | {f"{last}.weight": state[f"{last}.weight"].long()}, assign=True)
+    assert_same_bits(dict(module.state_dict()), initial)
+    assert all(tensors[name].data_ptr() == tensor.data_ptr() for name, tensor in module.state_dict().items())
+
+
 def test_weights_that_are_not_shared_any_more_are_refused():
     """Both would use the states of one."""
     model = nn.ModuleList([nn.Embedding(7, 4), nn.Embedding(7, 4)])

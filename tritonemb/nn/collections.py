@@ -14,7 +14,7 @@ from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.lookup_tables import BoundsCheck, Groups
 from tritonemb.tables.optimizer import FusedGroup, FusedOptimizer, States
-from tritonemb.tables.table import Table
+from tritonemb.tables.table import Table, convert_assigned
 from tritonemb.tables.table_set import PrefetchedFeatures, TableSet, check_tables
 from tritonemb.types import Device, TableConfig
 
@@ -106,6 +106,12 @@ class TableCollection(FusedModule):
 
     def _check(self, tables: Sequence[TableConfig]) -> None:
         """Raise for tables that this kind of collection does not support."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for table in self.tables:  # raises for any of them before one is loaded
+            if not (table.rows.is_cached or table.rows.is_pulled or table.index.assigns_rows):
+                convert_assigned(table, state_dict, f"{prefix}{table.config.name}.", *args)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def tables(self) -> list[Table]:
