@@ -24,6 +24,7 @@ from tritonemb.ops import row_update as accumulate_op
 
 pytestmark = pytest.mark.public
 NUM_STEPS = fewer(3, 1)
+SGD = te.optim.SGD(lr=1.0)
 
 
 def as_one_batch(steps, pooled=True):
@@ -148,6 +149,35 @@ def test_accumulate_compiled():
     train(compiled, steps)
     train(twin, steps)
     assert_same_bits(contents(collection), contents(twin))
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "dynamic", "embedding", "bag", "fused"])
+def test_a_state_is_not_loaded_where_gradients_are_accumulated(kind):
+    """They would be applied to rows that they are not gradients of."""
+    size, optimizer = {"num_embeddings": None, "capacity": 8} if kind == "dynamic" else {"num_embeddings": 5}, SGD
+    module: torch.nn.Module = torch.nn.EmbeddingBag(5, 4, mode="sum")
+    if kind == "embedding":
+        module = te.nn.Embedding(None, 4, capacity=8, optimizer=optimizer)
+    elif kind == "bag":
+        module = te.nn.EmbeddingBag(5, 4, optimizer=optimizer)
+    elif kind == "fused":
+        optimizer = te.optim.fused(module, SGD)
+    else:
+        placement = "host" if kind == "host" else "device"
+        configs = [te.TableConfig("t", embedding_dim=4, placement=placement, **size)]
+        module = te.nn.EmbeddingBagCollection(configs, SGD)
+    ids = torch.tensor([[3], [1]])
+    batch = te.KeyedJaggedTensor(["t"], ids.flatten(), offsets=torch.arange(3))
+    inputs = batch if isinstance(module, te.nn.EmbeddingBagCollection) else ids
+    with optimizer.accumulate() if kind == "fused" else module.accumulate():
+        module(inputs).sum().backward()
+        initial = contents(module)
+        with pytest.raises(RuntimeError, match=r"load_state_dict\(\) in a block of accumulate\(\) would lose its grad"):
+            module.load_state_dict({name: torch.zeros_like(tensor) for name, tensor in initial.items()})
+        assert_same_bits(contents(module), initial)
+    assert not torch.equal(*(state[next(k for k in state if "weight" in k)] for state in (contents(module), initial)))
+    module.load_state_dict(initial)
+    assert_same_bits(contents(module), initial)
 
 
 def test_misuse_has_a_name():

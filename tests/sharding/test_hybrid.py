@@ -374,6 +374,8 @@ def accumulated(rank, world, dense, micro):
                 local_batch = part(batch(micro * step + number, world), rank)
                 with parallel.no_sync() if number < micro - 1 else ExitStack():
                     (loss_of(parallel, *local_batch) / micro).backward()
+            with pytest.raises(RuntimeError, match=r"load_state_dict\(\) in a block of accumulate"):
+                parallel.load_state_dict(parallel.state_dict())
         optimizer.step()
     return whole_state(parallel)
 

@@ -60,8 +60,8 @@ class FusedModule(nn.Module):
 
         The tables are then bitwise identical to those after one step on all samples as one batch. An exception in the
         block discards the gradients. Backward passes must run inside the block. All micro-batches of a collection must
-        have the same keys in the same order; a compiled module of a single table raises RuntimeError. ValueError
-        without a fused optimizer.
+        have the same keys in the same order; a compiled module of a single table and `load_state_dict` raise
+        RuntimeError. ValueError without a fused optimizer.
         """
         if self._optimized is None:
             raise ValueError("accumulate() needs a fused optimizer; ordinary gradients accumulate in .grad")
@@ -108,6 +108,7 @@ class TableCollection(FusedModule):
         """Raise for tables that this kind of collection does not support."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.table_set.check_not_accumulating("load_state_dict()")
         for table in self.tables:  # raises for any of them before one is loaded
             if not (table.rows.is_cached or table.rows.is_pulled or table.index.assigns_rows):
                 convert_assigned(table, state_dict, f"{prefix}{table.config.name}.", *args)

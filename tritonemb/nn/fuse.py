@@ -116,8 +116,8 @@ def unfuse(model: nn.Module) -> None:
 def unfuse_all(fused: list[Any]) -> None:
     for module in fused:
         group = module._optimized
-        if group is not None and group.accumulator.is_open and not group.by_step:
-            raise RuntimeError("unfuse() in a block of accumulate() would lose its gradients; call it after the block")
+        if group is not None:
+            group.check_not_accumulating("unfuse()")
         remaining_users = [other for other in module._state_users if other not in fused]
         if remaining_users:
             raise ValueError(

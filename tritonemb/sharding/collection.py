@@ -215,6 +215,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         destination.update(self.local_shards.state(prefix)[0])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for tables in self.table_sets:
+            tables.check_not_accumulating("load_state_dict()")
         _, strict, missing_keys, unexpected_keys, error_msgs = args
         keys, missing, problems = self.local_shards.load(state_dict, prefix)
         missing_keys += missing
