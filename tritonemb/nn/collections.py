@@ -108,7 +108,7 @@ class TableCollection(FusedModule):
         """Raise for tables that this kind of collection does not support."""
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        self.table_set.check_not_accumulating("load_state_dict()")
+        self.table_set.accumulator.check_closed("load_state_dict()")
         for table in self.tables:  # raises for any of them before one is loaded
             if not (table.rows.is_cached or table.rows.is_pulled or table.index.assigns_rows):
                 convert_assigned(table, state_dict, f"{prefix}{table.config.name}.", *args)

@@ -117,7 +117,7 @@ def unfuse_all(fused: list[Any]) -> None:
     for module in fused:
         group = module._optimized
         if group is not None:
-            group.check_not_accumulating("unfuse()")
+            group.accumulator.check_closed("unfuse()")
         remaining_users = [other for other in module._state_users if other not in fused]
         if remaining_users:
             raise ValueError(

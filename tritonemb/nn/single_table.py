@@ -250,7 +250,7 @@ class SingleTable(FusedModule):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         if self._optimized is not None:
-            self._optimized.check_not_accumulating("load_state_dict()")
+            self._optimized.accumulator.check_closed("load_state_dict()")
             convert_assigned(self, *args)
         super()._load_from_state_dict(*args)
         if self._optimized is not None and not self._state_owner:

@@ -240,6 +240,11 @@ class Accumulator:
             self.pop_all()
             _accumulated_rates.difference_update(rates)
 
+    def check_closed(self, call: str) -> None:
+        """Raise RuntimeError for a call in an `open` block, whose gradients would be those of other rows."""
+        if self.is_open and not self._always_open:
+            raise RuntimeError(f"{call} in a block of accumulate() would lose its gradients; call it after the block")
+
     def __reduce__(self) -> tuple[type["Accumulator"], tuple[bool]]:
         return Accumulator, (self._always_open,)
 

@@ -123,7 +123,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         """Accumulate gradients of micro-batches, and apply them once when the block ends; on all ranks."""
         for update in self._updates.of_whole_rows.values():
             update.discard()
-        with ExitStack() as stack:
+        with self.accumulator.open(list.clear), ExitStack() as stack:  # also open on ranks without tables
             for tables in reversed(self.table_sets):  # entered last, so applied first, on every rank
                 stack.enter_context(tables.accumulate())
             yield
@@ -215,8 +215,6 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         destination.update(self.local_shards.state(prefix)[0])
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for tables in self.table_sets:
-            tables.check_not_accumulating("load_state_dict()")
         _, strict, missing_keys, unexpected_keys, error_msgs = args
         keys, missing, problems = self.local_shards.load(state_dict, prefix)
         missing_keys += missing

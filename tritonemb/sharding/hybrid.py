@@ -235,9 +235,11 @@ class HybridParallel(ParallelModel):
         """Load full tensors, or the values of `state_dict`; the same on every rank.
 
         Raises:
-            RuntimeError: for missing or unexpected keys, if `strict`, for values of other shapes, and for tables of
-                another dtype or plan; nothing is changed.
+            RuntimeError: for missing or unexpected keys, if `strict`, for values of other shapes, for tables of another
+                dtype or plan, and in a block of `accumulate`; nothing is changed.
         """
+        for collection in self.collections:
+            collection.accumulator.check_closed("load_state_dict()")
         current = self.state_dict()
         configs = [(prefix, config) for prefix, module in _named_collections(self.module) for config in module.configs]
         dynamic = tuple(f"{prefix}{config.name}." for prefix, config in configs if config.is_dynamic)

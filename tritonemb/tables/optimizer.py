@@ -208,11 +208,6 @@ class OptimizedTables:
         """Return the learning-rate tensors that updates read, float32 `[]`."""
         raise NotImplementedError
 
-    def check_not_accumulating(self, call: str) -> None:
-        """Raise RuntimeError for a call in a block of `accumulate`, whose gradients would be those of other rows."""
-        if self.accumulator.is_open and not self.by_step:
-            raise RuntimeError(f"{call} in a block of accumulate() would lose its gradients; call it after the block")
-
     def passes_so_far(self) -> int:
         """Return the number of backward passes that have updated the tables, replays of CUDA graphs excluded."""
         return max((passes.get(rate.data_ptr(), (0, 0))[0] for rate in self.rates()), default=0)
