@@ -182,7 +182,10 @@ class TableConfig:
             tables that are looked up but not trained. Optimizer state is always float32.
         placement: memory tier of the rows: the device; host memory or a disk, with a cache on the device and bitwise
             identical results; or embedding servers (`tritonemb.server`).
-        init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) by default.
+        init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) by default. Or a file
+            of pretrained rows, .npy, .npz, .safetensors or .parquet, on any tier but servers: floats `weight`,
+            `[N, embedding_dim]`, and `ids` int64 `[N]`, which a dynamic table needs; without ids N is `num_embeddings`,
+            with them other rows have their default values. A rank reads the rows of its shards.
         cache: cache of a table that is not on the device.
         capacity: maximal number of rows of a dynamic table; rounded up slightly.
         capacity_bytes: memory of a dynamic table's rows with their optimizer states and index, in place of `capacity`.
@@ -210,7 +213,7 @@ class TableConfig:
     pooling: Pooling = "sum"
     dtype: torch.dtype = torch.float32
     placement: Placement = "device"
-    init: Callable[[Tensor], object] | None = None
+    init: Callable[[Tensor], object] | str | os.PathLike[str] | None = None
     cache: CacheConfig = CacheConfig()
     capacity: int | None = None
     capacity_bytes: int | None = None
@@ -239,8 +242,8 @@ class TableConfig:
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"table {self.name!r}: {name} must be one of {values}, got {getattr(self, name)!r}")
-        if self.init is not None and not callable(self.init):
-            raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
+        if self.init is not None and not callable(self.init) and not isinstance(self.init, str | os.PathLike):
+            raise TypeError(f"table {self.name!r}: init must be a function or a file's path, got {self.init!r}")
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(f"table {self.name!r}: cache must be a CacheConfig, got {self.cache!r}")
         if self.placement != "disk":
@@ -281,10 +284,10 @@ class TableConfig:
             return
         if num_capacities != 1:
             raise ValueError(f"{title}: a dynamic table needs either capacity, in rows, or capacity_bytes")
-        if self.init is not None:
+        if callable(self.init):
             raise ValueError(
                 f"{title}: init fills all rows at once, but rows of a dynamic table are assigned to ids on first use; "
-                "use init_bound, or insert rows"
+                "use init_bound, a file with ids, or insert rows"
             )
         if self.dtype not in TRAINABLE_DTYPES:
             raise ValueError(
@@ -321,7 +324,7 @@ class TableConfig:
         ValueError for a rectangle that is empty or not inside this table.
         """
         if self.is_dynamic:
-            shard = replace(self, name=name, features=features, init_bound=self.bound)
+            shard = replace(self, name=name, features=features, init=None, init_bound=self.bound)
             vars(shard).update(seed=self.seed, partitions=rows)
             return shard
         sizes = self.num_embeddings, self.embedding_dim
@@ -343,10 +346,15 @@ class TableConfig:
         """Return the static table that stores the rows of a dynamic table or shard; `first_row` is its row origin."""
         storage = replace(
             self, num_embeddings=num_rows, capacity=None, capacity_bytes=None, eviction=EvictionConfig(),
-            admission=AdmissionConfig(), fallback_rows=0, init_bound=self.bound,
+            admission=AdmissionConfig(), fallback_rows=0, init=None, init_bound=self.bound,
         )  # fmt: skip
         vars(storage).update(seed=self.seed, row_origin=first_row)
         return storage
+
+    @property
+    def init_function(self) -> Callable[[Tensor], object] | None:
+        """Function `init`; None for a file."""
+        return self.init if callable(self.init) else None
 
     @property
     def bound(self) -> float:
@@ -367,6 +375,7 @@ class TableOptions(Options):
 
     Args:
         embedding_dims: columns of single tables, as NAME=NUMBER, in place of embedding_dim.
+        pretrained: files of initial rows of single tables, as NAME=PATH, read when a run starts; see `TableConfig`.
         placement: placement of large tables: device, or host memory (host) or disk with rows cached on the device.
         placed_rows: least number of rows of a table with this placement; smaller tables stay on the device.
         cache_share: fraction of a table's rows that its device cache holds.
@@ -380,6 +389,7 @@ class TableOptions(Options):
     """
 
     embedding_dims: tuple[str, ...] = ()
+    pretrained: tuple[str, ...] = ()
     placement: Literal["device", "host", "disk"] = "device"
     placed_rows: int = number(10_000, least=0)
     cache_share: float = 0.1
@@ -398,16 +408,21 @@ class TableOptions(Options):
         self.place([])  # checks the cache options
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
-        """Set columns, placement, cache, eviction, admission and fallback rows of tables."""
+        """Set columns, initial rows, placement, cache, eviction, admission and fallback rows of tables."""
         dims, names = pairs_by_name("embedding_dims", self.embedding_dims), [table.name for table in tables]
-        if unknown := [name for name in dims if names and name not in names]:
-            raise ValueError(f"embedding_dims names {unknown[0]!r}, not a table; the tables are {join_names(names)}")
+        files = pairs_by_name("pretrained", self.pretrained, "path", ".+")
+        for option, pairs in {"embedding_dims": dims, "pretrained": files}.items():
+            if unknown := [name for name in pairs if names and name not in names]:
+                raise ValueError(f"{option} names {unknown[0]!r}, not a table; the tables are {join_names(names)}")
         cache = CacheConfig(
             self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
         )
         eviction, admission = EvictionConfig(self.evict), AdmissionConfig(appearances=self.admit_after)
         policies: dict[str, Any] = {"eviction": eviction, "admission": admission, "fallback_rows": self.fallback_rows}
-        placed = [replace(table, embedding_dim=int(dims.get(table.name, table.embedding_dim))) for table in tables]
+        placed = [
+            replace(t, embedding_dim=int(dims.get(t.name, t.embedding_dim)), init=files.get(t.name, t.init))
+            for t in tables
+        ]
         for index, table in enumerate(placed):
             if table.is_dynamic:
                 placed[index] = replace(table, **policies)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from tests.offloading.models import Transformer, adam, steps
-from tritonemb.offloading.safetensors import DTYPES, INDEX
+from tritonemb.offloading.safetensors import INDEX
+from tritonemb.storage.checkpoint import SAFETENSORS_DTYPES as DTYPES
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -1,98 +1,23 @@
 """Safetensors files of pretrained models, loaded tensor by tensor into a model on any tier.
 
-A file has the length of its header in 8 bytes, the header in JSON, and the tensors
-(https://huggingface.co/docs/safetensors). Tensors are read, not mapped: `safe_open` of the package maps the whole file
-privately, which counts as memory of the process, so a file larger than memory may fail to open.
+Tensors are read, not mapped: `safe_open` of the package maps the whole file privately, which counts as memory of the
+process, so a file larger than memory may fail to open.
 """
 
 import json
 import os
 from collections.abc import Callable
-from operator import index
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tritonemb import memory
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.shards import tensor_slices, to_local
-from tritonemb.storage.checkpoint import METADATA
+from tritonemb.storage.checkpoint import FLOATS, METADATA, FileTensor, read_header
 from tritonemb.utils import join_names
 
 INDEX = "model.safetensors.index.json"
-MAX_HEADER_BYTES = 100_000_000  # limit of the format
-BLOCK_BYTES = 64 << 20  # compared at a time
-FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # cast to each other
-_KEYS = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 BOOL I64 I32 I16 I8 U64 U32 U16 U8"  # in the order of `memory.DTYPES`
-DTYPES = dict(zip(_KEYS.split(), memory.DTYPES.values(), strict=True))
-
-
-class FileTensor(NamedTuple):
-    """Tensor in a safetensors file."""
-
-    path: Path
-    begin: int  # of its bytes in the file
-    dtype: torch.dtype
-    shape: torch.Size
-
-    @property
-    def num_bytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
-
-    def read(self, slices: tuple[slice, ...] = ()) -> Tensor:
-        """Read a slice of the tensor; no other rows of it are in memory."""
-        if not self.shape:
-            return self._read_bytes(0, self.num_bytes).view(self.dtype).view(())
-        first, last, _ = (*slices, slice(None))[0].indices(self.shape[0])
-        row_bytes = self.num_bytes // max(self.shape[0], 1)
-        rows = self._read_bytes(first * row_bytes, last * row_bytes).view(self.dtype)
-        return rows.view(last - first, *self.shape[1:])[(slice(None), *slices[1:])]
-
-    def has_values_of(self, other: "FileTensor") -> bool:
-        """Return whether two tensors are equal, bit by bit; reads them by blocks."""
-        blocks = ((begin, min(begin + BLOCK_BYTES, self.num_bytes)) for begin in range(0, self.num_bytes, BLOCK_BYTES))
-        return self is other or (
-            (self.dtype, self.shape) == (other.dtype, other.shape)
-            and all(torch.equal(self._read_bytes(*block), other._read_bytes(*block)) for block in blocks)
-        )
-
-    def _read_bytes(self, begin: int, end: int) -> Tensor:
-        result = torch.empty(end - begin, dtype=torch.uint8)
-        remaining = memoryview(memory.bytes_of(result))
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(self.begin + begin)
-            while remaining and (num_read := file.readinto(remaining)):
-                remaining = remaining[num_read:]
-        if remaining:
-            raise ValueError(f"{self.path} is truncated; copy or download it again")
-        return result
-
-
-def read_header(path: Path) -> dict[str, FileTensor]:
-    """Read the header of a safetensors file; ValueError unless it is valid and the file has all bytes."""
-    tensors: dict[str, FileTensor] = {}
-    try:
-        with path.open("rb") as file:
-            file_bytes, data_begin = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(file.read(8), "little")
-            if not 8 < data_begin <= min(file_bytes, MAX_HEADER_BYTES):
-                raise ValueError(f"a header of {data_begin - 8:,} bytes, in a file of {file_bytes:,}")
-            header = json.loads(file.read(data_begin - 8))
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if (dtype := DTYPES.get(entry["dtype"])) is None:
-                raise ValueError(f"{name!r} has the dtype {entry['dtype']}, not one of {join_names(DTYPES)}")
-            shape = torch.Size(entry["shape"])
-            begin, end = (data_begin + index(offset) for offset in entry["data_offsets"])
-            tensor = tensors[name] = FileTensor(path, begin, dtype, shape)
-            is_inside = data_begin <= begin <= end <= file_bytes
-            if not is_inside or min(shape, default=0) < 0 or end - begin != tensor.num_bytes:
-                raise ValueError(f"{name!r} of {dtype} and shape {list(shape)} cannot be at bytes {begin:,} to {end:,}")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged, or not a safetensors file: {error!r}") from error
-    return tensors
 
 
 def find_files(path: Path) -> list[Path]:

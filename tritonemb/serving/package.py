@@ -31,11 +31,11 @@ from tritonemb.models.pooled import SplitEmbeddingBagCollection
 from tritonemb.nn.collections import TableCollection
 from tritonemb.nn.embeddings import DynamicModule
 from tritonemb.offloading.dispatch import is_offloaded
-from tritonemb.offloading.safetensors import BLOCK_BYTES, DTYPES, read_header
 from tritonemb.serving.quantized_tables import BITS, QuantizedCollection, QuantizedTable
 from tritonemb.sharding import HybridParallel
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.storage import checkpoint
+from tritonemb.storage.checkpoint import BLOCK_BYTES, SAFETENSORS_DTYPES, read_header
 from tritonemb.storage.store import storage_errors
 from tritonemb.tables.dynamic_table import sorted_table
 from tritonemb.tables.table import Table
@@ -231,7 +231,7 @@ def _with_tables(collection: Any, loaded: list[Any]) -> nn.Module:
 def write_tensors(path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file with checksums, and sync it; larger elements come first, so that all are aligned."""
     sources, crc, end = dict(sorted(sources.items(), key=lambda entry: -entry[1][0].itemsize)), 0, 0
-    names, entries = {dtype: name for name, dtype in DTYPES.items()}, dict[str, Any]()
+    names, entries = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, dict[str, Any]()
     for name, (dtype, shape, _) in sources.items():
         begin, end = end, end + prod(shape) * dtype.itemsize
         entries[name] = {"dtype": names[dtype], "shape": shape, "data_offsets": [begin, end]}

@@ -106,7 +106,7 @@ def load_run(
     features = tuple(Feature(**entry | {"kind": kinds.get(entry["name"], "")}) for entry in reading.get("features", ()))
 
     # Build the model, without memory if it is exported, and load its tensors.
-    shapes = None if options is None else replace(options, device="meta" if is_package else device)
+    shapes = None if options is None else options.without_pretrained("meta" if is_package else device)
     inputs: Any = features, reading.get("num_dense"), model, len(reading.get("labels", ()))
     if model is None:
         if options is None or shapes is None or not features:

@@ -74,12 +74,15 @@ class LocalShards:
                 if not on_meta:
                     state = cast(DynamicTable, source).get_state()
                     table.load_state(state | {"seed": seeds[placed.table]})
+                else:
+                    table.load_pretrained(config)
             elif not on_meta:
                 table.assign({name: slice_shard(t, placed.shard) for name, t in source.tensors().items()})
-            elif config.init is None:
+            elif config.init_function is None:
                 seed = torch.tensor(_shard_seed(config), device=table.weight.device)
                 group.broadcast(seed, 0, "initial values")
                 table.reset_parameters(int(seed))
+                table.load_pretrained(config)
                 continue
             else:
                 with torch.random.fork_rng(devices=[]):

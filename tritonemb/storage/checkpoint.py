@@ -1,4 +1,5 @@
 """Checkpoints in the format of `torch.distributed.checkpoint`: written with checksums, read without running code.
+It also reads safetensors files, and rows of pretrained tables, without running code.
 
 Torch unpickles `.metadata` and values other than tensors, and a pickle may call any function. This reader accepts
 tensors, plain values and the metadata of tensors only.
@@ -6,20 +7,26 @@ tensors, plain values and the metadata of tensors only.
 
 import functools
 import io
+import itertools
 import json
 import os
 import pickle
 import re
 import shutil
 import warnings
+import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
+from operator import index
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -27,13 +34,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.futures import Future
 
+from tritonemb import memory
 from tritonemb.storage.io import copy_rows, digest
 from tritonemb.storage.store import StorageError
-from tritonemb.utils import atomic_write, read_sealed, seal, sync
+from tritonemb.types import TableConfig
+from tritonemb.utils import atomic_write, join_names, read_sealed, require, seal, sync
 
 FORMAT = 1
 MANIFEST, METADATA = "trainer.json", ".metadata"
 ROWS_SUFFIX, CHANGES_SUFFIX = ".rows", ".changes"  # suffixes of the sparse files of a table on disk
+MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors format
+BLOCK_BYTES = 64 << 20  # of tensors that are read, compared or written block by block
+FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # cast to each other
+_KEYS = "F64 F32 F16 BF16 F8_E4M3 F8_E5M2 BOOL I64 I32 I16 I8 U64 U32 U16 U8"  # in the order of `memory.DTYPES`
+SAFETENSORS_DTYPES = dict(zip(_KEYS.split(), memory.DTYPES.values(), strict=True))
 Files = dict[str, list[int]]  # by file name: size and checksum
 # Classes that metadata may name, besides dtypes; torch before 2.3 had TensorProperties in the last module.
 _ALLOWED_NAMES = {
@@ -238,3 +252,180 @@ def link_or_copy(source: Path, target: Path) -> None:
         else:
             shutil.copy2(source, target)
         sync(target)
+
+
+class FileTensor(NamedTuple):
+    """Tensor in a safetensors file."""
+
+    path: Path
+    begin: int  # of its bytes in the file
+    dtype: torch.dtype
+    shape: torch.Size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def read(self, slices: tuple[slice, ...] = ()) -> Tensor:
+        """Read a slice of the tensor; no other rows of it are in memory."""
+        if not self.shape:
+            return self._read_bytes(0, self.num_bytes).view(self.dtype).view(())
+        first, last, _ = (*slices, slice(None))[0].indices(self.shape[0])
+        row_bytes = self.num_bytes // max(self.shape[0], 1)
+        rows = self._read_bytes(first * row_bytes, last * row_bytes).view(self.dtype)
+        return rows.view(last - first, *self.shape[1:])[(slice(None), *slices[1:])]
+
+    def has_values_of(self, other: "FileTensor") -> bool:
+        """Return whether two tensors are equal, bit by bit; reads them by blocks."""
+        blocks = ((begin, min(begin + BLOCK_BYTES, self.num_bytes)) for begin in range(0, self.num_bytes, BLOCK_BYTES))
+        return self is other or (
+            (self.dtype, self.shape) == (other.dtype, other.shape)
+            and all(torch.equal(self._read_bytes(*block), other._read_bytes(*block)) for block in blocks)
+        )
+
+    def _read_bytes(self, begin: int, end: int) -> Tensor:
+        result = torch.empty(end - begin, dtype=torch.uint8)
+        remaining = memoryview(memory.bytes_of(result))
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.begin + begin)
+            while remaining and (num_read := file.readinto(remaining)):
+                remaining = remaining[num_read:]
+        if remaining:
+            raise ValueError(f"{self.path} is truncated; copy or download it again")
+        return result
+
+
+def read_header(path: Path) -> dict[str, FileTensor]:
+    """Read the header of a safetensors file; ValueError unless it is valid and the file has all bytes.
+
+    A file has the length of its header in 8 bytes, the header in JSON, and the tensors
+    (https://huggingface.co/docs/safetensors).
+    """
+    tensors: dict[str, FileTensor] = {}
+    try:
+        with path.open("rb") as file:
+            file_bytes, data_begin = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(file.read(8), "little")
+            if not 8 < data_begin <= min(file_bytes, MAX_HEADER_BYTES):
+                raise ValueError(f"a header of {data_begin - 8:,} bytes, in a file of {file_bytes:,}")
+            header = json.loads(file.read(data_begin - 8))
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            if (dtype := SAFETENSORS_DTYPES.get(entry["dtype"])) is None:
+                raise ValueError(
+                    f"{name!r} has the dtype {entry['dtype']}, not one of {join_names(SAFETENSORS_DTYPES)}"
+                )
+            shape = torch.Size(entry["shape"])
+            begin, end = (data_begin + index(offset) for offset in entry["data_offsets"])
+            tensor = tensors[name] = FileTensor(path, begin, dtype, shape)
+            is_inside = data_begin <= begin <= end <= file_bytes
+            if not is_inside or min(shape, default=0) < 0 or end - begin != tensor.num_bytes:
+                raise ValueError(f"{name!r} of {dtype} and shape {list(shape)} cannot be at bytes {begin:,} to {end:,}")
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged, or not a safetensors file: {error!r}") from error
+    return tensors
+
+
+class PretrainedRows(NamedTuple):
+    """Rows of a table in a file, which are read block by block."""
+
+    ids: Tensor | None  # int64 `[rows]`; None: row i is that of id i
+    starts: Sequence[int]  # first row of each block, then the number of rows
+    read: Callable[[int, int], Tensor]  # rows from the first on to before the second, in one block
+
+    def blocks(self, select: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ids and rows where `select` is true of the ids; others are read only if they stand between these."""
+        for first, stop in itertools.pairwise(self.starts):
+            ids = torch.arange(first, stop) if self.ids is None else self.ids[first:stop]
+            if len(positions := select(ids).nonzero().squeeze(1)):
+                begin, end = int(positions[0]), int(positions[-1]) + 1
+                yield ids[positions], self.read(first + begin, first + end)[positions - begin]
+
+
+def open_pretrained(config: TableConfig) -> PretrainedRows:
+    """Open the file that is a table's `init`. FileNotFoundError; ValueError unless ids, shape and dtypes fit."""
+    path, dim, title = Path(str(config.init)), config.embedding_dim, f"table {config.name!r}: init {str(config.init)!r}"
+    if (make := _SOURCES.get(path.suffix)) is None:
+        raise ValueError(f"{title} must be a file of {join_names(_SOURCES)}")
+    if not path.is_file():
+        raise FileNotFoundError(f"{title} does not exist")
+    try:
+        ids, dtype, shape, starts, read = make(path, dim)
+    except (ValueError, TypeError, OSError, LookupError, AttributeError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{title} cannot be read, or has no `weight`: {error!r}") from error
+    # Compare with the table.
+    size = config.num_embeddings if ids is None else len(ids)
+    if ids is None and config.is_dynamic:
+        raise ValueError(f"{title} has no ids, which a dynamic table needs; write `ids` int64 [N] beside `weight`")
+    if dtype not in FLOATS or (*shape,) != (size, dim):
+        actual = f"{list(shape)} and dtype {dtype}"
+        raise ValueError(f"{title} has rows of shape {actual}; expected [{size}, {dim}] of a floating-point dtype")
+    if ids is None:
+        return PretrainedRows(None, starts, read)
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
+        raise ValueError(f"{title} has ids of shape {list(ids.shape)} and dtype {ids.dtype}; expected int64 [N]")
+    ids, ordered = ids.long(), ids.long().sort()[0]
+    if not config.is_dynamic and len(bad := ids[(ids < 0) | (ids >= config.num_embeddings)]):
+        raise ValueError(f"{title} has {len(bad):,} ids outside of 0 to {config.num_embeddings - 1}, such as {bad[0]}")
+    if len(duplicates := ordered[1:][ordered[1:] == ordered[:-1]]):
+        raise ValueError(f"{title} has the id {duplicates[0]} twice")
+    return PretrainedRows(ids, starts, read)
+
+
+def _open_numpy(path: Path, dim: int) -> "_Source":
+    arrays = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
+    arrays = {"weight": arrays} if path.suffix == ".npy" else arrays
+    weight, ids = arrays["weight"], torch.from_numpy(arrays["ids"]) if "ids" in arrays else None
+    dtype = torch.from_numpy(weight[:0].copy()).dtype
+    read = lambda first, stop: torch.from_numpy(weight[first:stop].copy())  # noqa: E731
+    return ids, dtype, weight.shape, _block_starts(len(weight), weight.nbytes), read
+
+
+def _open_safetensors(path: Path, dim: int) -> "_Source":
+    tensors = read_header(path)
+    weight, ids = tensors["weight"], tensors["ids"].read() if "ids" in tensors else None
+    starts = _block_starts(weight.shape[0], weight.num_bytes)
+    return ids, weight.dtype, weight.shape, starts, lambda first, stop: weight.read((slice(first, stop),))
+
+
+def _open_parquet(path: Path, dim: int) -> "_Source":
+    """Open the columns `weight`, lists of numbers, and `ids`; rows without an id, at the end, are left out: fallback
+    rows of a dynamic table's export. A block is a row group."""
+    compute, parquet = require("pyarrow.compute"), require("pyarrow.parquet")
+    file = parquet.ParquetFile(path, page_checksum_verification=True)
+    groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+    group_starts, ids, size = [0, *itertools.accumulate(groups)], None, sum(groups)
+    if "ids" in file.schema_arrow.names:
+        column = file.read(["ids"])["ids"]
+        size -= column.null_count
+        if (column := column.slice(0, size)).null_count:
+            raise ValueError("rows without an id must be the last ones")
+        ids = torch.from_numpy(column.to_numpy().copy())
+    kind = file.schema_arrow.field("weight").type
+    width, dtype = (
+        getattr(kind, "list_size", dim),
+        torch.from_numpy(np.empty(0, kind.value_type.to_pandas_dtype())).dtype,
+    )
+
+    def read(first: int, stop: int) -> Tensor:
+        group = bisect_right(group_starts, first) - 1
+        rows = file.read_row_group(group, ["weight"])["weight"].slice(first - group_starts[group], stop - first)
+        if compute.unique(compute.list_value_length(rows)).to_pylist() != [dim]:
+            raise ValueError(f"{path}: `weight` of rows {first} to {stop - 1} has lists of other than {dim} numbers")
+        values = rows.combine_chunks().flatten().to_numpy(zero_copy_only=False)
+        return torch.from_numpy(values.reshape(-1, dim).copy())
+
+    return ids, dtype, (size, width), [*(start for start in group_starts if start < size), size], read
+
+
+def _block_starts(num_rows: int, num_bytes: int) -> list[int]:
+    return [*range(0, num_rows, max(1, num_rows * BLOCK_BYTES // max(1, num_bytes))), num_rows]
+
+
+_Source = tuple[Tensor | None, torch.dtype, Sequence[int], Sequence[int], Callable[[int, int], Tensor]]
+_SOURCES: dict[str, Callable[[Path, int], _Source]] = {
+    ".npy": _open_numpy,
+    ".npz": _open_numpy,
+    ".parquet": _open_parquet,
+    ".safetensors": _open_safetensors,
+}

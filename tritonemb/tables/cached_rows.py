@@ -38,8 +38,8 @@ class CachedRows(DeviceRows):
 
     `state_dict` has the whole table, read from the store. A table on disk is created without writing its rows, and
     takes space for trained rows only. A record of a dynamic table has the row's id as well: the random numbers of
-    stochastic rounding depend on it. ValueError if a table on disk has an `init`, which would need the whole table in
-    memory; StorageError if there is not enough memory or disk space.
+    stochastic rounding depend on it. ValueError if a table on disk has a function `init`, which would need the whole
+    table in memory; StorageError if there is not enough memory or disk space.
     """
 
     is_cached = True
@@ -51,10 +51,10 @@ class CachedRows(DeviceRows):
     new_rows: tuple[Tensor, Tensor] | None = None
 
     def __init__(self, config: TableConfig, states: Sequence[StateSpec], is_dynamic: bool = False) -> None:
-        if config.placement == "disk" and config.init is not None:
+        if config.placement == "disk" and config.init_function is not None:
             raise ValueError(
                 f"table {config.name!r}: an init fills a whole table in memory, and this table is on disk; leave init "
-                "out, or load values with load_state_dict"
+                "out, give a file of rows, or load values with load_state_dict"
             )
         super().__init__(config, states, is_dynamic)
         num_cached_rows = config.cache.num_device_rows(config.num_embeddings)
@@ -121,14 +121,14 @@ class CachedRows(DeviceRows):
                 self.closed_counts = self.closed_counts.plus(*self.store.counts())
                 self.store.close()
             if seed is None:
-                seed = draw_seed() if self.config.init is None else 0
+                seed = draw_seed() if self.config.init_function is None else 0
             with torch.device("cpu"):  # overrides the user's default device
                 self.store = self.new_store(seed) if self.config.placement == "disk" else self._host_rows(seed)
 
     def _host_rows(self, seed: int) -> HostRows:
         config, gpu = self.config, self.device if self.device.type == "cuda" else None
         rows = HostRows(config.num_embeddings, self.record, self._initial_values(seed), gpu, table_name=config.name)
-        if config.init is not None:
+        if config.init_function is not None:
             rows.fields["weight"].copy_(draw_weight(config))
         return rows
 

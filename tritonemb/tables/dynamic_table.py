@@ -173,6 +173,21 @@ class DynamicTable(Table):
         if not self.weight.is_meta:  # a meta table leaves torch's generator unchanged
             self.index.clock, self.seed = 0, draw_seed() if seed is None else seed
             self._load_fallback_rows({})
+        self.load_pretrained(self.config)
+
+    def write_pretrained(self, file: Any) -> None:
+        self._check_capacity(file.ids[self.index.owns(file.ids)], "its init")
+        for ids, rows in file.blocks(self.index.owns):
+            self.insert(ids, rows)
+
+    def _check_capacity(self, ids: Tensor, source: str) -> None:
+        """Raise ValueError if a partition has no room for all of these ids of this table's."""
+        capacity = self.index.capacity // self.index.num_partitions
+        if (max_rows := int(partitions_of(ids, self.index.shard[0]).bincount(minlength=1).max())) > capacity:
+            raise ValueError(
+                f"table {self.config.name!r} has {ids.numel():,} rows in {source}, {max_rows:,} of them in a partition "
+                f"that has room for {capacity:,}; raise its capacity"
+            )
 
     @_locked
     def get_state(self) -> dict[str, Tensor]:
@@ -237,12 +252,8 @@ class DynamicTable(Table):
             if name.startswith(FALLBACK) and state[name].shape != template.shape:
                 raise ValueError(f"{title}: {name} must have shape {[*template.shape]}, got {[*state[name].shape]}")
         owned_mask = self.index.owns(ids)
-        ids, order, capacity = ids[owned_mask], order[owned_mask], self.index.capacity // self.index.num_partitions
-        if (max_rows := int(partitions_of(ids, self.index.shard[0]).bincount(minlength=1).max())) > capacity:
-            raise ValueError(
-                f"{title} has {ids.numel():,} rows in the state_dict, {max_rows:,} of them in a partition that has "
-                f"room for {capacity:,}; raise its capacity"
-            )
+        ids, order = ids[owned_mask], order[owned_mask]
+        self._check_capacity(ids, "the state_dict")
         self.index.clear()
         self.index.reserve(ids.numel() // self.index.num_partitions)
         self.load_row_state(state, order)

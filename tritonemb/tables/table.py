@@ -34,10 +34,10 @@ def new_weight(num_rows: int, embedding_dim: int, device: Device, dtype: torch.d
 
 def draw_weight(config: TableConfig, device: Device = None) -> Tensor:
     """Draw a table's weight by its `init`, in float32 if the dtype cannot be trained."""
-    assert config.init is not None
+    assert config.init_function is not None
     dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
     weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype, device=device)
-    config.init(weight)
+    config.init_function(weight)
     return weight
 
 
@@ -217,6 +217,23 @@ class Table(nn.Module):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the weight according to the config, and states to zero; the seed is drawn by default."""
         self.rows.reset(self, seed)
+        self.load_pretrained(self.config)
+
+    def load_pretrained(self, config: TableConfig) -> None:
+        """Write the rows in the file that is the `init` of this table's config, or of that of which it is a shard."""
+        if config.init is None or callable(config.init) or self.weight.is_meta or isinstance(self.weight, FakeTensor):
+            return
+        from tritonemb.storage.checkpoint import open_pretrained  # imports torch.distributed.checkpoint
+
+        with torch.device("cpu"), torch.no_grad():  # overrides the user's default device
+            self.write_pretrained(open_pretrained(config))
+
+    def write_pretrained(self, file: Any) -> None:
+        """Write the rows of a `PretrainedRows` that this table has."""
+        c = self.config
+        columns = slice(c.column_origin, c.column_origin + c.embedding_dim)
+        for ids, rows in file.blocks(lambda ids: (ids >= c.row_origin) & (ids < c.row_origin + c.num_embeddings)):
+            self.rows.write(self, ids - c.row_origin, {"weight": rows[:, columns]})
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train or freeze the table. `requires_grad_` of an enclosing module does not reach a weight on servers."""
@@ -290,11 +307,11 @@ class DeviceRows:
         config, weight = self.config, table.weight
         if self.is_dynamic or weight.device.type == "meta" or isinstance(weight, FakeTensor):
             return
-        if config.init is None:
+        if config.init_function is None:
             seed = draw_seed() if seed is None else seed
             fill_initial_(weight, seed, config.bound, config.row_origin, config.column_origin)
         elif weight.dtype in TRAINABLE_DTYPES:
-            config.init(weight)
+            config.init_function(weight)
         else:
             weight.copy_(draw_weight(config, weight.device))
         for state in table.buffers(recurse=False):

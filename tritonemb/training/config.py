@@ -244,6 +244,10 @@ class TrainConfig(RunOptions):
             hint = did_you_mean(self.model, MODELS)
             raise ValueError(f"model must be one of {', '.join(MODELS)}, or MODULE:FUNCTION, got {self.model!r}{hint}")
 
+    def without_pretrained(self, device: str | None = None) -> "TrainConfig":
+        """Return the configuration of a model whose tensors are loaded, so that its tables need no files of rows."""
+        return replace(self, device=device or self.device, tables=replace(self.tables, pretrained=()))
+
     def trainer_options(self) -> dict[str, Any]:
         sections = (self, self.schedule, self.evaluation)
         options = {f.name: getattr(s, f.name) for f in fields(TrainerOptions) for s in sections if hasattr(s, f.name)}

@@ -100,7 +100,8 @@ def train(
         torch.manual_seed(config.seed)
         servers = stack.enter_context(_servers(config, folder.path, group))
         trainer = Trainer(
-            _model(config, data, group, device, verbose), data, folder=folder,
+            _model(config if checkpoint is None else config.without_pretrained(), data, group, device, verbose), data,
+            folder=folder,
             config=plain(config) | {"converted": converted}, verbose=verbose,
             callbacks=[*_callbacks(config, folder, group), *callbacks], servers=servers,
             **config.trainer_options(),
