@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
@@ -266,6 +267,42 @@ def test_frozen_tables_on_servers_are_not_trained(when, dynamic, staleness):
             with torch.no_grad():
                 of_each = torch.stack([weighted(weight).sum() for weight in torch.eye(size)])
             torch.testing.assert_close(weights.grad, of_each)  # sums of a few float32
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["plain", "prefetched", "cached", "twice", "dynamic"])
+def test_a_checkpointed_lookup_reads_and_counts_its_batch_once(kind):
+    """PyTorch repeats its forward in the backward, when servers may have updated rows."""
+    size = {"num_embeddings": 120}
+    if kind == "dynamic":
+        size = {"num_embeddings": None, "capacity": 64, "admission": te.AdmissionConfig(appearances=2)}
+    cache = te.CacheConfig(rows=16) if kind == "cached" else te.CacheConfig()
+    table = te.TableConfig("u", embedding_dim=4, placement="server", cache=cache, **size)
+
+    def run(checkpointed):
+        torch.manual_seed(3)
+        collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+        trace, scale = [], torch.ones(1, requires_grad=True)
+
+        def forward(features, other):
+            result = torch.tanh(collection(features) * scale)
+            return result + torch.tanh(collection(other) * scale) if kind == "twice" else result
+
+        with local_servers(1) as servers:
+            attach(collection, servers, 1)
+            for item in range(6):
+                features, other = (te.KeyedJaggedTensor.from_lists({"u": [[item, n, 100]]}) for n in (2 * item, item))
+                prefetched = te.nn.prefetch(collection, features) if kind == "prefetched" else features
+                arguments = forward, prefetched, other
+                result = checkpoint(*arguments, use_reentrant=False) if checkpointed else forward(*arguments[1:])
+                result.sum().backward()
+                trace += [result.detach(), scale.grad.clone()]
+            flush(collection)
+            return torch.stack([tensor.sum() for tensor in trace]), collection.state_dict()
+
+    (actual, state), (expected, expected_state) = run(True), run(False)
+    assert torch.equal(actual, expected)
+    assert_same_bits(state, expected_state)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -175,7 +175,7 @@ def assign_rows(
         raise_no_optimizer(tables)
     if training and tables.cache is None:  # a cache orders updates itself, by pins
         update_locks[tables.counters["learning_rate"].data_ptr()] = tables.lock
-    inserts = training and not _is_recomputing()
+    inserts = training and not is_recomputing()
     with tables.lock, torch.inference_mode(False), torch.no_grad():
         # Find rows of ids, and in training insert new ids.
         values, all_known = batch.values().long(), False
@@ -199,7 +199,7 @@ def assign_rows(
         return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(_version(tables)))
 
 
-def _is_recomputing() -> bool:
+def is_recomputing() -> bool:
     """Return whether a non-reentrant activation checkpoint repeats a forward, whose batch was counted the first time.
 
     The first forward of a reentrant one runs under `no_grad`, so its repetition counts the batch.

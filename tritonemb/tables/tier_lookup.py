@@ -36,6 +36,7 @@ from tritonemb.tables.lookup import (
     assign_rows,
     check_trainable,
     current_rows,
+    is_recomputing,
     look_up_prepared,
     raise_no_optimizer,
 )
@@ -212,8 +213,13 @@ def _look_up_in_graph(tables: LookupTables, batch: PrefetchedBatch) -> Tensor:
 
 @dataclass(eq=False)
 class PulledBatch(PrefetchedBatch):
-    """A batch whose values index the rows that it has pulled, per table. For `ids` see `Deduplicated`."""
+    """A batch whose values index the rows that it has pulled, per table. For `ids` see `Deduplicated`.
 
+    `features` are those that were looked up in `tables`.
+    """
+
+    tables: LookupTables = field(kw_only=True)
+    features: Features = field(kw_only=True)
     ids: Sequence[Tensor] = field(kw_only=True)
     pull: Pull = field(kw_only=True)
     state: PinState = PinState.PINNED
@@ -227,6 +233,14 @@ class PulledBatch(PrefetchedBatch):
             return False
         self.state = PinState.ACQUIRED
         return True
+
+    def is_lookup_of(self, tables: LookupTables, features: Features) -> bool:
+        """Return whether this is a lookup of equal features, whose backward has not ended."""
+        if self.tables is not tables or self.state is not PinState.ACQUIRED:
+            return False
+        (keys, *tensors), (other_keys, *others) = unpack_features(self.features), unpack_features(features)
+        pairs = zip(tensors, others, strict=True)
+        return keys == other_keys and all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
 
     def read(self, tables: LookupTables) -> Tensor:
         rows, device = self.rows, self.rows.values.device
@@ -289,14 +303,21 @@ class PulledLookup(PrefetchedLookup):
             occurrences = rows.groups.starts[: rows.layout.num_rows + 1].diff().cpu()
             counts = occurrences.split([ids.numel() for ids in all_ids])
             pull = cast(RowService, service).pull(all_ids, counts, training)
-            return PulledBatch(batch.keys(), rows, training, ids=all_ids, pull=pull)
+            return PulledBatch(batch.keys(), rows, training, ids=all_ids, pull=pull, tables=tables, features=features)
 
     @graph_break(PREFETCH_FIRST)
     def look_up_prefetched(
         self, tables: LookupTables, features: Features, batch: PulledBatch | None, occurrences: Tensor | None
     ) -> Tensor:
-        # Wait for the pull, or start one now.
-        if batch is None or not batch.acquire(tables):
+        # Wait for the pull, or start one now. In an activation checkpoint the backward repeats a forward: read its rows
+        # again, as servers would count the batch twice, and may have updated rows in the meantime.
+        if is_recomputing():
+            batches = (reference() for reference in prefetched.valuerefs())
+            pulled = (other for other in batches if isinstance(other, PulledBatch))
+            batch = next((other for other in pulled if other.is_lookup_of(tables, features)), None)
+        elif batch is not None and not batch.acquire(tables):
+            batch = None
+        if batch is None:
             batch = self.prepare(tables, features, occurrences)
             batch.acquire(tables)
         if tables.trains():
