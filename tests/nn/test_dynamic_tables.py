@@ -159,19 +159,14 @@ def test_samples_with_unknown_ids_are_read_apart(tier, pooling):
         assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
-@pytest.mark.parametrize("for_prefetch", [False, True])
-def test_few_rows_are_copied_for_an_unknown_id(for_prefetch):
+def test_few_rows_are_copied_for_an_unknown_id():
     collection = te.nn.EmbeddingBagCollection([config(), config("item")], te.optim.SGD())
     ids = IDS[:50]
     step(collection, te.KeyedJaggedTensor(["user", "item"], ids, lengths=torch.ones_like(ids)))
     features = te.KeyedJaggedTensor(["user", "item"], torch.where(ids == ids[3], 17, ids), lengths=torch.ones_like(ids))
     with torch.no_grad():
-        unknown = assign_rows(collection.table_set, features, for_prefetch).unknown_ids
+        unknown = assign_rows(collection.table_set, features).unknown_ids
     assert unknown is not None
-    if for_prefetch:  # sizes above 1, and all tables
-        assert unknown.outputs.tolist() == [3, 3]
-        assert {number: len(rows) for number, rows in unknown.rows.items()} == {0: 2, 1: 4}
-        return
     assert unknown.outputs.tolist() == [3]
     assert [*unknown.rows] == [0]
     assert unknown.features.values().tolist() == [0, int(table_of(collection, "item").index.find(ids[28:29]))]
@@ -468,6 +463,77 @@ def test_a_compiled_model_takes_a_prefetched_batch(backend):
         return collection.state_dict()
 
     assert_same_bits(run(True), run(False))
+
+
+def reset(collection: Any) -> None:
+    table_of(collection).reset_parameters()
+
+
+def load(collection: Any) -> None:
+    collection.load_state_dict(collection.state_dict())
+
+
+def evict(collection: Any) -> None:
+    for step_number in range(1, 7):
+        prefetch(collection, bag(*range(100 * step_number, 100 * step_number + 20)))
+
+
+def remove(collection: Any) -> None:
+    table_of(collection).remove(torch.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("change", "training", "message"),
+    [
+        (reset, True, "its ids may have lost their rows"),
+        (load, True, "its ids may have lost their rows"),
+        (evict, True, "a batch was prefetched 6 batches ago"),
+        (remove, False, "its ids may have lost their rows"),
+    ],
+    ids=["reset", "load", "evict", "remove"],
+)
+@pytest.mark.usefixtures("dynamo")
+def test_a_compiled_model_notices_that_rows_of_a_prefetched_batch_have_changed(change, training, message):
+    table = config(capacity=40, eviction=te.EvictionConfig(protect=1))
+    collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
+    compiled, batch = torch.compile(collection, fullgraph=True, backend="aot_eager"), bag(*range(20))
+    with torch.set_grad_enabled(training):
+        stale = prefetch(collection, batch)
+        change(collection)
+        with pytest.raises((RuntimeError, ValueError), match=f"table 'user'.*{message}"):
+            compiled(stale)
+    # Between the lookup and its backward.
+    if not training:
+        return
+    output = compiled(prefetch(collection, batch))
+    change(collection)
+    state = collection.state_dict()
+    with pytest.raises(ValueError, match=r"between a lookup and its backward|a batch was looked up 6 batches ago"):
+        output.sum().backward()
+    assert_same_bits(collection.state_dict(), state)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_per_sample_weights_of_a_prefetched_batch_get_a_gradient_in_a_graph():
+    """Of two lookups in one graph; the table is updated after both have got the gradient of their weights."""
+    torch.manual_seed(4)
+    collection = te.nn.EmbeddingBagCollection([config()], te.optim.Adagrad(lr=0.1))
+    twin, results = copy.deepcopy(collection), list[Tensor]()
+
+    def looked_up_twice(module: Any, first: Any, second: Any) -> Tensor:
+        return module(first) * module(second)
+
+    compiled = torch.compile(looked_up_twice, fullgraph=True, backend="aot_eager")
+    for module, call in ((collection, compiled), (twin, looked_up_twice)):
+        for trained in (True, False):
+            module.requires_grad_(trained)
+            weights = [torch.linspace(n, 2, 4, requires_grad=True) for n in range(2)]
+            ids, lengths = torch.tensor([1, 2, 3, 1]), torch.tensor([2, 2])
+            bags = [te.KeyedJaggedTensor(["user"], ids + n, w, lengths=lengths) for n, w in enumerate(weights)]
+            call(module, *[prefetch(module, features) for features in bags]).sum().backward()
+            results += [weight.grad for weight in weights]
+    assert all(map(torch.equal, results[:4], results[4:]))
+    assert_same_bits(collection.state_dict(), twin.state_dict())
 
 
 @pytest.mark.usefixtures("dynamo")

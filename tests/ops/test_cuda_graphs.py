@@ -39,16 +39,16 @@ def test_ops_that_call_the_host_are_left_out(partitioned):
     accumulator, updates = Accumulator(), []
     accumulator.is_open = True
     tables = SimpleNamespace(
-        read_pinned=lambda number, trained: torch.full((2, 3), float(number)),
-        update_pinned=lambda number, grad: updates.append("pinned"),
+        read_pinned=lambda number, *_: torch.full((2, 3), float(number)),
+        update_pinned=lambda *_: updates.append("pinned"),
         update_shared=lambda *batch: updates.append("shared"),
     )
     accumulator.tables = lambda: tables
     layout = make_layout([te.TableConfig("t", 2, 3)], ["t"], True)
 
     def run(weight, ticket, values, offsets, pending):
-        rows = OPS.pinned_lookup(weight, ticket, accumulator.handle, False, 2, 3, torch.float32) * 2
-        OPS.pinned_update(rows, ticket, accumulator.handle)
+        rows = OPS.pinned_lookup(weight, None, ticket, accumulator.handle, False, 2, 3, torch.float32) * 2
+        OPS.pinned_update(rows, None, ticket, accumulator.handle)
         groups = OPS.row_groups(values, offsets, *layout)
         OPS.shared_update(accumulator.handle, rows, values, offsets, None, *groups, *layout)
         OPS.accumulate_(pending, accumulator.handle, rows, values, offsets, None)

@@ -202,24 +202,30 @@ class TestOpcheck:
         assert inputs
         assert all(torch.equal(batch[0], grad) for batch in inputs)
 
-    @pytest.mark.parametrize("trained", [False, True])
-    def test_pinned_lookup(self, trained):
+    @pytest.mark.parametrize(("trained", "weighted"), [(False, False), (True, False), (True, True), (False, True)])
+    def test_pinned_lookup(self, trained, weighted):
         accumulator, tables, inputs = Accumulator(), SimpleNamespace(), []
         accumulator.tables = lambda: tables
-        tables.read_pinned = lambda number, trained: torch.full((2, 3), float(number))
-        tables.update_pinned = lambda number, grad: inputs.append((number, grad))
-        weight = torch.ones(5, 3, requires_grad=trained)
-        args = weight, torch.tensor(7), accumulator.handle, trained, 2, 3, torch.float32
-        torch.library.opcheck(OPS.pinned_lookup.default, args)
-        assert bool(inputs) == trained
-        assert all(number == 7 for number, _ in inputs)
+        tables.read_pinned = lambda number, *_: torch.full((2, 3), float(number))
+
+        def update(number, grad, sample_weights):
+            inputs.append(number)
+            return None if sample_weights is None else torch.full_like(sample_weights, float(grad.sum()))
+
+        tables.update_pinned = update
+        weight, weights = torch.ones(5, 3, requires_grad=trained), torch.ones(4, requires_grad=True)
+        tensors = weight, weights if weighted else None, torch.tensor(7)
+        torch.library.opcheck(OPS.pinned_lookup.default, (*tensors, accumulator.handle, trained, 2, 3, torch.float32))
+        assert bool(inputs) == (trained or weighted)
+        assert all(number == 7 for number in inputs)
 
     def test_pinned_update(self):
         accumulator, inputs = Accumulator(), []
         tables = SimpleNamespace(update_pinned=lambda *update: inputs.append(update))
         accumulator.tables = lambda: tables
-        torch.library.opcheck(OPS.pinned_update.default, (torch.ones(2, 3), torch.tensor(7), accumulator.handle))
-        assert all(number == 7 and torch.equal(grad, torch.ones(2, 3)) for number, grad in inputs)
+        args = torch.ones(2, 3), None, torch.tensor(7), accumulator.handle
+        torch.library.opcheck(OPS.pinned_update.default, args)
+        assert all(number == 7 and torch.equal(grad, torch.ones(2, 3)) for number, grad, _ in inputs)
         assert inputs
 
     def test_start_exchange(self):

@@ -168,33 +168,38 @@ class _FusedLookup(torch.autograd.Function):
         return None, ctx.take_gradient(grad, ctx.needs_input_grad[1]), None, None
 
 
-def _update_pinned(grad: Tensor, ticket: Tensor, handle: int) -> Tensor:
-    row_update.table_set_of(handle).update_pinned(int(ticket), grad)
-    return grad.new_zeros(1)
+def _update_pinned(grad: Tensor, sample_weights: Tensor | None, ticket: Tensor, handle: int) -> Tensor:
+    sample_weight_grad = row_update.table_set_of(handle).update_pinned(int(ticket), grad, sample_weights)
+    return grad.new_zeros(1) if sample_weight_grad is None else sample_weight_grad
 
 
 _pinned_update = define(
-    "pinned_update", "(Tensor grad, Tensor ticket, int handle) -> Tensor", lambda grad, *_: grad.new_empty(1),
+    "pinned_update",
+    "(Tensor grad, Tensor? sample_weights, Tensor ticket, int handle) -> Tensor",
+    lambda grad, sample_weights, *_: grad.new_empty(1) if sample_weights is None else torch.empty_like(sample_weights),
     _update_pinned,
-)  # fmt: skip
+)
 
 
 def _backward_pinned(ctx: Any, grad: Tensor) -> dict[str, Any]:
-    _, ticket, handle, *_ = ctx.inputs
-    _pinned_update(grad, ticket, handle)
-    return {}
+    _, sample_weights, ticket, handle, *_ = ctx.inputs
+    result = _pinned_update(grad, sample_weights, ticket, handle)
+    return {} if sample_weights is None else {"sample_weights": result}
 
 
-# Lookup `[num_rows, width]` of a batch with pinned cache slots, for compiled graphs: it calls `read_pinned` and, in the
-# backward, `update_pinned` of a table set, which use the current slots of the cache. `weight` represents all tables in
-# the autograd graph and gets no gradient; `ticket`, int64 `[]` on the CPU, is the number of the batch; `handle` is that
-# of the table set's accumulator; `trained`: whether gradients are recorded.
+# Lookup `[num_rows, width]` of a prefetched batch, for compiled graphs: it calls `read_pinned` and, in the backward,
+# `update_pinned` of a table set, which check that the batch is current, and use the current slots of a cache. `weight`
+# represents all tables in the autograd graph and gets no gradient; `sample_weights` are those of the batch if they get
+# one; `ticket`, int64 `[]` on the CPU, is the number of the batch; `handle` is that of the table set's accumulator;
+# `trained`: whether the backward updates the tables.
 pinned_lookup = define(
     "pinned_lookup",
-    "(Tensor weight, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, ScalarType dtype)"
-    " -> Tensor",
-    lambda weight, ticket, handle, trained, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
-    lambda weight, ticket, handle, trained, *shape: row_update.table_set_of(handle).read_pinned(int(ticket), trained),
+    "(Tensor weight, Tensor? sample_weights, Tensor ticket, int handle, bool trained, SymInt num_rows, SymInt width, "
+    "ScalarType dtype) -> Tensor",
+    lambda weight, _s, _n, _h, _t, num_rows, width, dtype: weight.new_empty(num_rows, width, dtype=dtype),
+    lambda weight, sample_weights, ticket, handle, trained, *shape: row_update.table_set_of(handle).read_pinned(
+        int(ticket), trained, sample_weights is not None
+    ),
     _backward_pinned,
 )
 

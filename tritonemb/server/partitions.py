@@ -200,8 +200,9 @@ class Partitions:
         if numbers is not None:
             by_number = dict(zip(numbers, sizes, strict=True))
             sizes = [by_number.get(number, 0) for number in self.numbers]
-        batch, version = self._batch(rows, sizes), torch.zeros(3, dtype=torch.int64)  # not compared: it is used at once
-        return prefetch_batch(self.tables, batch, AssignedRows(batch, None, None, True, version))
+        batch = self._batch(rows, sizes)
+        # The version is not compared: the batch is used at once.
+        return prefetch_batch(self.tables, batch, AssignedRows(batch, None, None, True, (0, 0, 0)))
 
     def _read_memories(self) -> dict[int, dict[str, Tensor]]:
         """Return weight and states in memory by number of the table; those of a table on disk may be replaced."""

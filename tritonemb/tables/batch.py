@@ -19,7 +19,7 @@ class RowBatch(NamedTuple):
     values: Tensor  # int32 or int64 `[N]`, rows of the tables' memory, which are slots of cached tables
     offsets: Tensor  # int32 or int64 `[K * B + 1]`
     sample_weights: Tensor | None  # float32 `[N]`
-    groups: ops.RowGroups  # distinct rows with their positions
+    groups: Any  # `ops.RowGroups`, distinct rows with their positions
     layout: Layout  # of the batch's keys over the tables
 
 
@@ -32,8 +32,8 @@ class AssignedRows(NamedTuple):
     groups: ops.RowGroups | None  # distinct rows, if grouped ahead
     unknown_ids: "UnknownIds | None"  # how ids without a row are read, if there are any
     training: bool  # whether new ids were assigned rows
-    # int64 `[3]`, of the tables: clock of the first one, sums of generations and of epochs; see `DenseIndex`.
-    version: Tensor
+    # Of the tables: clock of the first one, sums of generations and of epochs; see `DenseIndex`.
+    version: tuple[int, int, int]
 
 
 class UnknownIds(NamedTuple):

@@ -1,4 +1,4 @@
-"""Lookup of a prepared batch, which is read, then updated in the backward; and lookup in dynamic tables.
+"""Lookup of a prepared batch, which is read, then updated in the backward; and rows of ids in dynamic tables.
 
 In dynamic tables ids are replaced by rows, which training assigns to new ids.
 """
@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.layout import NUM_ROWS, Layout, negative
 from tritonemb.ops.registry import graph_break
-from tritonemb.ops.row_update import accumulate_, update_locks
-from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, checked_batch, find_invalid, find_positions
+from tritonemb.ops.row_update import accumulate_, update_after_backward, update_locks
+from tritonemb.tables.batch import AssignedRows, UnknownIds, checked_batch, find_invalid, find_positions
 from tritonemb.tables.index import find_batch, insert_batch
-from tritonemb.tables.lookup_tables import DeviceLookup, Groups, LookupTables, PreparedBatch, split_lookups
+from tritonemb.tables.lookup_tables import LookupTables, PreparedBatch, split_lookups
 from tritonemb.types import TableConfig
 
 
@@ -40,24 +40,10 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
         batch.release()
         return result
     # Training: the backward updates the rows, or accumulates.
-    accumulating = tables.accumulator.is_open
-    if accumulating:
-        tables.accumulated.add(batch)
+    accumulating = record_trained(tables, batch)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        if batch.is_released:
-            raise RuntimeError(
-                "the rows of this batch are no longer pinned: each lookup has one backward, inside the accumulate() "
-                "block of the lookup if there is one; look the batch up again"
-            )
-        if batch.assigned is not None:
-            check_backward(tables, batch.assigned.version.tolist())
-        if accumulating:
-            rows, pending = batch.rows, tables.counters["pending"]
-            accumulate_(pending, tables.accumulator.handle, grad, rows.values, rows.offsets, rows.sample_weights)
-            tables.accumulated.trained.append(batch)
-        else:
-            batch.apply(tables, grad)
+        apply_gradient(tables, batch, grad, accumulating)
 
     names, inputs = partial(map, attrgetter("name"), tables.configs), (batch.rows.offsets, batch.rows.sample_weights)
     weight, read = tables.tables[0].weight, partial(batch.read, tables)
@@ -68,13 +54,44 @@ PREFETCH_FIRST = (
     "the host assigns rows to new ids, and moves rows of tables in host memory, on disk or on servers, before a graph "
     "runs; for one graph call the compiled model with prefetched features, te.nn.prefetch(model, features)"
 )
-_look_up_untraced = graph_break(PREFETCH_FIRST)(look_up_prepared)
 
 
-def check_trainable(tables: LookupTables, batch: PreparedBatch) -> bool:
+def record_trained(tables: LookupTables, batch: PreparedBatch) -> bool:
+    """Record the lookup of a batch to be trained; return whether its gradient is accumulated."""
+    if tables.accumulator.is_open:
+        tables.accumulated.add(batch)
+    return tables.accumulator.is_open
+
+
+def apply_gradient(
+    tables: LookupTables, batch: PreparedBatch, grad: Tensor, accumulating: bool, deferred: bool = False
+) -> None:
+    """Update the rows of a batch by the gradient of its result, or accumulate it; `deferred`: after the backward pass.
+
+    RuntimeError or ValueError if other rows may be where those of the batch were.
+    """
+    if batch.is_released:
+        raise RuntimeError(
+            "the rows of this batch are no longer pinned: each lookup has one backward, inside the accumulate() block "
+            "of the lookup if there is one; look the batch up again"
+        )
+    if batch.assigned is not None:
+        check_backward(tables, batch.assigned.version)
+    if accumulating:
+        rows, pending = batch.rows, tables.counters["pending"]
+        accumulate_(pending, tables.accumulator.handle, grad, rows.values, rows.offsets, rows.sample_weights)
+        tables.accumulated.trained.append(batch)
+    elif deferred:
+        update_after_backward(tables.accumulator.handle, partial(batch.apply, tables, grad.clone()))
+    else:
+        batch.apply(tables, grad)
+
+
+def check_trainable(tables: LookupTables, batch: PreparedBatch, trained_weights: Tensor | None = None) -> bool:
     """Return whether the backward of a lookup made now updates the tables; raise if it must not, or cannot."""
     training = tables.trains()
-    check_gradients(tables, batch.rows.sample_weights, batch.training or not training)
+    sample_weights = batch.rows.sample_weights if trained_weights is None else None
+    check_gradients(tables, sample_weights, batch.training or not training)
     if training and not tables.on_servers:  # servers sum the gradients of all ranks, so their tables cannot diverge
         tables.update.check(tables)
     return training
@@ -109,50 +126,6 @@ def raise_no_optimizer(tables: LookupTables, *_: object) -> NoReturn:
 
 def _first_non_device(tables: LookupTables) -> TableConfig:
     return next(config for config in tables.configs if config.is_dynamic or config.placement != "device")
-
-
-class DynamicLookup(DeviceLookup):
-    """Lookup in tables on the device some of which are dynamic; graphs may contain that of prefetched batches."""
-
-    moves_rows = True
-
-    def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> AssignedRows:
-        return assign_rows(tables, features, True, occurrences)
-
-    def look_up(
-        self, tables: LookupTables, features: Features, groups: Groups | None, occurrences: Tensor | None
-    ) -> Tensor:
-        assert groups is None or isinstance(groups, AssignedRows)
-        if groups is not None and not torch.compiler.is_compiling():
-            tables.lock.wait()  # for initial values written by a prefetch on another stream
-            check_gradients(tables, None, groups.training or not tables.trains())
-        groups = current_rows(tables, groups)
-        assigned = assign_rows(tables, features, False, occurrences) if groups is None else groups
-        if tables.accumulator.is_open:
-            tables.accumulated.remember_step(assigned)
-        if assigned.unknown_ids is not None:
-            return _look_up_with_unknown_ids(tables, assigned, assigned.unknown_ids)
-        result = tables.look_up_rows(assigned.features, assigned.groups, tables.bounds_check == "raise")
-        if not torch.compiler.is_compiling() and result.requires_grad:
-            version = assigned.version.tolist()
-            result.register_hook(lambda _: check_backward(tables, version))
-        return result
-
-
-def _look_up_with_unknown_ids(tables: LookupTables, assigned: AssignedRows, unknown_ids: UnknownIds) -> Tensor:
-    """Look up a batch with unknown ids; these get no gradient."""
-    keys, rows, offsets, sample_weights = unpack_features(assigned.features)
-    layout = tables.layout(keys, rows.device)
-    batch = rows, offsets, sample_weights, layout
-    if not assigned.training or not tables.trains():
-        return tables.read(*batch, unknown_ids)
-    if torch.compiler.is_compiling():  # an op of a graph must read the rows that it trains: add the others' values
-        check_gradients(tables, sample_weights, assigned.training)
-        trained = tables.look_up_rows(assigned.features, assigned.groups, check_bounds=False)
-        return tables.read(*batch, unknown_ids) + (trained - trained.detach())
-    groups = ops.row_groups(rows, offsets, layout) if assigned.groups is None else assigned.groups
-    row_batch = RowBatch(rows, offsets, sample_weights, groups, layout)
-    return _look_up_untraced(tables, PreparedBatch(keys, row_batch, assigned.training, assigned))
 
 
 @graph_break(PREFETCH_FIRST)
@@ -195,8 +168,8 @@ def assign_rows(
         row_features = KeyedJaggedTensor.unchecked(batch.keys(), rows, batch.weights_or_none(), batch.offsets())
         groups = ops.row_groups(rows, batch.offsets(), layout) if training and for_prefetch else None
         with torch.enable_grad():  # of sample weights, also if the batch is prefetched without gradients
-            unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout, for_prefetch)
-        return AssignedRows(row_features, groups, unknown_ids, training, torch.tensor(_version(tables)))
+            unknown_ids = None if all_known else _find_unknown_ids(tables, batch, row_features, layout)
+        return AssignedRows(row_features, groups, unknown_ids, training, _version(tables))
 
 
 def is_recomputing() -> bool:
@@ -249,10 +222,9 @@ def current_rows(tables: LookupTables, assigned: AssignedRows | None) -> Assigne
     if first_step is not None and tables.accumulator.is_open:
         is_new_batch = assigned is None
         _check_step(tables, first_step - is_new_batch, "the first of the accumulated micro-batches came")
-    if assigned is None or torch.compiler.is_compiling():
-        return assigned
-    step, *generation = assigned.version.tolist()
-    _, *current = _version(tables)
+    if assigned is None:
+        return None
+    (step, *generation), (_, *current) = assigned.version, _version(tables)
     if generation != current and (not assigned.training or generation[1] != current[1]):
         return None
     if assigned.training:
@@ -260,7 +232,7 @@ def current_rows(tables: LookupTables, assigned: AssignedRows | None) -> Assigne
     return assigned
 
 
-def check_backward(tables: LookupTables, version: list[int]) -> None:
+def check_backward(tables: LookupTables, version: tuple[int, int, int]) -> None:
     """Raise ValueError in a backward if other ids may have got rows of its batch, which had this version."""
     (step, generation, epoch), (_, current_generation, current_epoch) = version, _version(tables)
     if epoch != current_epoch:
@@ -273,7 +245,6 @@ def check_backward(tables: LookupTables, version: list[int]) -> None:
         _check_step(tables, step, "a batch was looked up", must_have_evicted=True)
 
 
-@graph_break("the host compares steps of accumulated batches; call the uncompiled model in accumulate()")
 def _check_step(tables: LookupTables, step: int, event: str, must_have_evicted: bool = False) -> None:
     """Raise ValueError if rows of a batch of an earlier step may have been evicted; `event` describes that batch.
 
@@ -291,7 +262,7 @@ def _check_step(tables: LookupTables, step: int, event: str, must_have_evicted: 
 
 
 def _find_unknown_ids(
-    tables: LookupTables, batch: KeyedJaggedTensor, rows: KeyedJaggedTensor, layout: Layout, for_prefetch: bool
+    tables: LookupTables, batch: KeyedJaggedTensor, rows: KeyedJaggedTensor, layout: Layout
 ) -> UnknownIds | None:
     """Return the samples with unknown ids, and temporary tables for them, or None if all ids have rows."""
     ids, table_keys = batch.values().long(), tables.table_keys[tuple(batch.keys())]
@@ -301,11 +272,10 @@ def _find_unknown_ids(
         unknown = unknown[torch.isin(keys, keys.new_tensor(dynamic_keys))]
     if not unknown.numel():
         return None
-    # Select their samples, or these ids alone if rows are not pooled; twice, as a graph specializes on the size 1.
+    # Select their samples, or these ids alone if rows are not pooled.
     outputs, bounds = unknown, batch.offsets().long()
     if tables.pooled:
         outputs = ((torch.searchsorted(bounds, unknown, right=True) - 1) % batch.stride()).unique()
-    outputs = outputs.repeat(2) if for_prefetch and outputs.numel() == 1 else outputs
     if tables.pooled:
         bags = (torch.arange(0, bounds.numel() - 1, batch.stride(), device=ids.device)[:, None] + outputs).flatten()
         offsets = ops.segment_offsets(lengths := bounds[bags + 1] - bounds[bags])
@@ -313,18 +283,17 @@ def _find_unknown_ids(
         positions += torch.arange(positions.numel(), device=ids.device)
     else:
         positions, offsets = outputs, torch.searchsorted(outputs, bounds)
-    # A graph specializes on the tables and on sizes 0 and 1: so use all tables, with two more rows each.
+    # Copy their rows, and initial values, into temporary tables.
     ids, values, weights = ids[positions], rows.values()[positions], rows.weights_or_none()
     layout, weights = layout._replace(tables=layout.tables.clone()), None if weights is None else weights[positions]
     features = KeyedJaggedTensor.unchecked(rows.keys(), values, weights, offsets)
     result = UnknownIds({}, {}, features, layout, positions, outputs)
     for number, at in find_positions(features, table_keys).items():
         known_mask = values[at] >= 0
-        if not for_prefetch and known_mask.all():
+        if known_mask.all():
             continue
         # A row for each position: to copy one several times takes less time than to sort.
-        numbers = values[at][known_mask], ids[at][~known_mask]
-        known_rows, new_ids = (torch.nn.functional.pad(tensor, (0, 2 * for_prefetch)) for tensor in numbers)
+        known_rows, new_ids = values[at][known_mask], ids[at][~known_mask]
         values[at] = torch.where(known_mask, known_mask.cumsum(0), known_rows.numel() + (~known_mask).cumsum(0)) - 1
         layout.tables[number, NUM_ROWS] = known_rows.numel() + new_ids.numel()
         result.rows[number], result.initial[number] = known_rows, tables.dynamic[number].initial_values(new_ids)

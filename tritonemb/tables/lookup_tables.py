@@ -110,7 +110,7 @@ class PreparedBatch:
             self.pins.release()
 
 
-Groups = ops.RowGroups | PreparedBatch | AssignedRows
+Groups = ops.RowGroups | PreparedBatch
 
 
 @dataclass
@@ -133,7 +133,7 @@ class AccumulatedLookups:
     def remember_step(self, assigned: AssignedRows | None) -> None:
         """Remember the step of the first micro-batch."""
         if self.step is None and assigned is not None and assigned.training:
-            self.step = int(assigned.version[0])
+            self.step = assigned.version[0]
 
     def add(self, batch: PreparedBatch) -> None:
         """Add a batch that is looked up."""

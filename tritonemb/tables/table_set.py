@@ -11,16 +11,24 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tritonemb.jagged import Features, KeyedJaggedTensor
-from tritonemb.ops.row_update import update_after_backward
 from tritonemb.tables.batch import RowBatch, checked_batch
 from tritonemb.tables.cache import released_before
-from tritonemb.tables.lookup import DynamicLookup, check_backward, current_rows
-from tritonemb.tables.lookup_tables import AccumulatedLookups, DeviceLookup, LookupTables, PreparedBatch
+from tritonemb.tables.lookup import apply_gradient, current_rows, record_trained
+from tritonemb.tables.lookup_tables import AccumulatedLookups, DeviceLookup, LookupTables
 from tritonemb.tables.optimizer import check_optimizer
 from tritonemb.tables.server_table import RowService, RowStore, leased_table
 from tritonemb.tables.table import Table
-from tritonemb.tables.tier_lookup import CachedLookup, PulledLookup, prefetched
+from tritonemb.tables.tier_lookup import (
+    AssignedBatch,
+    CachedLookup,
+    DynamicLookup,
+    PrefetchedBatch,
+    PulledLookup,
+    prefetched,
+)
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+
+_MAX_LOOKUPS = 16  # of tables on the device by graphs, whose backward has not run; more than a model has
 
 
 class TableSet(LookupTables):
@@ -29,10 +37,12 @@ class TableSet(LookupTables):
     It is not a module: its owner registers `tables`, and `counters` as buffers. Tables may be unsharded, or shards.
     """
 
-    _graph_batch: PreparedBatch | None = None  # batch between its compiled forward and backward
+    # Batches between their compiled forward and backward, by ticket: whether they train, and accumulate.
+    _graph_batches: dict[int, tuple[PrefetchedBatch, bool, bool]]
 
     def _set_tables(self, tables: Sequence[Table]) -> None:
         super()._set_tables(tables)
+        self._graph_batches = {}
         on_device = DynamicLookup if self.dynamic else DeviceLookup
         self.kind = PulledLookup() if self.on_servers else on_device() if self.cache is None else CachedLookup()
 
@@ -59,39 +69,50 @@ class TableSet(LookupTables):
         """See `ops.shared_update`."""
         self.update.step(self, grad, RowBatch(*batch))
 
-    def read_pinned(self, number: int, training: bool) -> Tensor:
+    def read_pinned(self, number: int, training: bool, trains_weights: bool) -> Tensor:
         """Read the prefetched batch with a ticket number, see `ops.pinned_lookup`."""
         batch = prefetched.get(number)
-        if self.accumulator.is_open:
+        if self.dynamic and batch is not None and current_rows(self, batch.assigned) is None:
             raise RuntimeError(
-                "accumulate() does not support a compiled model with cached tables; call the uncompiled model"
+                f"table {next(iter(self.dynamic.values())).config.name!r}: since this batch was prefetched its ids may "
+                "have lost their rows: the table, or another of its collection, was loaded or reset, or has evicted or "
+                "removed rows; prefetch the batch again for the compiled model"
             )
-        is_stale = self.dynamic and batch is not None and current_rows(self, batch.assigned) is None
-        if is_stale or batch is None or not batch.acquire(self):
+        if batch is None or not batch.acquire(self):
             raise RuntimeError(
-                "the rows of this batch are no longer pinned; prefetch a batch again for each call of a compiled model"
+                f"table {self.configs[0].name!r}: the rows of this batch are no longer pinned; prefetch a batch again "
+                "for each call of a compiled model"
             )
         result = batch.read(self)
-        if training:
-            self._graph_batch = batch
+        if training or trains_weights:
+            # A call whose backward never runs must not pin rows, nor hold memory without end.
+            while len(self._graph_batches) >= (_MAX_LOOKUPS if isinstance(batch, AssignedBatch) else 1):
+                del self._graph_batches[next(iter(self._graph_batches))]
+            self._graph_batches[number] = batch, training, training and record_trained(self, batch)
         else:
             batch.release()
         return result
 
-    def update_pinned(self, number: int, grad: Tensor) -> None:
-        """Update the rows of the batch that was read last, see `ops.pinned_lookup`."""
-        batch, self._graph_batch = self._graph_batch, None
-        if batch is not prefetched.get(number) or batch is None:
+    def update_pinned(self, number: int, grad: Tensor, sample_weights: Tensor | None) -> Tensor | None:
+        """Update the rows of the batch with a ticket number, see `ops.pinned_lookup`.
+
+        Return the gradient of its per-sample weights, if these are passed.
+        """
+        batch, training, accumulating = self._graph_batches.pop(number, (None, False, False))
+        if batch is None:
             raise RuntimeError(
-                "a compiled model with cached tables was called again before its backward pass; run the backward pass "
-                "first"
+                f"a compiled model that looks up table {self.configs[0].name!r} was called again before its backward "
+                "pass, or looks it up twice; run the backward pass first, or call the uncompiled model"
             )
-        if batch.assigned is not None:
-            check_backward(self, batch.assigned.version.tolist())
-        if self.update.is_shared:
-            update_after_backward(self.accumulator.handle, partial(batch.apply, self, grad.clone()))
-        else:
-            batch.apply(self, grad)
+        sample_weight_grad = None
+        if sample_weights is not None:
+            rows, weights = batch.rows, [weight.detach() for weight in self.weights()]
+            derive, arguments = torch.ops.tritonemb.sample_weight_gradient, (rows.values, rows.offsets, sample_weights)
+            sample_weight_grad = derive(grad, weights, *arguments, *rows.layout)
+        if training:  # other lookups of this pass may read rows on the device for gradients of their weights
+            deferred = self.update.is_shared or (self.cache is None and not self.on_servers)
+            apply_gradient(self, batch, grad, accumulating, deferred)
+        return sample_weight_grad
 
     def attach(self, service: RowService | RowStore) -> None:
         """Attach the servers of the tables; a cache on the device leases rows of a `RowStore`."""
@@ -137,7 +158,7 @@ class TableSet(LookupTables):
 
     def __getstate__(self) -> dict[str, Any]:
         """Exclude layouts, which a copy rebuilds, and the batch of a compiled graph."""
-        return {**super().__getstate__(), "_layouts": {}, "_graph_batch": None}
+        return {**super().__getstate__(), "_layouts": {}, "_graph_batches": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

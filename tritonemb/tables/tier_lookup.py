@@ -1,4 +1,5 @@
-"""Lookup in tables whose rows are not on the device: pinned in slots of a cache, or pulled from embedding servers.
+"""Lookup of batches that the host prepares, in compiled graphs too: their rows are pinned in slots of a cache, pulled
+from embedding servers, or assigned to ids of dynamic tables on the device.
 
 A batch of pulled rows is deduplicated first: each distinct id of a table crosses the network once, and so does the sum
 of its gradients.
@@ -13,6 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite, warn_of_skipped_rows
@@ -34,6 +36,8 @@ from tritonemb.tables.cache import PinState
 from tritonemb.tables.lookup import (
     PREFETCH_FIRST,
     assign_rows,
+    check_backward,
+    check_gradients,
     check_trainable,
     current_rows,
     is_recomputing,
@@ -59,6 +63,10 @@ class PrefetchedBatch(PreparedBatch):
     def acquire(self, tables: LookupTables) -> bool:
         """Use the batch; return False if it was used before."""
         raise NotImplementedError
+
+    def trained_weights(self) -> Tensor | None:
+        """Return the per-sample weights if they get a gradient."""
+        return None
 
 
 @dataclass(eq=False)
@@ -109,7 +117,7 @@ class PinnedBatch(PrefetchedBatch):
 
 
 class PrefetchedLookup(DeviceLookup):
-    """Lookup of batches whose rows the host moves first, `prepare`; graphs may contain that of prefetched batches."""
+    """Lookup of batches that the host prepares first, `prepare`; graphs may contain that of prefetched batches."""
 
     moves_rows = True
 
@@ -118,7 +126,7 @@ class PrefetchedLookup(DeviceLookup):
     ) -> Tensor:
         assert groups is None or isinstance(groups, PrefetchedBatch)
         if groups is not None and torch.compiler.is_compiling():
-            return _look_up_in_graph(tables, groups)
+            return look_up_in_graph(tables, groups)
         return self.look_up_prefetched(tables, features, groups, occurrences)
 
     def look_up_prefetched(
@@ -200,15 +208,78 @@ def prefetch_batch(
         return PinnedBatch(keys, rows, training, assigned, pins, replica_rows)
 
 
-def _look_up_in_graph(tables: LookupTables, batch: PrefetchedBatch) -> Tensor:
+def look_up_in_graph(tables: LookupTables, batch: PrefetchedBatch) -> Tensor:
     """Look up a prefetched batch in a compiled graph; see `look_up_prepared`."""
-    weights, rows = tables.weights(), batch.rows
-    training = torch.is_grad_enabled() and check_trainable(tables, batch)
+    weights, rows, sample_weights = tables.weights(), batch.rows, batch.trained_weights()
+    training = torch.is_grad_enabled() and check_trainable(tables, batch, sample_weights)
     if torch.is_grad_enabled() and not training and any(weight.requires_grad for weight in weights):
         raise_no_optimizer(tables)
     size = batch_size_of(rows.offsets, rows.layout.key_starts) if tables.pooled else rows.values.shape[0]
-    dtype, handle = tables.dtype_of(weights), tables.accumulator.handle
-    return ops.pinned_lookup(weights[0], batch.ticket, handle, training, size, rows.layout.width, dtype)
+    shape = size, rows.layout.width, tables.dtype_of(weights)
+    return ops.pinned_lookup(weights[0], sample_weights, batch.ticket, tables.accumulator.handle, training, *shape)
+
+
+@dataclass(eq=False)
+class AssignedBatch(PrefetchedBatch):
+    """A batch of tables on the device; ids of dynamic ones have been replaced by rows."""
+
+    def acquire(self, tables: LookupTables) -> bool:
+        """Wait on this stream for initial values, which a prefetch may have written on another; return True."""
+        tables.lock.wait()
+        if (values := self.rows.values).is_cuda:
+            for tensor in pytree.tree_leaves((self.assigned, self.rows)):
+                if isinstance(tensor, Tensor) and tensor.is_cuda:
+                    tensor.record_stream(torch.cuda.current_stream(values.device))
+        return True
+
+    def trained_weights(self) -> Tensor | None:
+        """See `PrefetchedBatch`; ids without rows get no gradient, nor do their weights."""
+        weights, assigned = self.rows.sample_weights, self.assigned
+        is_trained = weights is not None and weights.requires_grad
+        return weights if is_trained and assigned is not None and assigned.unknown_ids is None else None
+
+
+class DynamicLookup(PrefetchedLookup):
+    """Lookup in tables on the device some of which are dynamic."""
+
+    def prepare(self, tables: LookupTables, features: Features, occurrences: Tensor | None) -> AssignedBatch:
+        assigned = assign_rows(tables, features, True, occurrences)
+        return AssignedBatch(*_row_batch(tables, assigned), assigned.training, assigned)
+
+    @graph_break(PREFETCH_FIRST)
+    def look_up_prefetched(
+        self, tables: LookupTables, features: Features, batch: AssignedBatch | None, occurrences: Tensor | None
+    ) -> Tensor:
+        if batch is not None:
+            batch.acquire(tables)
+            check_gradients(tables, None, batch.training or not tables.trains())
+        assigned = current_rows(tables, None if batch is None else batch.assigned)
+        assigned = assign_rows(tables, features, False, occurrences) if assigned is None else assigned
+        if tables.accumulator.is_open:
+            tables.accumulated.remember_step(assigned)
+        if assigned.unknown_ids is not None:
+            return _look_up_with_unknown_ids(tables, assigned, assigned.unknown_ids)
+        result = tables.look_up_rows(assigned.features, assigned.groups, tables.bounds_check == "raise")
+        if result.requires_grad:
+            result.register_hook(lambda _: check_backward(tables, assigned.version))
+        return result
+
+
+def _row_batch(tables: LookupTables, assigned: AssignedRows) -> tuple[list[str], RowBatch]:
+    """Return keys and rows of a batch; in evaluation, which needs no groups, they may be None."""
+    keys, rows, offsets, sample_weights = unpack_features(assigned.features)
+    layout, groups = tables.layout(keys, rows.device), assigned.groups
+    if groups is None and assigned.training:
+        groups = ops.row_groups(rows, offsets, layout)
+    return keys, RowBatch(rows, offsets, sample_weights, groups, layout)
+
+
+def _look_up_with_unknown_ids(tables: LookupTables, assigned: AssignedRows, unknown_ids: UnknownIds) -> Tensor:
+    """Look up a batch with unknown ids; these get no gradient."""
+    keys, rows = _row_batch(tables, assigned)
+    if assigned.training and tables.trains():
+        return look_up_prepared(tables, PreparedBatch(keys, rows, assigned.training, assigned))
+    return tables.read(rows.values, rows.offsets, rows.sample_weights, rows.layout, unknown_ids)
 
 
 @dataclass(eq=False)
