@@ -309,9 +309,8 @@ class PulledBatch(PrefetchedBatch):
         """Return whether this is a lookup of equal features, whose backward has not ended."""
         if self.tables is not tables or self.state is not PinState.ACQUIRED:
             return False
-        (keys, *tensors), (other_keys, *others) = unpack_features(self.features), unpack_features(features)
-        pairs = zip(tensors, others, strict=True)
-        return keys == other_keys and all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+        pairs = zip(unpack_features(self.features), unpack_features(features), strict=True)
+        return all(torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs)
 
     def read(self, tables: LookupTables) -> Tensor:
         rows, device = self.rows, self.rows.values.device
@@ -384,8 +383,7 @@ class PulledLookup(PrefetchedLookup):
         # again, as servers would count the batch twice, and may have updated rows in the meantime.
         if is_recomputing():
             batches = (reference() for reference in prefetched.valuerefs())
-            pulled = (other for other in batches if isinstance(other, PulledBatch))
-            batch = next((other for other in pulled if other.is_lookup_of(tables, features)), None)
+            batch = next((b for b in batches if isinstance(b, PulledBatch) and b.is_lookup_of(tables, features)), None)
         elif batch is not None and not batch.acquire(tables):
             batch = None
         if batch is None:
