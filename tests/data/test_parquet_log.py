@@ -69,9 +69,10 @@ def test_categories_of_every_kind(tmp_path, users, expected):
     ids=range(3),
 )
 def test_lists_are_multi_hot(tmp_path, tags):
-    log = ClickLog(write(tmp_path, user=tags), options(**SCHEMA))
     (a,), (b,) = of_strings("a", "b")
-    assert ids(log) == [[a, b], [], [a, 0, b]]
+    for row_group_size in (3, 1):
+        log = ClickLog(write(tmp_path, row_group_size=row_group_size, user=tags), options(**SCHEMA))
+        assert ids(log) == [[a, b], [], [a, 0, b]]
     assert log.features[0].multi_hot
     assert log.tables(4)[0].pooling == "mean"
 

@@ -51,7 +51,13 @@ def read_rows(
         ends = list(itertools.accumulate(_row_group_sizes(source), initial=0))
         groups = range(bisect.bisect_right(ends, start) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
         row = ends[groups.start]
-        for batch in source.iter_batches(slice_rows, row_groups=groups, columns=columns, use_threads=False):
+        # Arrow does not join the dictionaries that row groups have of lists: read these one by one.
+        has_dictionaries = any(
+            is_list(f.type) and pa.types.is_dictionary(f.type.value_type) for f in source.schema_arrow
+        )
+        runs = [[group] for group in groups] if has_dictionaries else [groups]
+        read = partial(source.iter_batches, slice_rows, columns=columns, use_threads=False)
+        for batch in itertools.chain.from_iterable(read(row_groups=run) for run in runs):
             for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
                 verify(group)
             batch = batch.cast(plain_schema(batch.schema))
