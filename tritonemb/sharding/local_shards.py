@@ -53,30 +53,30 @@ class LocalShards:
         return [(placed, table) for placed, table, _ in self.tables() if table.index.assigns_rows]
 
     @torch.no_grad()
-    def init(self, collection: TableCollection) -> None:
-        """Copy weights and states of a collection; draw initial values if it is on the meta device."""
-        on_meta = collection.tables[0].weight.device.type == "meta"
-        for tables in self.table_sets if not on_meta else ():
-            tables.counters["step"].copy_(collection.step)
+    def init(self, collection: TableCollection | None) -> None:
+        """Copy weights and states of a collection; draw initial values if it is on the meta device, or None."""
         # Seeds of dynamic tables, which rank 0 draws.
-        seeds = torch.tensor([_shard_seed(config) for config in self.configs], device=self.device)
-        if not on_meta:
-            seeds = seeds.new_tensor([t.seed if t.index.assigns_rows else 0 for t in collection.tables])
+        sources, seeds = None, torch.tensor([_shard_seed(config) for config in self.configs], device=self.device)
+        if collection is not None and not collection.tables[0].weight.is_meta:
+            sources = collection.tables
+            seeds = seeds.new_tensor([table.seed if table.index.assigns_rows else 0 for table in sources])
+        for tables in self.table_sets:
+            tables.counters["step"].fill_(0 if collection is None or sources is None else int(collection.step))
         if any(config.is_dynamic for config in self.configs):
             self.groups.world.broadcast(seeds, 0, "initial values")
         # Shards: copied, or drawn, then broadcast to replicas.
         for placed, table, group in self.tables():
-            config, source = self.configs[placed.table], collection.tables[placed.table]
+            config, source = self.configs[placed.table], None if sources is None else sources[placed.table]
             if table.rows.is_pulled:
                 continue  # servers have the initial values
             if table.index.assigns_rows:
                 table.reset_parameters(int(seeds[placed.table]))
-                if not on_meta:
+                if source is not None:
                     state = cast(DynamicTable, source).get_state()
                     table.load_state(state | {"seed": seeds[placed.table]})
                 else:
                     table.load_pretrained(config)
-            elif not on_meta:
+            elif source is not None:
                 table.assign({name: slice_shard(t, placed.shard) for name, t in source.tensors().items()})
             elif config.init_function is None:
                 seed = torch.tensor(_shard_seed(config), device=table.weight.device)

@@ -377,8 +377,8 @@ def _open_numpy(path: Path, dim: int) -> "_Source":
     arrays = {"weight": arrays} if path.suffix == ".npy" else arrays
     weight, ids = arrays["weight"], torch.from_numpy(arrays["ids"]) if "ids" in arrays else None
     dtype = torch.from_numpy(weight[:0].copy()).dtype
-    read = lambda first, stop: torch.from_numpy(weight[first:stop].copy())  # noqa: E731
-    return ids, dtype, weight.shape, _block_starts(len(weight), weight.nbytes), read
+    starts = _block_starts(len(weight), weight.nbytes)
+    return ids, dtype, weight.shape, starts, lambda first, stop: torch.from_numpy(weight[first:stop].copy())
 
 
 def _open_safetensors(path: Path, dim: int) -> "_Source":
@@ -389,8 +389,7 @@ def _open_safetensors(path: Path, dim: int) -> "_Source":
 
 
 def _open_parquet(path: Path, dim: int) -> "_Source":
-    """Open the columns `weight`, lists of numbers, and `ids`; rows without an id, at the end, are left out: fallback
-    rows of a dynamic table's export. A block is a row group."""
+    """Open `weight` and `ids`, read by row groups. Rows without an id come last: fallback rows of an export."""
     compute, parquet = require("pyarrow.compute"), require("pyarrow.parquet")
     file = parquet.ParquetFile(path, page_checksum_verification=True)
     groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]

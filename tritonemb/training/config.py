@@ -26,6 +26,7 @@ class RunOptions(Options):
         epochs: passes over the training rows.
         max_steps: number of steps after which training ends.
         accumulate: batches per step; their gradients are accumulated.
+        fresh_tables: initialize tables anew when a later epoch begins (MEDA: Fan et al., arXiv 2407.01607).
         dense_lr: learning rate of the dense optimizer, for all parameters outside fused tables.
         precision: precision of the dense part: fp32, or autocast to bf16 or fp16 (with a loss scale).
         seed: seed of the order of the rows; in `tritonemb train` also of initial weights and synthetic data.
@@ -41,6 +42,7 @@ class RunOptions(Options):
     epochs: int = number(1, least=1)
     max_steps: int | None = number(None, least=1)
     accumulate: int = number(1, least=1)
+    fresh_tables: bool = False
     dense_lr: float = 1e-3
     precision: Precision = "fp32"
     seed: int = 0
@@ -245,8 +247,9 @@ class TrainConfig(RunOptions):
             raise ValueError(f"model must be one of {', '.join(MODELS)}, or MODULE:FUNCTION, got {self.model!r}{hint}")
 
     def without_pretrained(self, device: str | None = None) -> "TrainConfig":
-        """Return the configuration of a model whose tensors are loaded, so that its tables need no files of rows."""
-        return replace(self, device=device or self.device, tables=replace(self.tables, pretrained=()))
+        """Return the configuration of a model whose tensors are loaded, so that no files of rows are read."""
+        pretrained = self.tables.pretrained if self.fresh_tables and device is None else ()
+        return replace(self, device=device or self.device, tables=replace(self.tables, pretrained=pretrained))
 
     def trainer_options(self) -> dict[str, Any]:
         sections = (self, self.schedule, self.evaluation)

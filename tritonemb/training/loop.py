@@ -151,7 +151,7 @@ class Loop:
             return request.signum or int(state.is_stream and (state.finished or bool(progress.ended)))
 
         signals = {"signal": stop_signal, "clock": lambda: int(1000 * (time.monotonic() - start))}
-        state.model.train()
+        state.begin_epoch()
         with state.open("train", True) as stream, state.steps(stream, True, **signals) as steps:
             step, last = self._next_step(steps)
             while step[0]:

@@ -22,7 +22,7 @@ from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.shards import TensorSlice, as_dtensor, local_shape, tensor_slices, to_local
 from tritonemb.offloading.states import MASTER
-from tritonemb.server.attach import Servers
+from tritonemb.server.attach import Servers, collections_on_servers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache, released_before, sequence_number
@@ -91,6 +91,8 @@ class TrainState:
     staleness: int = 0  # steps by which pulls from servers may precede pushes
 
     def __post_init__(self) -> None:
+        if self.options.fresh_tables and collections_on_servers(self.model):
+            raise ValueError("fresh_tables initializes tables anew, but tables on embedding servers keep their rows")
         self.progress.monitor = self.options.monitor
         self.last_epoch: int = self.options.epochs  # the end of the run
         self.last_step: int | None = self.options.max_steps
@@ -103,6 +105,21 @@ class TrainState:
         self.has_weights: bool = getattr(data, "has_weights", False)
         self.num_totals = len(self.labels) or int(self.has_weights)  # see `label_totals`
         self._workers = DataLoaderWorkers(data, self.options.num_workers) if self.options.num_workers else None
+
+    def begin_epoch(self) -> None:
+        """Train the model from here on; with `fresh_tables` initialize its tables by the seed of a later epoch."""
+        self.model.train()
+        if not (self.options.fresh_tables and self.progress.epoch and self.progress.position is None):
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.options.seed * 1_000_003 + self.progress.epoch)
+            for collection in self.step.collections:
+                if isinstance(collection, ShardedCollection):
+                    collection.local_shards.init(None)
+                    continue
+                rate = collection.current_learning_rate
+                collection.reset_parameters()
+                collection.set_learning_rate(rate)
 
     def open(self, split: Split, training: bool = False) -> Batches:
         """Open this rank's batches of a split; with `training` shuffled, from the epoch's current position."""
