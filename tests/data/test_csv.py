@@ -179,6 +179,24 @@ def test_a_mark_of_utf_8_before_the_header_is_left_out(tmp_path):
     assert len(rows_of(reader(write(tmp_path, "1,a,2,3,4", header="\ufeff" + HEADER)))) == 1
 
 
+@pytest.mark.parametrize("quoted", [False, True])
+@pytest.mark.parametrize("blank", ["\n", "\r\n", "\n\r\n\n"])
+def test_blank_lines_before_the_header_are_skipped(tmp_path, blank, quoted):
+    rows = [f"{n % 2},a,{n},u{n},{n}" for n in range(40)]
+    path, expected = write(tmp_path, *rows, header=blank + HEADER), write(tmp_path, *rows, name="plain.csv")
+    for changes in ({}, {"chunk_bytes": 90}, {"split": SplitRule(split_by="random")}, {"split": SplitRule()}):
+        log, plain = (reader(file, quoted_newlines=quoted, **changes) for file in (path, expected))
+        assert rows_of(log) == rows_of(plain)
+        if changes.get("split", ALL_TRAIN) is not ALL_TRAIN:
+            assert rows_of(log, "test") == rows_of(plain, "test")
+    for bad in (0, 7):  # in the first row, and later
+        path = write(tmp_path, *rows[:bad], "2,a,1,u,1", header=blank + HEADER)
+        with pytest.raises(
+            ValueError, match=rf"log.csv, line {blank.count(chr(10)) + 2 + bad}: field 1 \(click\) is '2'"
+        ):
+            rows_of(reader(path, quoted_newlines=quoted))
+
+
 BAD = [
     ("2,a,1,u,1", "field 1 (click) is '2', expected 0 or 1"),
     (",a,1,u,1", "field 1 (click) is '', expected 0 or 1"),

@@ -78,7 +78,7 @@ class TextSource(LogSource):
         """Yield chunks of lines that begin in one stripe of the file."""
         header_bytes, file, quoted = self._header_bytes[part.file], self.files[part.file], self.parser.quoted
         if offset == part.start == 0 and header_bytes:
-            offset, line = header_bytes, 1
+            offset, line = header_bytes, count_before(file, header_bytes, quoted)[0]
         stop = _END if part.stop is None else part.stop
         shard_index, num_shards = part.stripes
         # The stripe width depends on the file size only, so that all shards agree; each shard has several stripes.
@@ -145,7 +145,8 @@ class TextSource(LogSource):
                     "Convert it: iconv -f UTF-16 -t UTF-8"
                 )
             source.read(header_bytes)
-            lines = enumerate(iter(partial(read_line, source, self.parser.quoted), None), 1 + (header_bytes > 0))
+            number = 1 + count_before(file, header_bytes, self.parser.quoted)[0]
+            lines = enumerate(iter(partial(read_line, source, self.parser.quoted), None), number)
             line_number, line = next(entry for entry in lines if entry[1] not in (b"\n", b"\r\n"))
         parsed = delimited.parse(self.parser, line)
         if allow_bad or not len(parsed.bad_rows):
@@ -162,8 +163,12 @@ class TextSource(LogSource):
 
 
 def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
-    """Read the header of a CSV file: the columns, and its number of bytes; raise ValueError if it is not a header."""
-    line, end, _ = first_bytes(file).partition(b"\n")
+    """Read the header of a CSV file: the columns, and its number of bytes; raise ValueError if it is not a header.
+
+    Blank lines before it are part of it.
+    """
+    beginning = first_bytes(file)
+    line, _, rows = beginning.lstrip(b"\r\n").partition(b"\n")
     if b"\r" in line.removesuffix(b"\r"):
         raise ValueError(f"{file.path}: its lines end with carriage returns only; convert it to line feeds: mac2unix")
     try:
@@ -173,7 +178,7 @@ def read_header(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
     names = next(csv.reader([decoded], delimiter=delimiter), [])
     if not names or (len(names) == 1 and not {*",;|\t"}.isdisjoint(decoded)):  # one name may be all, for scoring
         raise ValueError(f"{file.path}, line 1: expected names separated by {delimiter!r}, found {decoded[:60]!r}")
-    return tuple(names), len(line + end)
+    return tuple(names), len(beginning) - len(rows)
 
 
 @contextmanager
