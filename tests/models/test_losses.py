@@ -139,6 +139,9 @@ def test_bad_input():
     for negative_ids in (positive_ids[:1], positive_ids[None, :1].expand(3, 1)):
         with pytest.raises(ValueError, match=r"ids: expected \[5\] and \[7\] or \[5, 7\], got \[5\] and"):
             bpr(*vectors, positive_ids=positive_ids, negative_ids=negative_ids)
+    for function in (bpr, cosine_contrastive):
+        with pytest.raises(ValueError, match="a mean over negatives, and got none"):
+            function(*vectors[:2], vectors[2][:0])
     with pytest.raises(ValueError, match=r"log_q: expected \[5\] and"):
         sampled_softmax(*vectors, log_q=(torch.zeros(5, 1), torch.zeros(7)))
     with pytest.raises(ValueError, match="power must be at least 0, got -1"):

@@ -23,7 +23,7 @@ FORMATS = "npy", "npz", "safetensors", "parquet"
 
 def write(path: Path, weight: Any, ids: Any = None) -> Path:
     """Write a file of rows by another library than the one that reads it, where there is one."""
-    weight, tensors = np.asarray(weight), {} if ids is None else {"ids": torch.as_tensor(ids)}
+    tensors = {} if ids is None else {"ids": torch.as_tensor(ids)}
     if path.suffix == ".npy":
         np.save(path, weight)
     elif path.suffix == ".npz":
@@ -63,6 +63,8 @@ def test_rows_of_a_file_and_defaults_elsewhere(tmp_path, monkeypatch, kind, plac
     expected = {**defaults, "t.weight": torch.from_numpy(dense).float()}
     assert_same_bits(table.state_dict(), expected)
     if kind == "npy":
+        big = write(tmp_path / "big.npy", dense.astype(">f8"))  # of another byte order
+        assert_same_bits(collection(static(big, placement=placement)).state_dict(), expected)
         return
     ids, rows = torch.randperm(ROWS)[:40], numbers(40)
     table = collection(static(write(tmp_path / f"some.{kind}", rows, ids), placement=placement, dtype=torch.float16))
@@ -182,6 +184,7 @@ def test_files_that_do_not_fit_are_named(tmp_path):
         ("e.safetensors", two, [1, 1], r"has the id 1 twice"),
         ("f.npz", two, [1.0, 2.0], r"has ids of shape \[2\] and dtype torch\.float32; expected int64"),
         ("g.parquet", two[:, :3], [1, 2], r"lists of other than 6 numbers"),
+        ("i.parquet", [[1.0, None, *[2.0] * 4]], [1], r"lists of other than 6 numbers"),
         ("h.npz", two, [1], r"has rows of shape \[2, 6\] .*; expected \[1, 6\]"),
     ]
     for name, weight, ids, text in cases:

@@ -142,7 +142,9 @@ def _accidental_hits(positive_ids: Tensor | None, negative_ids: Tensor | None, s
 
 
 def _mean_of_pairs(losses: Tensor, hits: Tensor | None) -> Tensor:
-    """Return means over the negatives of each query `[N]`, without accidental hits."""
+    """Return means over the negatives of each query `[N]`, without accidental hits; ValueError without negatives."""
+    if not losses.shape[1]:
+        raise ValueError("the loss is a mean over negatives, and got none; sample at least one per query")
     if hits is None:
         return losses.mean(1)
     return losses.masked_fill(hits, 0.0).sum(1) / (~hits).sum(1).clamp(min=1)

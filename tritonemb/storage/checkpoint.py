@@ -375,10 +375,14 @@ def open_pretrained(config: TableConfig) -> PretrainedRows:
 def _open_numpy(path: Path, dim: int) -> "_Source":
     arrays = np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
     arrays = {"weight": arrays} if path.suffix == ".npy" else arrays
-    weight, ids = arrays["weight"], torch.from_numpy(arrays["ids"]) if "ids" in arrays else None
-    dtype = torch.from_numpy(weight[:0].copy()).dtype
-    starts = _block_starts(len(weight), weight.nbytes)
-    return ids, dtype, weight.shape, starts, lambda first, stop: torch.from_numpy(weight[first:stop].copy())
+    weight, ids = arrays["weight"], _native_tensor(arrays["ids"]) if "ids" in arrays else None
+    starts, dtype = _block_starts(len(weight), weight.nbytes), _native_tensor(weight[:0]).dtype
+    return ids, dtype, weight.shape, starts, lambda first, stop: _native_tensor(weight[first:stop])
+
+
+def _native_tensor(array: np.ndarray) -> Tensor:
+    """Copy an array of any byte order."""
+    return torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
 
 
 def _open_safetensors(path: Path, dim: int) -> "_Source":
@@ -401,18 +405,16 @@ def _open_parquet(path: Path, dim: int) -> "_Source":
             raise ValueError("rows without an id must be the last ones")
         ids = torch.from_numpy(column.to_numpy().copy())
     kind = file.schema_arrow.field("weight").type
-    width, dtype = (
-        getattr(kind, "list_size", dim),
-        torch.from_numpy(np.empty(0, kind.value_type.to_pandas_dtype())).dtype,
-    )
+    width = getattr(kind, "list_size", dim)
+    dtype = torch.from_numpy(np.empty(0, kind.value_type.to_pandas_dtype())).dtype
 
     def read(first: int, stop: int) -> Tensor:
         group = bisect_right(group_starts, first) - 1
         rows = file.read_row_group(group, ["weight"])["weight"].slice(first - group_starts[group], stop - first)
-        if compute.unique(compute.list_value_length(rows)).to_pylist() != [dim]:
+        values = rows.combine_chunks().flatten()
+        if values.null_count or compute.unique(compute.list_value_length(rows)).to_pylist() != [dim]:
             raise ValueError(f"{path}: `weight` of rows {first} to {stop - 1} has lists of other than {dim} numbers")
-        values = rows.combine_chunks().flatten().to_numpy(zero_copy_only=False)
-        return torch.from_numpy(values.reshape(-1, dim).copy())
+        return torch.from_numpy(values.to_numpy(zero_copy_only=False).reshape(-1, dim).copy())
 
     return ids, dtype, (size, width), [*(start for start in group_starts if start < size), size], read
 
@@ -422,9 +424,5 @@ def _block_starts(num_rows: int, num_bytes: int) -> list[int]:
 
 
 _Source = tuple[Tensor | None, torch.dtype, Sequence[int], Sequence[int], Callable[[int, int], Tensor]]
-_SOURCES: dict[str, Callable[[Path, int], _Source]] = {
-    ".npy": _open_numpy,
-    ".npz": _open_numpy,
-    ".parquet": _open_parquet,
-    ".safetensors": _open_safetensors,
-}
+_SOURCES: dict[str, Callable[[Path, int], _Source]] = {".npy": _open_numpy, ".npz": _open_numpy}
+_SOURCES |= {".parquet": _open_parquet, ".safetensors": _open_safetensors}
