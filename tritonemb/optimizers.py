@@ -234,8 +234,8 @@ class FTRL(Optimizer):
     `σ = (sqrt(n + g²) - sqrt(n)) / lr`, `z += g - σw`, `n += g²`; `w = 0` where `|z| ≤ l1`, else
     `w = -(z - sign(z)·l1) / ((beta + sqrt(n)) / lr + l2)`. `z` starts at 0, as in the paper, whose
     weights start at 0, too: a row's initial weights contribute through `σw` only, and fully with `beta = 0`.
-    A learning rate of 0 leaves rows unchanged. Use `l2` or the decay mode "l2": as `w` follows from `z`, decoupled weight
-    decay acts through `σw` only, and not at all without a gradient.
+    A learning rate of 0 leaves rows unchanged. As `w` follows from `z`, decoupled weight decay acts through `σw` only:
+    use `l2`, or the decay mode "l2".
     """
 
     beta: float = 1.0

@@ -637,6 +637,27 @@ def test_a_checkpointed_lookup_counts_its_batch_once(tier, reentrant):
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.parametrize(("capacity", "loaded_capacity"), [(40, 500), (500, 40), (40, 40)])
+def test_a_table_of_another_capacity_has_the_occurrences_of_ids_without_rows(tier, capacity, loaded_capacity):
+    admission, ids = te.AdmissionConfig(appearances=3), torch.arange(30) * 7919
+    source, loaded = (
+        te.nn.EmbeddingBagCollection([config(capacity=rows, admission=admission, **TIERS[tier])], te.optim.SGD(lr=0.1))
+        for rows in (capacity, loaded_capacity)
+    )
+    for batch_ids in (ids, ids[:10]):
+        source(bag(*batch_ids.tolist())).sum().backward()
+    loaded.load_state_dict(source.state_dict())
+    counts, expected = (table_of(collection).index.sketch.counts(ids) for collection in (loaded, source))
+    assert (counts >= expected).all()
+    assert counts.sum() <= expected.sum() + 3  # upper bounds: few ids share all of their cells
+    loaded(bag(*ids[5:15].tolist())).sum().backward()
+    assert {*ids[5:10].tolist()} <= {*table_of(loaded).ids().tolist()}
+    state = source.state_dict()
+    for name, value in (("sketch", torch.zeros(4, 48)), ("sketch", torch.zeros(3, 64)), ("added", torch.zeros(2))):
+        with pytest.raises(RuntimeError, match=r"the shape of sketch must be \(4, 1 times a power of two\)"):
+            loaded.load_state_dict(state | {f"user.{name}": value.int()})
+
+
 def test_a_batch_without_room_changes_nothing(tier):
     tables = [config(capacity=9, **TIERS[tier]), config("item", capacity=4, features=["user"], **TIERS[tier])]
     collection = te.nn.EmbeddingBagCollection(tables, te.optim.SGD(lr=0.1))

@@ -40,14 +40,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def trainer_of(
-    tier: str, folder: Path | None = None, *callbacks: Any, users: int = 2_000, **options: Any
+    tier: str, folder: Path | None = None, *callbacks: Any, users: int = 2_000, sites: int = 100, **options: Any
 ) -> te.Trainer:
     data = jobs.planted()
     torch.manual_seed(0)
     dynamic: dict[str, Any] = {
         "user": {"capacity": users, "eviction": te.EvictionConfig(ttl=12)},
         "item": {"capacity": 160, "eviction": te.EvictionConfig("lfu", protect=2, half_life=5)},
-        "site": {"capacity": 100, "admission": te.AdmissionConfig(appearances=3), "fallback_rows": 10},
+        "site": {"capacity": sites, "admission": te.AdmissionConfig(appearances=3), "fallback_rows": 10},
     }
     placed = {} if tier == "device" else {"placement": tier, "cache": CACHE[tier]}
     tables = [
@@ -176,6 +176,13 @@ def test_a_checkpoint_goes_on_on_another_tier(before, after, tmp_path):
     tier, users = ("disk", 3_000) if after == "larger" else (after, 2_000)
     resumed = trainer_of(tier, tmp_path / "other", users=users, checkpoints=checkpoints)
     resumed.resume(checkpoint)
+    if after == "larger":  # with occurrences of ids without rows, too
+        larger = trainer_of(tier, tmp_path / "larger", sites=500, checkpoints=checkpoints)
+        larger.resume(checkpoint)
+        ids, sketch = torch.arange(2_000), resumed.model.embeddings["site"].index.sketch
+        counts = larger.model.embeddings["site"].index.sketch.counts(ids)
+        assert (counts >= sketch.counts(ids)).all()
+        assert 0 < counts.sum() <= 2 * sketch.counts(ids).sum()
     resumed.fit()
     actual = resumed.model.state_dict()
     assert_same_bits(actual, rows)

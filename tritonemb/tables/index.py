@@ -79,13 +79,24 @@ class Sketch:
         self._added.zero_()
 
     def check(self, saved: Mapping[str, Tensor], title: str) -> None:
-        if saved["sketch"].shape != (shape := (NUM_HASHES, self._global_partitions * self._width)):
-            actual = tuple(saved["sketch"].shape)
-            raise ValueError(f"{title}: sketch must have shape {shape}, got {actual}: that of another capacity")
+        partitions, shape = self._global_partitions, tuple(saved["sketch"].shape)
+        width = shape[-1] // partitions if shape else 0
+        if shape != (NUM_HASHES, partitions << max(width.bit_length() - 1, 0)) or len(saved["added"]) != partitions:
+            expected = f"({NUM_HASHES}, {partitions} times a power of two), and that of added ({partitions},)"
+            raise ValueError(
+                f"{title}: the shape of sketch must be {expected}, got {shape}: are there other partitions?"
+            )
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy this shard's counts from those of the unsharded table."""
-        self._cells.copy_(saved["sketch"][:, self._first_partition * self._width :][:, : self._cells.shape[1]])
+        """Copy this shard's counts from those of the unsharded table.
+
+        Of a table of another capacity they stay upper bounds: its cells are repeated, or their largest ones are kept.
+        """
+        cells = saved["sketch"].unflatten(1, (self._global_partitions, -1))
+        cells = cells[:, self._first_partition :][:, : self._num_partitions]
+        width = min(cells.shape[2], self._width)
+        cells = cells.unflatten(2, (-1, width)).amax(2).repeat(1, 1, self._width // width)
+        self._cells.copy_(cells.flatten(1))
         self._added.copy_(saved["added"][self._first_partition :][: self._num_partitions])
 
     def counts(self, ids: Tensor) -> Tensor:

@@ -143,6 +143,8 @@ def load_model(
         if table is None or (ids := stored.get(f"{prefix}ids")) is None:
             continue
         templates = table.templates(ids.size[0], stored, prefix)
+        if "sketch" in templates and (sketch := stored.get(f"{prefix}sketch")) is not None:
+            templates["sketch"] = _allocate(sketch)  # its size follows from the capacity
         if (entry := disk_tables.get(f"{prefix}rows")) is not None:  # rows are in files
             if table.config.placement == "disk" and reader.find_shard(entry, table.rows):
                 rows = {key: value for key, value in current.items() if key.startswith("rows.")}
