@@ -593,6 +593,37 @@ def test_masters_follow_what_is_written_to_parameters_on_the_device(tmp_path):
     assert written("device", True)[0] == written("host", True)[0] == expected
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["in place", "set", "set twice", "vector", "kept"])
+def test_masters_follow_writes_through_data(way, tmp_path):
+    model = nn.Linear(8, 4).bfloat16()
+    model, optimizer = te.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), states="host", budget="1MiB")
+    whole = model.weight.data
+
+    def step(factor):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 8, dtype=torch.bfloat16)) * factor).sum().backward()
+        optimizer.step()
+
+    step(1.0)
+    if way == "vector":
+        nn.utils.vector_to_parameters(torch.zeros(36, dtype=torch.bfloat16), model.parameters())
+    elif way == "in place":
+        model.weight.data.view(-1).zero_()
+    elif way == "kept":
+        whole.zero_()
+    else:
+        for value in (1.0, 0.0) if way == "set twice" else (0.0,):
+            model.weight.data = torch.full_like(model.weight, value)
+            step(0.0)
+            assert (model.weight == value).all()
+    # A checkpoint has them, too.
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    te.offloading.load_checkpoint(model, optimizer, tmp_path / "saved")
+    step(0.0)
+    assert not model.weight.any()
+
+
 def test_an_optimizer_with_a_scheduler_is_refused():
     model = mlp()
     optimizer = adam(model.parameters())
@@ -627,6 +658,65 @@ def test_states_of_another_optimizer_are_refused():
     with pytest.raises(ValueError, match="has no 'exp_avg', 'exp_avg_sq' of a parameter"):
         optimizer.load_state_dict(other.state_dict())
     assert optimizer.state_dict()["state"][0]["step"] == initial["state"][0]["step"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_states_of_an_optimizer_with_more_options_are_refused(way, tmp_path):
+    def make(**options):
+        model = nn.Linear(8, 4)
+        return te.offload(model, torch.optim.AdamW(model.parameters(), **options), states="host", budget="1MiB")
+
+    def step(model, optimizer):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    model, optimizer = make(amsgrad=True)
+    step(model, optimizer)
+    other, stepped = make()
+    if way == "state dict":
+        with pytest.raises(ValueError, match=r"has a 'max_exp_avg_sq' of a parameter .* which this AdamW lacks"):
+            stepped.load_state_dict(optimizer.state_dict())
+    else:
+        te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+        with pytest.raises(ValueError, match=r"has '(bias|weight)\.max_exp_avg_sq', which this optimizer lacks"):
+            te.offloading.load_checkpoint(other, stepped, tmp_path / "saved")
+    step(other, stepped)
+    assert not stepped.param_groups[0]["amsgrad"]
+
+
+def test_an_option_that_needs_another_state_is_refused():
+    def make(**options):
+        model = nn.Linear(8, 4)
+        model, optimizer = te.offload(model, torch.optim.SGD(model.parameters(), lr=0.1, **options), states="host")
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        model(torch.ones(2, 8)).sum().backward()
+        return model.weight, optimizer, schedule
+
+    weight, optimizer, _ = make()
+    initial = weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"momentum of parameter group 0 was set .* no memory for 'momentum_buffer'"
+        ):
+            optimizer.step()
+    assert torch.equal(weight, initial)
+    optimizer.param_groups[0]["momentum"] = 0
+    optimizer.step()
+    assert not torch.equal(weight, initial)
+    _, optimizer, _ = make(momentum=0.5)
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (4, 8)
+
+
+def test_a_state_that_the_options_no_longer_use_is_dropped():
+    model = nn.Linear(8, 4)
+    warm = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 8)).sum().backward()
+    warm.step()
+    warm.param_groups[0]["momentum"] = 0.0
+    _, optimizer = te.offload(model, warm, states="host")
+    assert "momentum_buffer" not in optimizer.state_dict()["state"].get(0, {})
 
 
 def test_a_layer_in_two_places_is_not_tiled():

@@ -162,6 +162,7 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
 
     remove()  # remains of a killed process
     optimizer.raise_if_failed()
+    optimizer.update_masters([p for group in optimizer.param_groups for p in group["params"]])
     state = _collect_state(model, optimizer, True)
     with on_error(remove), checkpoint_errors(f"{path} cannot be saved"):
         save(state, storage_writer=OffloadWriter(temporary), no_dist=group.process_group is None)
@@ -193,7 +194,16 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     # Compare keys and shapes with the model.
     reader = files.CheckpointReader(path)
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    state, paths = flatten_state_dict(_collect_state(model, optimizer, False))
+    collected = _collect_state(model, optimizer, False)
+    state, paths = flatten_state_dict(collected)
+    stepped = {f"optim.state.{name}" for group in collected["optim"]["param_groups"] for name in group["params"]}
+    for key, metadata in stored.items():
+        prefix, _, name = key.rpartition(".")
+        if prefix in stepped and key not in state and name != MASTER and getattr(metadata, "size", None):
+            raise ValueError(
+                f"{path} has {key.removeprefix('optim.state.')!r}, which this optimizer lacks; construct it with the "
+                "options of the optimizer that was saved, before te.offload"
+            )
     for key, value in state.items():
         shape = getattr(stored.get(key), "size", None)
         if key.startswith("model.") and key not in stored and value.numel():

@@ -19,8 +19,17 @@ from torch.optim import Optimizer
 
 from tritonemb.layout import ALIGNMENT
 from tritonemb.offloading.gradients import Gradients
+from tritonemb.offloading.parameters import WatchedParameter
 from tritonemb.offloading.shards import as_dtensor, to_local
-from tritonemb.offloading.states import MASTER, Offloaded, StateArray, StateChunk, StatePlacement, StateStore
+from tritonemb.offloading.states import (
+    MASTER,
+    Offloaded,
+    StateArray,
+    StateChunk,
+    StatePlacement,
+    StateStore,
+    array_names,
+)
 from tritonemb.utils import join_names
 
 STEP_HOOKS = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"  # of torch.optim; called once per step
@@ -155,10 +164,15 @@ class OffloadedOptimizer(Optimizer):
         examples = [self._inner.example_states(group) for group in self.param_groups]
         params = [(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
         self.store = StateStore(params, examples, offloaded, placement)
+        self._enabled_options = [_enabled_options(group) for group in self.param_groups]
+        self._reserved_states = [array_names(example) for example in examples]
         self._gradients = Gradients(self.store, offloaded, placement)
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
-        self._versions: dict[Any, int] = {p: 0 for p, _ in params if p not in offloaded}
+        self._versions: dict[Any, tuple[int, ...]] = {p: () for p, _ in params if p not in offloaded}
+        for p in self._versions:
+            if type(p) is nn.Parameter and any(chunk.has_master for chunk in self.store.chunks(p)):
+                p.__class__ = WatchedParameter
         for param in offloaded.values():
             param.on_write = lambda param=param: self.store.update_masters(param.parameter)  # type: ignore[misc]
 
@@ -187,12 +201,11 @@ class OffloadedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.raise_if_failed()
+        self._check_options()
         self._gradients.wait()
         with self._record_failure():
             with_gradient = [p for p in self._parameters() if self._gradients.has(p)]
-            for p in with_gradient:
-                if p in self._versions and self._versions[p] != to_local(p)._version:
-                    self.store.update_masters(p)
+            self.update_masters(with_gradient)
             step_chunks = partial(self._inner.step_chunks, self.param_groups, self._gradients.of_chunk, self.store)
             self.store.visit(step_chunks, self.store.chunks(*with_gradient), gradients=True)
             self.store.buffers.drain()
@@ -201,12 +214,33 @@ class OffloadedOptimizer(Optimizer):
                 self._record_update(p)
         return loss
 
+    def _check_options(self) -> None:
+        """Raise ValueError if a parameter group was changed so that it needs states which have no memory."""
+        for number, group in enumerate(self.param_groups):
+            if (enabled := _enabled_options(group)) == self._enabled_options[number]:
+                continue
+            if missing := array_names(self._inner.example_states(group)) - self._reserved_states[number]:
+                changed = sorted((enabled - self._enabled_options[number]) & self.defaults.keys())
+                raise ValueError(
+                    f"{join_names(changed)} of parameter group {number} was set after te.offload, which allocated no "
+                    f"memory for {join_names(map(repr, sorted(missing)))}: set it before, in the constructor of "
+                    f"{self._inner.name} (OneCycleLR and CyclicLR set momentum, unless cycle_momentum=False)"
+                )
+            self._enabled_options[number] = enabled
+
+    def update_masters(self, parameters: Sequence[Any]) -> None:
+        """Update the master weights of parameters on the device that were written without the optimizer."""
+        for p in parameters:
+            if p in self._versions and self._versions[p] != (writes := WatchedParameter.writes(p)):
+                self.store.update_masters(p)
+                self._versions[p] = writes
+
     def _record_update(self, parameter: Any) -> None:
         """Publish the states of an updated parameter with one value, and record its version."""
         if chunks := self.store.chunks(parameter):
             self.state[parameter] = chunks[-1].scalars
         if parameter in self._versions:
-            self._versions[parameter] = to_local(parameter)._version
+            self._versions[parameter] = WatchedParameter.writes(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._gradients.clear(set_to_none)
@@ -254,6 +288,7 @@ class OffloadedOptimizer(Optimizer):
         self.raise_if_failed()
         if not self.store.is_ready(parameter):
             return {}
+        self.update_masters([parameter])
         layout = self.store.layout(parameter)
         arrays = {name: StateArray(self.store, parameter, name).read() for name in layout.dtypes}
         return layout.scalars | {name: as_dtensor(array, parameter) for name, array in arrays.items()}
@@ -284,7 +319,7 @@ class OffloadedOptimizer(Optimizer):
             for name, value in param_states.items():
                 if name in arrays:
                     StateArray(self.store, p, name).write_range(0, to_local(value).reshape(-1))
-                elif name != MASTER:
+                elif name != MASTER and not array_names({name: value}):  # else the options do not use it
                     scalars[name] = value
             if param_states:
                 self.finish_load(p, scalars, MASTER in param_states)
@@ -331,13 +366,21 @@ class OffloadedOptimizer(Optimizer):
         return [p for group in self.param_groups for p in group["params"]]
 
 
+def _enabled_options(group: Mapping[str, Any]) -> set[str]:
+    """Return the options of a parameter group that are not zero, False or None, on which its states depend."""
+    return {name for name, value in group.items() if name != "params" and not isinstance(value, Tensor) and value}
+
+
 def _check_states(parameter: Any, states: Mapping[str, Any], names: Set[str], optimizer: str) -> None:
-    """Raise ValueError if a parameter's states lack one of the optimizer's, or have another shape."""
-    if states and (missing := names - states.keys() - {MASTER}):
-        raise ValueError(
-            f"the state dict has no {join_names(map(repr, sorted(missing)))} of a parameter of shape "
-            f"{tuple(parameter.shape)}, which this {optimizer} needs; it is of another optimizer"
-        )
+    """Raise ValueError if a parameter's states are not those of the optimizer, or have another shape."""
+    extra = array_names(states) - names - {MASTER}
+    for problem, difference in (("no", names - states.keys() - {MASTER}), ("a", extra)):
+        if states and difference:
+            raise ValueError(
+                f"the state dict has {problem} {join_names(map(repr, sorted(difference)))} of a parameter of shape "
+                f"{tuple(parameter.shape)}, which this {optimizer} {'needs' if problem == 'no' else 'lacks'}; it is of "
+                "another optimizer, or of one with other options: construct it with these before te.offload"
+            )
     for name, value in states.items():
         if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
             raise ValueError(

@@ -16,10 +16,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tritonemb.offloading.shards import Piece, StoredElements, flat_like, is_dense, local_shape, overlaps, padded_shape
+from tritonemb.offloading.shards import (
+    Piece,
+    StoredElements,
+    flat_like,
+    is_dense,
+    local_shape,
+    overlaps,
+    padded_shape,
+    to_local,
+)
 from tritonemb.offloading.tiers import Arena, Tier, empty_host, round_to_pages
 from tritonemb.storage.store import IoFuture, wait_all
 
+_DATA: Any = torch.Tensor.data
 PREFETCH_PARAMETERS = 16  # parameters: a few layers, whose reads overlap
 
 
@@ -151,6 +161,36 @@ class OffloadedParam(StoredElements):
             self.finish_read()
             self.memory().view(self.dtype)[piece.begin : piece.end].copy_(values)
         self.version += 1
+
+
+class WatchedParameter(nn.Parameter):
+    """Parameter on the device whose master weights follow writes through `.data`, which has its own version counter."""
+
+    alias: Tensor | None = None  # shares the version counter of what `.data` returned or was set to
+    num_aliases = 0
+
+    @property
+    def data(self) -> Tensor:
+        if self.alias is None or not self.alias.is_set_to(self):
+            self._set_alias(_DATA.__get__(self))
+        assert self.alias is not None
+        return self.alias.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        _DATA.__set__(self, values)
+        self._set_alias(values.detach())
+
+    def _set_alias(self, alias: Tensor) -> None:
+        self.alias, self.num_aliases = alias, self.num_aliases + 1
+
+    @staticmethod
+    def writes(parameter: Any) -> tuple[int, ...]:
+        """Return numbers that change with each write to a parameter of any class."""
+        version = to_local(parameter)._version
+        if not isinstance(parameter, WatchedParameter) or parameter.alias is None:
+            return (version,)
+        return version, parameter.num_aliases, parameter.alias._version
 
 
 def in_backward() -> bool:

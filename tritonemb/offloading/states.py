@@ -410,9 +410,17 @@ def make_layout(parameter: Any, examples: Mapping[str, Any], step_device: torch.
     """Return a parameter's states, with master weights unless it is stepped in place."""
     dtype = torch.float32 if parameter.dtype in (torch.float16, torch.bfloat16) else parameter.dtype
     in_place = dtype == parameter.dtype and to_local(parameter).device == step_device
-    arrays = [name for name, value in examples.items() if isinstance(value, Tensor) and value.ndim]
+    arrays = array_names(examples)
     scalars = {name: value for name, value in examples.items() if name not in arrays}
-    return StateLayout(scalars, ({} if in_place else {MASTER: dtype}) | dict.fromkeys(arrays, dtype))
+    return StateLayout(
+        scalars,
+        ({} if in_place else {MASTER: dtype}) | dict.fromkeys((name for name in examples if name in arrays), dtype),
+    )
+
+
+def array_names(states: Mapping[str, Any]) -> set[str]:
+    """Return the names of the states with one value per element."""
+    return {name for name, value in states.items() if isinstance(value, Tensor) and value.ndim}
 
 
 def make_sub_groups(
