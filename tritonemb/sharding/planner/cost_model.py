@@ -37,7 +37,7 @@ STAGES = ("id exchange", "grouping", "lookup", "output exchange", "update", "mis
 IDS, GROUPING, LOOKUP, OUTPUTS, UPDATE, MISSES, REPLICATED = range(len(STAGES))
 PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 DEVICE, HOST, DISK, SERVER = range(len(PLACEMENTS))
-DIRECT, HIERARCHICAL, REPLICAS = range(3)  # exchange schemes of pooled vectors
+DIRECT, HIERARCHICAL, REPLICAS, SERVERS = range(4)  # exchange schemes of pooled vectors; the last two need none
 CACHED = (0.0, 0.01, 0.03, 0.1, 0.25, 0.5, 1.0)  # cached shares of a table's rows; misses are interpolated between them
 CACHE_BYTES = 40.0  # per cached row: tag, clock, flags, and its part of the transfer buffers
 SECTOR_BYTES, SECTOR_PAYLOAD = 512, 496  # of the file of a table on disk: in all, and of records
@@ -259,9 +259,9 @@ class CostModel:
         part = np.clip((share - low) / (high - low), 0, 1)
         return self._misses[table, upper - 1] * (1 - part) + self._misses[table, upper] * part
 
-    def common_seconds(self, table: Array, blocks: Array, scheme: Array, placement: Array) -> Array:
+    def common_seconds(self, table: Array, blocks: Any, scheme: Any) -> Array:
         """Return seconds that a table costs every rank, for any shards: its host sends ids once per column block."""
-        sends = (self.ranks > 1) & (scheme != REPLICAS) & (placement != SERVER)
+        sends = (self.ranks > 1) & (scheme < REPLICAS)
         return np.where(sends, self.ids[table] * blocks / self.topology.routing_rate, 0)
 
     @property
@@ -301,7 +301,7 @@ class CostModel:
             shards, cache, table_rows = plan.shards(table), plan.apply(table).cache, self.rows[number]
             tier, num_units = PLACEMENTS.index(plan.placement(table.name).placement), rows_to_shard(table)
             if tier == SERVER:
-                values = (number, 1.0, table_rows, table.embedding_dim, 1, REPLICAS, SERVER, 0, 0)
+                values = (number, 1.0, table_rows, table.embedding_dim, 1, SERVERS, SERVER, 0, 0)
                 rows_of_shards += [(rank, *values) for rank in range(self.ranks)]
                 continue
             blocks, sharding = len({shard.first_column for shard in shards}), plan.tables[table.name]
@@ -333,8 +333,7 @@ class CostModel:
         np.add.at(seconds, rank, shard_seconds)
         np.add.at(hbm, rank, memory[:, DEVICE])
         first = np.unique(shards.table, return_index=True)[1]
-        arrays = shards.table, shards.blocks, shards.scheme, shards.placement
-        common = self.common_seconds(*(values[first] for values in arrays))
+        common = self.common_seconds(*(values[first] for values in (shards.table, shards.blocks, shards.scheme)))
         seconds[:, IDS] += sum(common.tolist())
         seconds /= self.rank_speed[:, None]
         host, disk = (np.bincount(rank // self.local, memory[:, tier], self.nodes) for tier in (HOST, DISK))
@@ -349,10 +348,8 @@ class CostModel:
 
     def waits(self, scheme: Any, placement: Array) -> Array:
         """Return which of the `latencies` tables with these shards wait for: bool `[n, latencies]`."""
-        sharded, on_device = (scheme != REPLICAS) & (placement != SERVER), placement == DEVICE
-        launches = [(scheme == value) & (placement != SERVER) for value in range(3)]
-        tiers = [placement == SERVER, ~on_device & (placement != SERVER), placement == DISK]
-        return np.stack([sharded, *launches, *tiers], -1)
+        schemes, on_disk = [scheme == value for value in range(4)], placement == DISK
+        return np.stack([scheme < REPLICAS, *schemes, on_disk | (placement == HOST), on_disk], -1)
 
     @property
     def latencies(self) -> Array:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Self, cast, get_args
 
 import numpy as np
@@ -61,15 +60,15 @@ class Constraint:
 class Option(NamedTuple):
     """A sharding option: sharding type, tier, and shares of each shard's rows cached on the device and in host memory.
 
-    Its units are ranges of rows between `edges` (shares of all rows), or all columns. Packing splits a unit into
-    shards; `num_blocks` is the number of blocks of rows or columns that this makes.
+    Its units are `num_units` ranges of rows, or all columns. Packing splits a unit into shards; `num_blocks` is the
+    number of blocks of rows or columns that this makes.
     """
 
     kind: str
     placement: Placement
     cache_share: float = 0.0
     host_share: float = 0.0
-    edges: tuple[float, ...] = (0.0, 1.0)
+    num_units: int = 1
     num_blocks: int = 1
 
     def __str__(self) -> str:
@@ -123,37 +122,39 @@ class Kind(NamedTuple):
         return mask, steps, max_shards
 
 
-class KindOptions(NamedTuple):
-    """Options of a sharding type: all tables that allow it, on their tiers; units are an axis. See `Problem`."""
+# Records of options and their units, with the names of an `Option` and of `Problem`.
+OPTION: Any = np.dtype([
+    ("table", int), ("kind", "U20"), ("placement", int), ("cache_share", float), ("host_share", float),
+    ("num_units", int), ("scheme", int), ("option_replicated", float, 5), ("option_common", float),
+])  # fmt: skip
+UNIT: Any = np.dtype([
+    ("unit_table", int), ("unit_common", float), ("unit_on_node", bool), ("unit_steps", int),
+    ("unit_max_shards", int), ("fixed", float, 4), ("slope", float, 4), ("pairwise_load", float),
+])  # fmt: skip
 
-    kind: Kind
-    table: Array  # [O]
-    tier: Array
-    cached: Array  # [O, 2]: shares of a shard's rows on the device, and in host memory
-    edges: Array  # [O, units + 1]
-    replicated: Array  # [O, 5]
-    common: Array  # [O]
-    unit_common: Array  # [O, units], as those below
-    steps: Array
-    max_shards: Array
-    fixed: Array  # [O, units, 4]
-    slope: Array  # [O, units, 4]
-    pairwise_load: Array
+
+class KindOptions(NamedTuple):
+    """Options of a sharding type: all tables that allow it, on their tiers; and the units of each."""
+
+    options: Array  # [O] of OPTION
+    units: Array  # [O, units] of UNIT
 
     @property
     def smallest(self) -> Any:
         """Shares of the three budgets that the smallest shard needs, `[O, 3]`."""
-        shards = self.fixed + self.slope / self.max_shards[..., None]
-        return np.concatenate([self.replicated[:, None, 1:4], self.fixed[..., 1:], shards[..., 1:] - 1e-9], 1).max(1)
+        fixed, slope = self.units["fixed"], self.units["slope"]
+        shards = fixed + slope / self.units["unit_max_shards"][..., None]
+        replicated = self.options["option_replicated"][:, None, 1:4]
+        return np.concatenate([replicated, fixed[..., 1:], shards[..., 1:] - 1e-9], 1).max(1)
 
     def subset(self, selected: Array) -> Self:
-        return self._replace(**{name: getattr(self, name)[selected] for name in self._fields[1:]})
+        return type(self)(self.options[selected], self.units[selected])
 
 
 def make_problem(
     model: CostModel, constraints: list[Constraint], reserve: Sequence[float] = (0.0, 0.0, 0.0)
-) -> tuple[list[list[Option]], Problem]:
-    """Return the Pareto-optimal options of each table, and the problem, with `reserve`d shares of the three budgets."""
+) -> tuple[list[Option], Problem]:
+    """Return the Pareto-optimal options of all tables, and the problem, with `reserve`d shares of the three budgets."""
     topology = model.topology
     if (short := model.reserved_bytes - model.rank_hbm.min()) >= 0:
         raise PlanError(
@@ -189,7 +190,7 @@ def make_problem(
     budgets = model.budgets * (1 - np.append(reserve, 0) - ROUNDING)
     options = [_options_of_kind(model, kind, allowed, tiers, budgets) for kind in kinds]
     if topology.servers:
-        kind = Kind("server", 0, scheme=cost_model.REPLICAS)
+        kind = Kind("server", 0, scheme=cost_model.SERVERS)
         options.append(_options_of_kind(model, kind, allowed, [("server", 0, 0, 0)], budgets))
     return _assemble(model, options, constraints, (model.rank_hbm.max() - model.rank_hbm) / budgets[0])
 
@@ -204,16 +205,14 @@ def _options_of_kind(
     tier = np.array([(PLACEMENTS.index(name), *shares[:2]) for name, *shares in tiers], dtype=np.float64)[tier_index]
     placement, ranks, local = tier[:, 0].astype(np.int64), model.ranks, model.local
     # Shares of a table's ids and rows in each unit; of one rank, if the ranks of a node share the rows.
-    edges, id_share = np.linspace(0, 1, max(kind.units, 1) + 1) * np.ones((len(model.tables), 1)), None
-    if kind.units > 1:
-        for number in np.flatnonzero(mask).tolist():
-            rows, weight = _cumulative_weight(model.stats[model.tables[number].name], model.tables[number])
-            edges[number] = np.interp(edges[number], weight, rows)
-        # Ranges have equal weights, which are the means of their shares of rows and ids.
-        id_share = np.diff(2 * np.linspace(0, 1, kind.units + 1) - edges)
+    weights = np.linspace(0, 1, max(kind.units, 1) + 1)
+    edges = np.tile(weights, (len(model.tables), 1))
+    for number in np.flatnonzero(mask).tolist() if kind.units > 1 else ():
+        rows, weight = _cumulative_weight(model.stats[model.tables[number].name], model.tables[number])
+        edges[number] = np.interp(weights, weight, rows)
+    # Ranges have equal weights, which are the means of their shares of rows and ids.
     share_factor = 1 / local if kind.scheme == cost_model.HIERARCHICAL else 1.0
-    edges, row_share = edges[table], np.diff(edges)[table] * share_factor
-    id_share = row_share if id_share is None else id_share[table]
+    row_share, id_share = (np.diff(shares)[table] * share_factor for shares in (edges, 2 * weights - edges))
     rows, dims = row_share * model.rows[table][:, None], model.dims[table][:, None]
     # Cached shares, the same for all shards of a table; at least those that the batches in flight need.
     least = model.min_cached_rows(np.broadcast_to(table[:, None], rows.shape), id_share, rows)
@@ -238,29 +237,29 @@ def _options_of_kind(
         uses[:, [cost_model.HOST, cost_model.DISK]] *= local if kind.on_node else 1
         return np.concatenate([seconds.sum(1)[:, None], uses], 1).reshape(*rows.shape, 5)
 
-    shape = len(table), kind.units
-    replicated, pairwise_load, fixed = np.zeros((len(table), 5)), np.zeros(shape), np.zeros((*shape, 4))
-    slope = fixed
+    options, units = np.zeros(len(table), OPTION), np.zeros((len(table), kind.units), UNIT)
+    options["table"], options["kind"], options["num_units"] = table, kind.name, kind.units
+    options["placement"], options["scheme"] = placement, kind.scheme
+    options["cache_share"], options["host_share"] = cached, on_host
+    units["unit_table"], units["unit_on_node"] = table[:, None], kind.on_node
+    units["unit_steps"], units["unit_max_shards"] = steps[table][:, None], max_shards[table][:, None]
     if kind.units == 0:
-        replicated = costs(1.0, 1)[:, 0] * [1, 1, local, local, ranks]
+        options["option_replicated"] = costs(1.0, 1)[:, 0] * [1, 1, local, local, ranks]
     else:
         part = np.minimum(1.0, MAX_ROWS_INT32 / model.rows[table])[:, None] / 2  # shards with 2^31 rows are rare
         one_part, two_parts = costs(part, blocks)[..., :4], costs(2 * part, blocks)[..., :4]
-        slope = np.maximum((two_parts - one_part) / part[..., None], 0)
-        fixed = np.maximum(one_part - slope * part[..., None], 0)
+        units["slope"] = np.maximum((two_parts - one_part) / part[..., None], 0)
+        units["fixed"] = np.maximum(one_part - units["slope"] * part[..., None], 0)
         if kind.by_columns:  # sums over whole rows are exchanged between the ranks with their columns
-            pairwise_load = costs(part, 3)[..., 0] - costs(part, 2)[..., 0]
-            fixed[..., 0] -= pairwise_load
+            units["pairwise_load"] = costs(part, 3)[..., 0] - costs(part, 2)[..., 0]
+            units["fixed"][..., 0] -= units["pairwise_load"]
         if kind.name == "row_wise":  # continuous shares are rounded to rows
             rounding = np.where(steps > SETTINGS.continuous_steps, 1 / steps, 0)[table]
-            fixed[..., 1:] += slope[..., 1:] * rounding[:, None, None]
-    one, scheme = np.ones(len(table)), np.full(len(table), kind.scheme)
-    common = model.common_seconds(table, one, scheme, placement) * (local if table_column_wise else 1)
+            units["fixed"][..., 1:] += units["slope"][..., 1:] * rounding[:, None, None]
+    common = model.common_seconds(table, 1, kind.scheme) * (local if table_column_wise else 1)
     unit_common = common * kind.by_columns  # ids are sent to each block of columns
-    per_unit = [np.broadcast_to(v[:, None], shape) for v in (unit_common, steps[table], max_shards[table])]
-    values: list[Any] = [table, placement, np.stack([cached, on_host], 1), edges, replicated, common - unit_common]
-    values += [*per_unit, fixed, slope, pairwise_load]
-    return KindOptions(kind, *values)
+    options["option_common"], units["unit_common"] = common - unit_common, unit_common[:, None]
+    return KindOptions(options, units)
 
 
 def _cumulative_weight(stats: TableStats, table: TableConfig) -> tuple[Array, Array]:
@@ -273,47 +272,36 @@ def _cumulative_weight(stats: TableStats, table: TableConfig) -> tuple[Array, Ar
 
 def _assemble(
     model: CostModel, kinds: list[KindOptions], constraints: list[Constraint], less_memory: Array
-) -> tuple[list[list[Option]], Problem]:
+) -> tuple[list[Option], Problem]:
     """Sort the feasible, Pareto-optimal options of all tables by table, and concatenate them to a problem."""
-    num_tables, feasible = len(model.tables), [options.subset((options.smallest <= 1).all(1)) for options in kinds]
-    counts: Any = sum(np.bincount(options.table, minlength=num_tables) for options in feasible)
+    num_tables, feasible = len(model.tables), [kind.subset((kind.smallest <= 1).all(1)) for kind in kinds]
+    counts: Any = sum(np.bincount(kind.options["table"], minlength=num_tables) for kind in feasible)
     if len(empty := np.flatnonzero(counts == 0)):
         raise PlanError(_no_option(model, kinds, constraints[empty[0]], int(empty[0])))
-    subsets, choices = list[KindOptions](), list[Option]()
-    for options in feasible:
-        subsets.append(options := options.subset(_pareto_optimal(options)))
-        shares = zip(options.tier, options.cached.tolist(), options.edges.tolist(), strict=True)
-        choices += [Option(options.kind.name, PLACEMENTS[n], a, b, tuple(e)) for n, (a, b), e in shares]
-    # Order of the options by table, and of their units.
-    table = np.concatenate([options.table for options in subsets])
-    order, offsets = np.argsort(table, kind="stable"), np.searchsorted(np.sort(table), np.arange(num_tables + 1))
-    num_units = np.concatenate([np.full(len(options.table), options.kind.units) for options in subsets])
-    ends, first_units = np.cumsum(num_units[order]), (np.cumsum(num_units) - num_units)[order]
-    unit_order = np.arange(num_units.sum()) + np.repeat(first_units - ends + num_units[order], num_units[order])
-
-    def values(name: str, *shape: int) -> Array:
-        return np.concatenate([getattr(options, name).reshape(-1, *shape) for options in subsets])
-
-    on_node = np.repeat([options.kind.on_node for options in subsets], [options.steps.size for options in subsets])
-    by_option = values("replicated", 5), values("common")
-    by_unit = (
-        np.repeat(table, num_units), values("unit_common"), on_node, values("steps"), values("max_shards"),
-        values("fixed", 4), values("slope", 4), values("pairwise_load"),
+    optimal = [kind.subset(_pareto_optimal(kind)) for kind in feasible]
+    options, units = (np.concatenate(records) for records in zip(*((o, u.ravel()) for o, u in optimal), strict=True))
+    options = options[np.argsort(options["table"], kind="stable")]
+    units = units[np.argsort(units["unit_table"], kind="stable")]
+    offsets = np.searchsorted(options["table"], np.arange(num_tables + 1))
+    members = options[["kind", "placement", "cache_share", "host_share", "num_units"]].tolist()
+    choices = [Option(kind, PLACEMENTS[tier], *values) for kind, tier, *values in members]
+    arrays = {name: options[name] for name in OPTION.names} | {name: units[name] for name in UNIT.names}
+    waits = model.waits(options["scheme"], options["placement"])
+    problem = Problem(
+        model.ranks, model.local, model.rank_speed, np.stack([np.zeros(model.ranks), less_memory]), offsets,
+        np.append(0, np.cumsum(options["num_units"])), option_waits=waits, latencies=model.latencies,
+        waits=np.ones(waits.shape[1], dtype=bool),
+        **{name: np.ascontiguousarray(values) for name, values in arrays.items() if name in Problem._fields},
     )  # fmt: skip
-    ordered: Any = [array[order] for array in by_option] + [array[unit_order] for array in by_unit]
-    by_table = [[choices[index] for index in order[first:end]] for first, end in pairwise(offsets)]
-    waits = np.concatenate([model.waits(options.kind.scheme, options.tier) for options in subsets])[order]
-    ordered += [waits, model.latencies, np.ones(waits.shape[1], dtype=bool)]
-    base = np.stack([np.zeros(model.ranks), less_memory])
-    return by_table, Problem(model.ranks, model.local, model.rank_speed, base, offsets, np.append(0, ends), *ordered)
+    return choices, problem
 
 
-def _pareto_optimal(options: KindOptions) -> Array:
+def _pareto_optimal(kind: KindOptions) -> Array:
     """Return which options `[O]` no other of the same table dominates in all costs."""
-    _, first, position = np.unique(options.table, return_index=True, return_inverse=True)
+    _, first, position = np.unique(kind.options["table"], return_index=True, return_inverse=True)
     number = np.arange(len(position)) - first[position]  # of the option in its table
-    units = [np.concatenate([*part.transpose(1, 2, 0)]) for part in (options.fixed, options.slope) if part.size]
-    costs = np.concatenate([options.replicated.T, *units]).T
+    units = [kind.units[name].reshape(len(position), 4 * kind.units.shape[1]) for name in ("fixed", "slope")]
+    costs = np.concatenate([kind.options["option_replicated"], *units], 1)
     values = np.full((len(first), number.max(initial=-1) + 1, costs.shape[1]), np.inf)
     values[position, number] = costs
     no_worse = (values[:, :, None] <= values[:, None] * (1 + 1e-12) + 1e-15).all(3)  # [table, a, b]
@@ -361,7 +349,7 @@ def decode(
         rows = rows_to_shard(table)
         first, last = np.searchsorted(units, units), np.append(units[1:] != units[:-1], True)
         end_in_unit = np.cumsum(shares) - np.append(0.0, np.cumsum(shares))[first]
-        ends = (units + np.where(last, 1.0, np.minimum(end_in_unit, 1.0))) / (len(option.edges) - 1)
+        ends = (units + np.where(last, 1.0, np.minimum(end_in_unit, 1.0))) / option.num_units
         ends = np.round(np.interp(ends, *_cumulative_weight(stats, table)[::-1]) * rows).astype(np.int64)
         counts = np.diff(ends, prepend=0)
         nonempty = np.flatnonzero(counts)
@@ -378,7 +366,7 @@ def decode(
 def _no_option(model: CostModel, kinds: list[KindOptions], constraint: Constraint, number: int) -> str:
     """Describe why no option of a table fits: what the smallest shard of each needs, with its part of the batches."""
     top, table, budgets, reason = model.topology, model.tables[number], model.budgets, ""
-    uses = np.concatenate([options.smallest[options.table == number] for options in kinds])
+    uses = np.concatenate([kind.smallest[kind.options["table"] == number] for kind in kinds])
     if len(uses):
         least = uses[uses.max(1).argmin()]
         tier, budget = ("device memory", "host memory", "disk")[least.argmax()], budgets[least.argmax()]

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any, cast
 
 import numpy as np
@@ -184,21 +184,21 @@ def _adapt(running: ShardingPlan, new: ShardingPlan, model: CostModel) -> Shardi
 
 
 def _decode(
-    model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution
+    model: CostModel, rules: list[Constraint], options: list[Option], problem: Problem, solution: Solution
 ) -> ShardingPlan:
     shardings, placements, assignment = dict[str, Sharding](), dict[str, TablePlacement](), solution.assignment
     for number, (table, rule) in enumerate(zip(model.tables, rules, strict=True)):
         index = int(assignment.options[number])
-        option = options[number][index - int(problem.table_options[number])]
-        shards = assignment.units[number] - int(problem.option_units[index]), assignment.shares[number]
-        shardings[table.name] = decode(table, model.stats[table.name], option, rule, *shards)
+        option, units = options[index], assignment.units[number] - int(problem.option_units[index])
+        shares = assignment.shares[number]
+        shardings[table.name] = decode(table, model.stats[table.name], option, rule, units, shares)
         cache_share, host_share = option.cache_share or None, option.host_share or None
         placements[table.name] = TablePlacement(option.placement, cache_share=cache_share, host_share=host_share)
     return ShardingPlan(shardings, model.ranks, model.local, placements, model.copies)
 
 
 def _report(
-    model: CostModel, rules: list[Constraint], options: list[list[Option]], problem: Problem, solution: Solution,
+    model: CostModel, rules: list[Constraint], options: list[Option], problem: Problem, solution: Solution,
     plan: ShardingPlan,
 ) -> PlanReport:  # fmt: skip
     """Report a plan, with the next best option of each table: the cheapest of another type or tier."""
@@ -206,15 +206,15 @@ def _report(
     shards = model.shards(plan)[0]
     unused = ~model.waits(shards.scheme, shards.placement).any(0)  # an option may need latencies that the plan has not
     costs = solution.cost + (problem.option_waits & unused) @ problem.latencies
-    by_table = (np.split(values, problem.table_options[1:-1]) for values in (costs, solution.num_shards))
-    for table, rule, table_options, cost, num_shards in zip(model.tables, rules, options, *by_table, strict=True):
-        choice = Option.of(plan, table)
-        alternatives = [with_blocks(*values, rule) for values in zip(table_options, num_shards.tolist(), strict=True)]
+    num_shards = solution.num_shards.tolist()
+    for table, rule, (first, end) in zip(model.tables, rules, pairwise(problem.table_options.tolist()), strict=True):
+        choice, cost = Option.of(plan, table), costs[first:end]
+        alternatives = [with_blocks(options[n], num_shards[n], rule) for n in range(first, end)]
         # Any cache and any number of shards of the chosen type and tier are not alternatives.
         names = choice.kind, "row_wise" if choice.kind == "table_wise" else choice.kind
         same = [
             option.placement == choice.placement and (option.kind in names or alternative.kind == choice.kind)
-            for option, alternative in zip(table_options, alternatives, strict=True)
+            for option, alternative in zip(options[first:end], alternatives, strict=True)
         ]
         least = cost.min(where=same, initial=np.inf)
         # Cheaper ones do not fit beside the other tables: the search has tried them.
@@ -274,7 +274,7 @@ def _copies_to_try(
     return [copies]
 
 
-def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, solution: Solution | None) -> str:
+def _shortage(model: CostModel, options: list[Option], problem: Problem, solution: Solution | None) -> str:
     """Describe which budget is exceeded, and by how much."""
     if solution is not None:
         return (
@@ -284,7 +284,7 @@ def _shortage(model: CostModel, options: list[list[Option]], problem: Problem, s
     names = "device memory", "host memory", "disk", "server memory"
     available = model.budgets * (model.ranks, model.nodes, model.nodes, 1)
     available[0] -= (model.rank_hbm.max() - model.rank_hbm).sum()
-    placements = {option.placement for table_options in options for option in table_options}
+    placements = {option.placement for option in options}
     usable = [number for number, placement in enumerate(PLACEMENTS) if placement in placements]
     needed = problem.totals(fewest_shards(problem, np.inf)[0])[:, 1:] @ model.budgets
     least = float(np.minimum.reduceat(needed, problem.table_options[:-1]).sum())

@@ -164,8 +164,9 @@ class PlanReport:
         stages = zip(STAGES, prediction.seconds.max(0).tolist(), strict=True)
         memory = [
             f"{name} {format_bytes(used.min())} to {format_bytes(used.max())} of {format_bytes(size.max())} per {owner}"
-            for name, used, size, owner in _tiers(prediction, model) if name == "device" or used.any()
-        ]  # fmt: skip
+            for name, used, size, owner in _tiers(prediction, model)
+            if name == "device" or used.any()
+        ]
         if prediction.server:
             memory += [f"servers {format_bytes(prediction.server)} of {format_bytes(top.servers * top.server_memory)}"]
         machines = ", ".join(f"{name}s: {number}" for name, number in self.machines.items() if number)
@@ -219,8 +220,9 @@ class PlanReport:
             problems.append(f"rank {rank} takes {prediction.imbalance:.2f} of the mean, planned {planned:.2f}")
         problems += [
             f"{name} memory: {format_bytes((used - size).max())} short, of {format_bytes(size.max())} per {owner}"
-            for name, used, size, owner in _tiers(prediction, model) if (used > size).any()
-        ]  # fmt: skip
+            for name, used, size, owner in _tiers(prediction, model)
+            if (used > size).any()
+        ]
         shards, _ = model.shards(plan)
         needed = model.min_cached_rows(shards.table, shards.id_share, shards.rows)
         too_small = (shards.cached_rows > 0) & (shards.cached_rows < (1 - 1e-6) * needed)

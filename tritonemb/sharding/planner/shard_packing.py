@@ -337,15 +337,6 @@ def _score_by_excess(p, s, unit, share, num_bins, noise):
             s.score[bin_index] = INFEASIBLE_SCORE
 
 
-@inlined
-def _best_bin(s, num_bins):
-    best, lowest = 0, s.score[0]
-    for bin_index in range(1, num_bins):
-        if s.score[bin_index] < lowest:
-            best, lowest = bin_index, s.score[bin_index]
-    return best
-
-
 @uncounted
 def pack_unit(p, s, unit, share, per_shard):
     """Place a share of a unit in few bins with capacity, else with least excess. Return the number of scored bins."""
@@ -353,7 +344,7 @@ def pack_unit(p, s, unit, share, per_shard):
     num_bins, num_scored = _score_by_fit(p, s, unit, share, per_shard, noise), SETTINGS.unit_overhead + p.ranks
     # Fill the bins by score, each once.
     while share > 1e-9:
-        bin_index = _best_bin(s, num_bins)
+        bin_index = np.argmin(s.score[:num_bins])
         num_scored += num_bins // 4 + SETTINGS.shard_overhead
         if s.score[bin_index] >= INFEASIBLE_SCORE:
             break
@@ -379,7 +370,7 @@ def pack_unit(p, s, unit, share, per_shard):
         piece = share if share - piece < 1e-9 else piece
         _score_by_excess(p, s, unit, piece, num_bins, noise)
         num_scored += 2 * p.ranks
-        add_shard(p, s, unit, _best_bin(s, num_bins), piece)
+        add_shard(p, s, unit, np.argmin(s.score[:num_bins]), piece)
         share, pieces = share - piece, pieces - 1
     return num_scored
 
