@@ -1,4 +1,4 @@
-"""Fused updates under `DistributedDataParallel`: refused, as it would let the processes' tables drift apart."""
+"""Fused updates under `DistributedDataParallel` or `fully_shard`: refused, as they would diverge or be lost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 import tritonemb as te
 from tests.helpers import breadth
@@ -59,3 +61,35 @@ def refuse_fused_updates(rank: int, size: int) -> None:
 @pytest.mark.parametrize("size", breadth([1, 2], [2]))
 def test_fused_updates_are_refused_where_they_would_drift(ranks, size):
     ranks(size).run(refuse_fused_updates, size)
+
+
+def refuse_full_sharding(rank: int) -> None:
+    fused = Model()
+    te.fuse(fused, te.optim.SGD())
+    beside = nn.Sequential(Collected(), te.nn.EmbeddingBag(7, 4, mode="sum", optimizer=te.optim.SGD()))
+    plan = te.sharding.ShardingPlan({"item": te.sharding.RowWise()}, 2)
+    for name, shard in (
+        ("bag", lambda: fully_shard(fused)),
+        ("item", lambda: fully_shard(Collected())),
+        ("weight", lambda: te.HybridParallel(beside, plan, dense="fsdp")),
+    ):
+        with pytest.raises(RuntimeError, match=f"'{name}' has a fused optimizer, so its weight cannot be sharded by f"):
+            shard()
+    # Without an optimizer, gradients are ordinary.
+    plain = te.nn.EmbeddingBagCollection([te.TableConfig("item", 7, 4)])
+    fully_shard(plain)
+    plain(te.KeyedJaggedTensor.from_lists({"item": [[1]]})).sum().backward()
+    assert plain["item"].weight.grad.full_tensor()[1].tolist() == [1.0] * 4
+
+
+def test_fused_tables_are_refused_by_fully_shard(ranks):
+    ranks(2).run(refuse_full_sharding)
+
+
+def test_a_computed_weight_of_a_collection_is_refused():
+    model = Collected()
+    parametrize.register_parametrization(model.bags["item"], "weight", nn.Tanh())
+    with torch.no_grad():
+        model(ids := torch.arange(6).view(3, 2))
+    with pytest.raises(RuntimeError, match="weight of table 'item' is computed"):
+        model(ids)

@@ -16,7 +16,7 @@ from tritonemb.optimizers import Optimizer
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup_tables import check_not_data_parallel
 from tritonemb.tables.optimizer import FusedGroup, States, check_optimizer
-from tritonemb.tables.table import convert_assigned, keep_dtypes, new_states
+from tritonemb.tables.table import check_not_fully_sharded, convert_assigned, keep_dtypes, new_states
 from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
@@ -247,6 +247,11 @@ class SingleTable(FusedModule):
             is_untraced = self._optimized is not None and torch.compiler.is_compiling()
             renormalize = _renormalize_untraced if is_untraced else torch.embedding_renorm_
             renormalize(self.weight.detach(), values, self.max_norm, self.norm_type)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._optimized is not None:
+            check_not_fully_sharded(self._name, name, value)
+        super().__setattr__(name, value)
 
     def _load_from_state_dict(self, *args: Any) -> None:
         if self._optimized is not None:

@@ -231,6 +231,8 @@ class LookupTables(OptimizedTables):
     def _set_tables(self, tables: Sequence[Table]) -> None:
         """Set the tables, one per config, and what follows from their indices and rows."""
         self.by_name.update(zip(self._names, tables, strict=True))
+        for table in tables:
+            table.is_fused = self.optimizer is not None
         self.cache = create_cache(tables)
         self.dynamic: dict[int, Any] = {n: table for n, table in enumerate(tables) if table.index.assigns_rows}
         self.on_servers = tables[0].rows.is_pulled
@@ -409,13 +411,24 @@ def split_lookups(tables: LookupTables, batch: KeyedJaggedTensor) -> tuple[Keyed
 
 
 def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor]) -> bool:
-    """Return whether the tables are trained, that is, all weights require gradients; ValueError if only some do."""
+    """Return whether the tables are trained, that is, all weights require gradients.
+
+    Raises:
+        ValueError: if only some do.
+        RuntimeError: for a trained weight that is computed, whose update would be lost.
+    """
     flags = set(map(attrgetter("requires_grad"), weights))
     if len(flags) > 1:
         frozen = [config.name for config, weight in zip(configs, weights, strict=True) if not weight.requires_grad]
         raise ValueError(
             f"tables {frozen} do not require gradients but others of their collection do; put frozen tables into a "
             "separate collection"
+        )
+    has_others = True in flags and Tensor in map(type, weights)  # than parameters, whose `is_leaf` is slow to read
+    if has_others and (names := [c.name for c, weight in zip(configs, weights, strict=True) if not weight.is_leaf]):
+        raise RuntimeError(
+            f"the weight of table {names[0]!r} is computed (parametrize, prune, FullyShardedDataParallel), so the "
+            "fused optimizer would update a temporary tensor; construct the collection without an optimizer"
         )
     return True in flags
 

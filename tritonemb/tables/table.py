@@ -166,6 +166,17 @@ class DynamicStatistics:
         return self.num_bytes / self.rows if self.rows else 0.0
 
 
+def check_not_fully_sharded(name: str, attribute: str, value: Any) -> None:
+    """Raise RuntimeError if a fused table's weight becomes a shard, as by `fully_shard`: updates would be lost."""
+    if attribute == "weight" and hasattr(value, "device_mesh"):  # a DTensor
+        raise RuntimeError(
+            f"table {name!r} has a fused optimizer, so its weight cannot be sharded by fully_shard (FSDP2) or become "
+            "another DTensor: the backward would update a gathered copy, which is discarded; construct the model "
+            "again, and shard its tables by te.HybridParallel, fuse without an optimizer, te.fuse(model), or keep the "
+            "tables out of fully_shard by ignored_params"
+        )
+
+
 class Table(nn.Module):
     """Table of an index, which finds the rows of ids, and of rows with their optimizer states in any memory.
 
@@ -176,6 +187,7 @@ class Table(nn.Module):
     rows: Any
     weight: Any
     seed = 0  # of the initial values of a dynamic table, or of one on servers
+    is_fused = False  # whether backward passes update it
 
     def __init__(self, config: TableConfig, index: "DenseIndex", rows: "DeviceRows", device: Device = None) -> None:
         super().__init__()
@@ -234,6 +246,11 @@ class Table(nn.Module):
         columns = slice(c.column_origin, c.column_origin + c.embedding_dim)
         for ids, rows in file.blocks(lambda ids: (ids >= c.row_origin) & (ids < c.row_origin + c.num_embeddings)):
             self.rows.write(self, ids - c.row_origin, {"weight": rows[:, columns]})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.is_fused:
+            check_not_fully_sharded(self.config.name, name, value)
+        super().__setattr__(name, value)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Train or freeze the table. `requires_grad_` of an enclosing module does not reach a weight on servers."""
