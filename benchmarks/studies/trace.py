@@ -92,7 +92,7 @@ def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
     fully_shard(model)
     optimizer: Any = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
     x, moved = torch.randn(2, 128, 512), list[tuple[str, float, float]]()
-    transfer, submit = DiskTier.transfer, OperationQueue.submit
+    move, submit = DiskTier._move, OperationQueue.submit
 
     def noted(name: str, work: Callable[[], object]) -> None:
         begin = time.perf_counter()
@@ -100,7 +100,7 @@ def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
         moved.append((name, begin, time.perf_counter()))
 
     def on_disk(tier: Any, span: Any, values: Any, write: bool) -> None:
-        noted(WRITE if write else READ, lambda: transfer(tier, span, values, write))
+        noted(WRITE if write else READ, lambda: move(tier, span, values, write))
 
     def in_memory(operations: Any, work: Callable[[], None]) -> Any:
         copies = operations._name == "tritonemb-offload-copy"
@@ -118,7 +118,7 @@ def record_offloaded_step(rank: int, world: int) -> list[dict[str, Any]]:
 
         for _ in range(3):
             step()
-        with mock.patch.object(DiskTier, "transfer", on_disk), mock.patch.object(OperationQueue, "submit", in_memory):
+        with mock.patch.object(DiskTier, "_move", on_disk), mock.patch.object(OperationQueue, "submit", in_memory):
             result, began = profiled(step)
         te.offloading.close(model)
     events = [

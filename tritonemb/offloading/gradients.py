@@ -2,10 +2,16 @@
 
 A stored gradient leaves its parameter as soon as the backward has accumulated it. It is added to what earlier backward
 passes have stored, and the step reads it with the states of its sub-group.
+
+Sub-groups may be stepped inside the backward that completes their gradients (`BackwardStep`). A pass is suspended at
+each one until its gradients are complete and its states are read; it never waits in the backward. The order is that in
+which the previous backward completed them. As it stays, sub-groups visited first are written back, and those visited
+last remain in memory.
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.offloading.parameters import OffloadedParam, add_gradient_hook
 from tritonemb.offloading.shards import as_dtensor, flat_like, local_shape, to_local
-from tritonemb.offloading.states import StateChunk, StatePlacement, StateStore
+from tritonemb.offloading.states import StateChunk, StatePlacement, StateStore, SubGroup
 from tritonemb.offloading.tiers import GradientPages
 from tritonemb.storage.store import IoFuture
 
@@ -45,6 +51,8 @@ class Gradients:
     def of_chunk(self, chunk: StateChunk) -> Tensor:
         """Return the gradient `[numel]` of a chunk whose sub-group is in memory with its gradients."""
         if chunk.gradient is not None and chunk.gradient.is_set:
+            if chunk.gradient.pending is not None:
+                chunk.gradient.pending.wait()
             return chunk.gradient.scaled(chunk.gradient.view(chunk.group.buffer))
         return flat_like(to_local(chunk.parameter.grad), to_local(chunk.parameter))[chunk.begin : chunk.end]
 
@@ -119,14 +127,16 @@ class Gradients:
         values = flat_like(to_local(gradient), to_local(parameter))
         for chunk in self._store.chunks(parameter):
             assert chunk.gradient is not None
-            self._start(chunk.gradient, partial(chunk.gradient.add, values[chunk.begin : chunk.end]))
+            is_buffered = self._store.is_stepping and chunk.gradient.offset is not None and chunk.group.is_read()
+            buffer = chunk.group.buffer if is_buffered else None
+            self._start(chunk.gradient, partial(chunk.gradient.add, values[chunk.begin : chunk.end], buffer))
 
     def _start(self, pages: GradientPages, store: Callable[[], None]) -> None:
         """Call `store`, which starts to write pages, and limit the memory of writes in progress."""
         store()
-        assert pages.pending is not None
-        self._pending.append((pages.pending, pages.span.num_bytes))
-        self._pending_bytes += pages.span.num_bytes
+        if pages.pending is not None:
+            self._pending.append((pages.pending, pages.span.num_bytes))
+            self._pending_bytes += pages.span.num_bytes
         self._limit_pending(self._max_pending_bytes)
 
     def _limit_pending(self, num_bytes: int) -> None:
@@ -140,3 +150,95 @@ class Gradients:
         """Pages of a stored gradient, [] if there is none."""
         pages = [chunk.gradient for chunk in self._store.chunks(parameter)]
         return [gradient for gradient in pages if gradient is not None and gradient.is_set]
+
+
+class BackwardStep:
+    """Steps of an optimizer inside backwards."""
+
+    def __init__(self, store: StateStore, gradients: Gradients) -> None:
+        self._store, self._gradients = store, gradients
+        self.stepped: set[SubGroup] = set()  # in the current step
+        # Learned from earlier steps: sub-groups in the order of the last one, and those of parameters with several
+        # gradients per backward, such as one used in several blocks with reentrant checkpointing.
+        self._order: list[SubGroup] = []
+        self._repeated: set[SubGroup] = set()
+        # Gradients of this backward with their versions, and the numbers of those that sub-groups lack.
+        self._received: dict[Any, tuple[Any, int]] = {}
+        self._missing: dict[SubGroup, int] = {}
+        # Sub-groups whose gradients are complete, and the pass, suspended at `_next`.
+        self._completed: list[SubGroup] = []
+        self._pass: Iterator[SubGroup] = iter(())
+        self._next: SubGroup | None = None
+        self._step_chunks: Callable[[list[StateChunk]], object] = len
+        self._groups = {p: list(dict.fromkeys(chunk.group for chunk in store.chunks(p))) for p in store.parameters}
+        for p in store.parameters:
+            add_gradient_hook(p, self._receive)
+
+    @contextmanager
+    def run(self, step_chunks: Callable[[list[StateChunk]], object]) -> Iterator[None]:
+        """Step sub-groups in the backward of the block by `step_chunks`, and those that are complete at its end."""
+        # Begin the pass, which reads the first sub-groups during the forward.
+        self.stepped.clear()
+        self._received, self._completed, self._step_chunks = {}, [], step_chunks
+        self._missing = dict.fromkeys(self._store.groups, 0)
+        for p, groups in self._groups.items():
+            self._missing.update({group: self._missing[group] + p.requires_grad for group in groups})
+        self._pass = self._store.buffers.visit(self._order, gradients=True, cyclic=True)
+        self._next = next(self._pass, None)
+        self._store.is_stepping = True
+        try:
+            yield
+            self._check_gradients()
+            self._advance(wait=True)
+            self._order = [group for group in self._completed if group not in self._repeated]
+        finally:
+            self._store.is_stepping = False
+
+    def _receive(self, parameter: Any) -> None:
+        """Count a gradient that a backward has accumulated, and step the sub-groups that are then complete."""
+        if not self._store.is_stepping:
+            return
+        groups, is_repeated = self._groups[parameter], parameter in self._received
+        self._received[parameter] = parameter.grad, _version(parameter.grad)
+        if is_repeated:
+            self._repeated.update(groups)
+            if not self.stepped.isdisjoint(groups):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} got another gradient after its step in the "
+                    "backward; call step(in_backward=True) only if each backward uses its parameters in the same way"
+                )
+        else:
+            for group in groups:
+                self._missing[group] -= 1
+            self._completed += [group for group in groups if not self._missing[group]]
+        self._advance(wait=False)
+
+    def _advance(self, wait: bool) -> None:
+        """Step sub-groups in order, while their gradients are complete, and their states read, or else `wait`."""
+        while self._next is not None and not self._missing[self._next]:
+            group = self._next
+            group.begin_read_pages(gradients=True)
+            if not wait and not group.is_read():
+                return
+            group.wait(modify=True)
+            self.stepped.add(group)
+            chunks = [chunk for chunk in group.chunks if self._gradients.has(chunk.parameter)]
+            self._step_chunks(chunks)
+            for chunk in chunks:
+                if chunk.gradient is not None:
+                    chunk.gradient.is_set = False
+            self._next = next(self._pass, None)
+
+    def _check_gradients(self) -> None:
+        """Raise RuntimeError if a gradient was changed after its step."""
+        for p, (gradient, version) in self._received.items():
+            is_same = p.grad is gradient and _version(gradient) == version
+            if not (is_same or self.stepped.isdisjoint(self._groups[p])):
+                raise RuntimeError(
+                    f"the gradient of a parameter of shape {tuple(p.shape)} was changed after its step in the "
+                    "backward, by clipping perhaps; call step() without in_backward"
+                )
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else to_local(gradient)._version

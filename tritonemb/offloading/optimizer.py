@@ -7,9 +7,9 @@ step of the full parameters: vectorized loops and their remainders are the same.
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from tritonemb.layout import ALIGNMENT
-from tritonemb.offloading.gradients import Gradients
+from tritonemb.offloading.gradients import BackwardStep, Gradients
 from tritonemb.offloading.parameters import WatchedParameter
 from tritonemb.offloading.shards import as_dtensor, to_local
 from tritonemb.offloading.states import (
@@ -28,6 +28,7 @@ from tritonemb.offloading.states import (
     StateChunk,
     StatePlacement,
     StateStore,
+    SubGroup,
     array_names,
 )
 from tritonemb.utils import join_names
@@ -140,12 +141,8 @@ class ElementwiseOptimizer:
         return examples
 
 
-class OffloadedOptimizer(Optimizer):
-    """`torch.optim` optimizer with offloaded states; created by `te.offload`.
-
-    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as of the original optimizer. Its `fused`
-    implementation is used, if it has one. Gradients are read from `.grad` of the parameters, or from their tier.
-    """
+class StoredOptimizer(Optimizer):
+    """`torch.optim` optimizer whose states are in a `StateStore`, with state dicts and loading."""
 
     def __init__(
         self, optimizer: Optimizer, offloaded: Offloaded, replacements: Replacements, placement: StatePlacement
@@ -166,7 +163,6 @@ class OffloadedOptimizer(Optimizer):
         self.store = StateStore(params, examples, offloaded, placement)
         self._enabled_options = [_enabled_options(group) for group in self.param_groups]
         self._reserved_states = [array_names(example) for example in examples]
-        self._gradients = Gradients(self.store, offloaded, placement)
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
         self._versions: dict[Any, tuple[int, ...]] = {p: () for p, _ in params if p not in offloaded}
@@ -181,38 +177,10 @@ class OffloadedOptimizer(Optimizer):
         pairs = ((p, replacements.get(p, [(p, ...)])) for p in plain_states)
         self._load_states({new: _slice_states(plain_states[p], index) for p, pieces in pairs for new, index in pieces})
 
-    # Steps and gradients.
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if self._is_initialized:
             raise ValueError("parameter groups must be added to the optimizer before te.offload")
         super().add_param_group(param_group)
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient.
-
-        Raises:
-            StorageError: a gradient could not be stored, and nothing is stepped: call `zero_grad`, and repeat the
-                backward. Or states could not be read or written. Some parameters are then stepped and some are not, so
-                every later step raises, too: resume from a checkpoint.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.raise_if_failed()
-        self._check_options()
-        self._gradients.wait()
-        with self._record_failure():
-            with_gradient = [p for p in self._parameters() if self._gradients.has(p)]
-            self.update_masters(with_gradient)
-            step_chunks = partial(self._inner.step_chunks, self.param_groups, self._gradients.of_chunk, self.store)
-            self.store.visit(step_chunks, self.store.chunks(*with_gradient), gradients=True)
-            self.store.buffers.drain()
-            self.store.reverse = not self.store.reverse
-            for p in with_gradient:
-                self._record_update(p)
-        return loss
 
     def _check_options(self) -> None:
         """Raise ValueError if a parameter group was changed so that it needs states which have no memory."""
@@ -241,38 +209,6 @@ class OffloadedOptimizer(Optimizer):
             self.state[parameter] = chunks[-1].scalars
         if parameter in self._versions:
             self._versions[parameter] = WatchedParameter.writes(parameter)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._gradients.clear(set_to_none)
-        super().zero_grad(set_to_none)
-
-    @property
-    def stores_gradients(self) -> bool:
-        """True if gradients are in a tier, not in `.grad`."""
-        return self._gradients.is_stored
-
-    def read_gradient(self, parameter: Any) -> Tensor | None:
-        """Return the gradient of a parameter: `.grad`, or of a stored one a copy in host memory."""
-        return self._gradients.read(parameter)
-
-    @torch.no_grad()
-    def scale_gradients(self, factor: float | Tensor) -> bool:
-        """Multiply all gradients by a number; return whether those of this rank are finite afterwards."""
-        self._gradients.scale(self._parameters(), factor)
-        gradients = (to_local(self.read_gradient(p)) for p in self._parameters() if self._gradients.has(p))
-        return all(bool(gradient.isfinite().all()) for gradient in gradients)
-
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients like `torch.nn.utils.clip_grad_norm_`, also stored ones; return the total norm."""
-        parameters = self._parameters()
-        if not self.stores_gradients:
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        norm = self._gradients.total_norm(parameters, norm_type)
-        self._gradients.scale(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
-        return norm
-
-    # State dicts and checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer, with states in host memory, and "master" of 16-bit parameters."""
@@ -334,6 +270,7 @@ class OffloadedOptimizer(Optimizer):
     @contextmanager
     def loading(self) -> Iterator[None]:
         """Load all states within; others are reset to those before the first step. If it raises, so do later steps."""
+        self.store.check_idle()
         with self._record_failure():
             self.store.buffers.reset()
             self.state.clear()
@@ -354,16 +291,128 @@ class OffloadedOptimizer(Optimizer):
             ) from self._failure
 
     @contextmanager
-    def _record_failure(self) -> Iterator[None]:
-        """Record an exception, after which the optimizer is unusable until states are loaded."""
+    def _record_failure(self, updated: Collection[Any] = (...,)) -> Iterator[None]:
+        """Record an exception, unless nothing is `updated`; the optimizer is then unusable until states are loaded."""
         try:
             yield
         except BaseException as error:
-            self._failure = error
+            self._failure = error if updated else None
             raise
 
     def _parameters(self) -> list[Any]:
         return [p for group in self.param_groups for p in group["params"]]
+
+
+class OffloadedOptimizer(StoredOptimizer):
+    """`torch.optim` optimizer with offloaded states; created by `te.offload`.
+
+    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as of the original optimizer. Its `fused`
+    implementation is used, if it has one. Gradients are read from `.grad` of the parameters, or from their tier.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, offloaded: Offloaded, replacements: Replacements, placement: StatePlacement
+    ) -> None:
+        super().__init__(optimizer, offloaded, replacements, placement)
+        self._gradients = Gradients(self.store, offloaded, placement)
+        self._written: set[Any] = set()  # parameters that others wrote before this step
+
+    def step(self, closure: Callable[[], Any] | None = None, *, in_backward: bool = False) -> Any:
+        """Step every parameter that has a gradient.
+
+        Args:
+            closure: computes the loss and calls its `backward`.
+            in_backward: step a sub-group inside that backward, as soon as its gradients are complete, while states of
+                others are read and written. Parameters and states are bitwise those of a step after the backward.
+                Within the closure, gradients cannot be clipped, scaled or changed after the backward, and states
+                cannot be read; stored gradients are discarded. The first such step learns the order.
+
+        Raises:
+            ValueError: `in_backward` without a closure.
+            RuntimeError: the closure changed gradients after their step, or computed one again after its step. As after
+                any exception of a backward that has stepped sub-groups, resume from a checkpoint.
+            StorageError: a gradient could not be stored, and nothing is stepped: call `zero_grad`, and repeat the
+                backward. Or states could not be read or written. Some parameters are then stepped and some are not, so
+                every later step raises, too: resume from a checkpoint.
+        """
+        # Step in the closure's backward, or call the closure.
+        loss, updated, stepped = None, dict[Any, None](), set[SubGroup]()
+        step_chunks = partial(self._step_chunks, updated)
+        context: AbstractContextManager[None] = nullcontext()
+        if in_backward:
+            if closure is None:
+                raise ValueError("step(in_backward=True) needs a closure that computes the loss and calls backward")
+            context, stepped = self._backward_step.run(step_chunks), self._backward_step.stepped
+        self.raise_if_failed()
+        self._check_options()
+        if closure is not None:
+            with torch.enable_grad(), self._record_failure(updated), context:
+                loss = closure()
+        with self._record_failure(updated):
+            self._check_options()
+            self._gradients.wait()
+        # Step the others.
+        with self._record_failure():
+            chunks = self.store.chunks(*(p for p in self._parameters() if self._gradients.has(p)))
+            chunks = [chunk for chunk in chunks if chunk.group not in stepped]
+            self.store.visit(step_chunks, chunks, gradients=True)
+            self.store.buffers.drain()
+            if not in_backward:
+                self.store.reverse = not self.store.reverse
+            elif self.stores_gradients:
+                self._gradients.clear(set_to_none=True)
+            for p in updated:
+                self._record_update(p)
+        return loss
+
+    @cached_property
+    def _backward_step(self) -> BackwardStep:
+        return BackwardStep(self.store, self._gradients)
+
+    def _step_chunks(self, updated: dict[Any, None], chunks: list[StateChunk]) -> None:
+        """Step chunks of a sub-group that is in memory, and add their parameters to `updated`."""
+        if not updated:  # the first ones of a step
+            self._written = {p for p, writes in self._versions.items() if WatchedParameter.writes(p) != writes}
+        for chunk in chunks:
+            updated[chunk.parameter] = None
+            if chunk.parameter in self._written and chunk.is_ready:
+                chunk.update_master()
+        self._inner.step_chunks(self.param_groups, self._gradients.of_chunk, self.store, chunks)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if self.store.is_stepping and self._backward_step.stepped:
+            self.store.check_idle()
+        self._gradients.clear(set_to_none)
+        super().zero_grad(set_to_none)
+
+    @property
+    def stores_gradients(self) -> bool:
+        """True if gradients are in a tier, not in `.grad`."""
+        return self._gradients.is_stored
+
+    def read_gradient(self, parameter: Any) -> Tensor | None:
+        """Return the gradient of a parameter: `.grad`, or of a stored one a copy in host memory."""
+        self.store.check_idle()
+        return self._gradients.read(parameter)
+
+    @torch.no_grad()
+    def scale_gradients(self, factor: float | Tensor) -> bool:
+        """Multiply all gradients by a number; return whether those of this rank are finite afterwards."""
+        self.store.check_idle()
+        self._gradients.scale(self._parameters(), factor)
+        gradients = (to_local(self.read_gradient(p)) for p in self._parameters() if self._gradients.has(p))
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip gradients like `torch.nn.utils.clip_grad_norm_`, also stored ones; return the total norm."""
+        self.store.check_idle()
+        parameters = self._parameters()
+        if not self.stores_gradients:
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        norm = self._gradients.total_norm(parameters, norm_type)
+        self._gradients.scale(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        return norm
 
 
 def _enabled_options(group: Mapping[str, Any]) -> set[str]:

@@ -122,6 +122,7 @@ class SubGroup:
         self.span: Span | None = None
         self.buffer: Tensor | None = None
         self.transfers: list[IoFuture] = []  # between the disk and the buffer
+        self.previous: list[IoFuture] = []  # those of the buffer's previous sub-group, before them
         self.is_stored = False  # the span has been written
         self.is_dirty = False  # the buffer has newer states than the span
         for chunk in chunks:
@@ -156,10 +157,10 @@ class SubGroup:
                     pages.offset = self.buffer_bytes
                     self.buffer_bytes += round_to_pages(pages.span.num_bytes)
 
-    def begin_read(self, buffer: Tensor) -> None:
-        self.buffer, self.is_dirty = buffer, False
+    def begin_read(self, buffer: Tensor, previous: list[IoFuture]) -> None:
+        self.buffer, self.previous, self.transfers, self.is_dirty = buffer, previous, [*previous], False
         if self.span is not None and self.is_stored:
-            self.transfers.append(self.span.read(buffer[: round_to_pages(self.state_bytes)]))
+            self.transfers.append(self.span.read(buffer[: round_to_pages(self.state_bytes)], previous))
         for chunk in self.chunks:
             for pages in chunk.buffered_pages(gradients=True):
                 pages.buffered = None
@@ -169,17 +170,24 @@ class SubGroup:
         if self.buffer is not None:
             for chunk in self.chunks:
                 for pages in chunk.buffered_pages(gradients):
-                    self.transfers += pages.begin_read(self.buffer)
+                    self.transfers += pages.begin_read(self.buffer, self.previous)
 
-    def wait(self) -> None:
-        """Wait for all transfers of the buffer."""
+    def is_read(self) -> bool:
+        return all(transfer.done() for transfer in self.transfers)
+
+    def wait(self, modify: bool = False) -> None:
+        """Wait for all transfers of the buffer; then, with `modify`, mark it dirty."""
         while self.transfers:
             self.transfers[0].wait()  # a failed one stays, so that later waits fail, too
             self.transfers.pop(0)
+        self.previous = []
+        self.is_dirty |= modify
 
     def begin_write(self) -> tuple[list[IoFuture], Tensor]:
         """Start to write back dirty states; release the buffer, and return it with its pending transfers."""
         assert self.buffer is not None
+        for chunk in self.chunks:
+            self.transfers += [] if chunk.gradient is None else chunk.gradient.write_back()
         if self.span is not None and self.is_dirty:
             self.transfers.append(self.span.write(self.buffer[: round_to_pages(self.state_bytes)]))
             self.is_stored = True
@@ -198,38 +206,33 @@ class Buffers:
         self._free: list[Tensor | None] = [None] * self.num_buffers  # None: not allocated yet
         self._writing: deque[tuple[list[IoFuture], Tensor]] = deque()
         self._resident: dict[SubGroup, None] = {}  # sub-groups with a buffer; least recently visited first
-        self._pass_order: dict[SubGroup, int] = {}  # positions in the current pass
         self._finished: deque[SubGroup] = deque()  # resident sub-groups that the pass has visited, or skips
+        self._order, self._cyclic = list[SubGroup](), False  # of the pass; cyclic: so is the next, not reversed
 
-    def visit(self, order: list[SubGroup], modify: bool, gradients: bool) -> Iterator[SubGroup]:
-        """Yield each sub-group of `order`, in memory, while later ones are read, with their gradients if `gradients`.
+    def visit(self, order: list[SubGroup], gradients: bool, cyclic: bool = False) -> Iterator[SubGroup]:
+        """Yield each sub-group of `order`, for which the caller waits, while later ones are read.
 
-        `modify`: mark them dirty.
+        `gradients`: read stored gradients, too. `cyclic`: the next pass has this order, too, not the reverse.
         """
-        self._pass_order = {group: position for position, group in enumerate(order)}
-        self._finished = deque(cached for cached in self._resident if cached not in self._pass_order)
-        n = 0
+        members = {*order}
+        self._finished = deque(group for group in self._resident if group not in members)
+        self._order, self._cyclic, n = order, cyclic, 0
         for position, group in enumerate(order):
-            if group.needs_buffer:
-                self._begin_read(group, wait=True)
-            # Prefetch sub-groups from the n-th on, as far as buffers are free.
-            n = max(n, position + 1)
-            group.begin_read_pages(gradients)
-            while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n])):
+            n = position if group.needs_buffer else max(n, position)
+            # If the next ones lack buffers, write back sub-groups that this pass has visited, or needs late.
+            num_missing = min(sum(later.needs_buffer for later in order[n : n + PREFETCH_GROUPS]), self.num_buffers - 1)
+            while (num_free := len(self._free) + len(self._writing)) < num_missing:
+                if not self._evict(n + PREFETCH_GROUPS if n + num_free < position + PREFETCH_GROUPS else len(order)):
+                    break
+            # Read this sub-group, and those from the n-th on, as far as buffers are free.
+            while n < len(order) and (not order[n].needs_buffer or self._begin_read(order[n], n == position)):
                 order[n].begin_read_pages(gradients)
                 n += 1
-            group.wait()
-            group.is_dirty |= modify
             yield group
             if group.buffer is not None:
                 del self._resident[group]
                 self._resident[group] = None
                 self._finished.append(group)
-            # Write back a visited sub-group if the next ones lack buffers.
-            num_free = len(self._free) + len(self._writing)
-            num_missing = sum(later.needs_buffer for later in order[n : n + PREFETCH_GROUPS])
-            if self._finished and num_free < min(num_missing, self.num_buffers - 1):
-                self._evict()
 
     def drain(self) -> None:
         """Wait for all transfers."""
@@ -248,30 +251,25 @@ class Buffers:
             for chunk in group.chunks:
                 chunk.is_ready, chunk.scalars = False, {}
 
-    def _begin_read(self, group: SubGroup, wait: bool = False) -> bool:
-        """Start to read a sub-group into a free buffer; `wait` for one, and evict if need be, else return False."""
-        if wait and not self._free and not self._writing:
-            self._evict()
-        while self._writing and not self._free:
-            futures, written = self._writing[0]
-            if not (wait or all(future.done() for future in futures)):
-                break
-            wait_all(futures)
-            self._writing.popleft()
-            self._free.append(written)
-        if not self._free:
+    def _begin_read(self, group: SubGroup, evict: bool) -> bool:
+        """Start to read a sub-group into a free or written buffer; if there is none, `evict`, or return False."""
+        if not self._free and not self._writing and not (evict and self._evict(0)):
             return False
-        buffer = self._free.pop()
-        buffer = empty_host(self.buffer_bytes, self._device) if buffer is None else buffer
+        transfers, buffer = ([], self._free.pop()) if self._free else self._writing.popleft()
         self._resident[group] = None
-        group.begin_read(buffer)
+        group.begin_read(empty_host(self.buffer_bytes, self._device) if buffer is None else buffer, transfers)
         return True
 
-    def _evict(self) -> None:
-        """Write back a sub-group that the pass has visited, else the one that it needs last, and free its buffer."""
-        group = self._finished.popleft() if self._finished else max(self._resident, key=self._pass_order.__getitem__)
+    def _evict(self, begin: int) -> bool:
+        """Free a buffer: of the visited sub-group that the next pass needs last, else of the last from `begin` on."""
+        if not self._finished:
+            self._finished.extend([group for group in self._order[begin:] if group in self._resident][-1:])
+            if not self._finished:
+                return False
+        group = self._finished.pop() if self._cyclic else self._finished.popleft()
         del self._resident[group]
         self._writing.append(group.begin_write())
+        return True
 
 
 @dataclass(frozen=True)
@@ -303,6 +301,7 @@ class StateStore:
         layouts = {p: make_layout(p, examples[number], placement.step_device) for p, number in params}
         self.groups = list(make_sub_groups(params, layouts, offloaded, placement.elements))
         self.reverse = False  # whether passes visit them in reverse order
+        self.is_stepping = False  # a backward steps them
         self._step_device = placement.step_device
         self._chunks: dict[Any, list[StateChunk]] = {}
         num_in_memory = round(len(self.groups) * placement.ratio)
@@ -350,12 +349,20 @@ class StateStore:
 
         `modify`: it changes them.
         """
+        self.check_idle()
         by_group: dict[SubGroup, list[StateChunk]] = {}
         for chunk in chunks:
             by_group.setdefault(chunk.group, []).append(chunk)
         order = sorted(by_group, key=lambda group: group.index, reverse=self.reverse)
-        for group in self.buffers.visit(order, modify, gradients):
+        for group in self.buffers.visit(order, gradients):
+            group.wait(modify)
             work(by_group[group])
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError while a backward steps sub-groups."""
+        if self.is_stepping:
+            text = "the closure of step(in_backward=True) cannot read or change gradients and states"
+            raise RuntimeError(f"{text}, as some are stepped and some are not; call step() without in_backward")
 
     @torch.no_grad()
     def update_masters(self, parameter: Any, include_new: bool = False) -> None:
@@ -412,10 +419,8 @@ def make_layout(parameter: Any, examples: Mapping[str, Any], step_device: torch.
     in_place = dtype == parameter.dtype and to_local(parameter).device == step_device
     arrays = array_names(examples)
     scalars = {name: value for name, value in examples.items() if name not in arrays}
-    return StateLayout(
-        scalars,
-        ({} if in_place else {MASTER: dtype}) | dict.fromkeys((name for name in examples if name in arrays), dtype),
-    )
+    array_dtypes = {name: dtype for name in examples if name in arrays}
+    return StateLayout(scalars, ({} if in_place else {MASTER: dtype}) | array_dtypes)
 
 
 def array_names(states: Mapping[str, Any]) -> set[str]:

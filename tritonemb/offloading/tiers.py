@@ -6,7 +6,7 @@ import os
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, count, cycle
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.comm.group import RankGroup
 from tritonemb.memory import empty_pinned
 from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, IoContext, PageFile
-from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors
+from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors, wait_all
 from tritonemb.utils import on_error
 
 TierName = Literal["device", "host", "disk"]
@@ -101,9 +101,12 @@ class Span:
         self.checksum: int | None = None  # of the last write
         self.last_write: IoFuture | None = None
 
-    def read(self, out: Tensor) -> IoFuture:
-        """Copy into uint8 `[round_to_pages(num_bytes)]`, page-aligned on the CPU, which must not be used until then."""
-        return self._tier.transfer(self, out, False)
+    def read(self, out: Tensor, dependencies: Sequence[IoFuture] = ()) -> IoFuture:
+        """Copy into uint8 `[round_to_pages(num_bytes)]`, page-aligned on the CPU, which must not be used until then.
+
+        `dependencies`: operations on `out` that end before it is written.
+        """
+        return self._tier.transfer(self, out, False, dependencies)
 
     def write(self, values: Tensor) -> IoFuture:
         """Copy from such a tensor. A later `read` waits for it."""
@@ -131,12 +134,12 @@ class BufferedPages:
         """View of the values `[numel]`."""
         return self.pages(buffer)[: self.span.num_bytes].view(self._dtype)
 
-    def begin_read(self, buffer: Tensor) -> list[IoFuture]:
+    def begin_read(self, buffer: Tensor, dependencies: Sequence[IoFuture]) -> list[IoFuture]:
         """Start to read what was written since the last read."""
         if self.offset is None or self.buffered is self.span.last_write:
             return []
         self.buffered = self.span.last_write
-        return [self.span.read(self.pages(buffer))]
+        return [self.span.read(self.pages(buffer), dependencies)]
 
     def write(self, buffer: Tensor | None) -> list[IoFuture]:
         """Start to write pages of the buffer; nothing to do in host memory."""
@@ -158,31 +161,41 @@ class GradientPages(BufferedPages):
         # Write in progress, and the factors of a gradient on disk, by which it is multiplied when it is read.
         self.pending: IoFuture | None = None
         self._factors: list[Tensor | float] = []
+        self._unwritten: Tensor | None = None  # pages in the buffer, which the disk lacks
 
-    def store(self, gradient: Tensor) -> None:
-        """Start to store a gradient `[numel]` on any device."""
+    def store(self, gradient: Tensor, buffer: Tensor | None = None) -> None:
+        """Start to store a gradient `[numel]` on any device; one on disk in the `buffer` alone, if there is one."""
         memory = gradient.view(torch.uint8)
         if self.span.memory is None:
-            pages = empty_host(self.span.num_bytes, torch.device("cpu"))
+            pages = empty_host(self.span.num_bytes, torch.device("cpu")) if buffer is None else self.pages(buffer)
             pages[: self.span.num_bytes].copy_(memory)
             memory = pages
-        self.is_set, self._factors, self.pending = True, [], self.span.write(memory)
+        self.is_set, self._factors, self.buffered = True, [], self.span.last_write
+        self._unwritten = None if buffer is None else memory
+        self.pending = self.span.write(memory) if buffer is None else None
 
-    def add(self, gradient: Tensor) -> None:
+    def write_back(self) -> list[IoFuture]:
+        """Start to write a gradient that is in the buffer alone."""
+        if self._unwritten is None or not self.is_set:
+            return []
+        self.pending, self._unwritten = self.span.write(self._unwritten), None
+        return [self.pending]
+
+    def add(self, gradient: Tensor, buffer: Tensor | None = None) -> None:
         """Add to the stored gradient, if there is one."""
         if not self.is_set:
-            self.store(gradient)
+            self.store(gradient, buffer)
         else:
-            self._change(lambda stored: stored.add_(gradient.to("cpu")))
+            self._change(lambda stored: stored.add_(gradient.to("cpu")), buffer)
 
     def zero(self) -> None:
         self._change(Tensor.zero_)
 
-    def _change(self, change: Callable[[Tensor], Tensor]) -> None:
+    def _change(self, change: Callable[[Tensor], Tensor], buffer: Tensor | None = None) -> None:
         """Change the stored gradient in place, in its tier."""
         values = change(self.load())
         if self.span.memory is None:
-            self.store(values)
+            self.store(values, buffer)
 
     def load(self) -> Tensor:
         """Read the gradient, in host memory: of the host tier the stored one, otherwise a copy."""
@@ -190,8 +203,11 @@ class GradientPages(BufferedPages):
             self.pending.wait()
         if self.span.memory is not None:
             return self.span.memory[: self.span.num_bytes].view(self._dtype)
-        pages = empty_host(self.span.num_bytes, torch.device("cpu"))
-        self.span.read(pages).wait()
+        if self._unwritten is None:
+            pages = empty_host(self.span.num_bytes, torch.device("cpu"))
+            self.span.read(pages).wait()
+        else:
+            pages = self._unwritten.clone()
         return self.scaled(pages[: self.span.num_bytes].view(self._dtype), in_place=True)
 
     def scale(self, factor: Tensor | float) -> None:
@@ -220,8 +236,9 @@ class HostTier:
     def reserve(self, num_bytes: int) -> Span:
         return Span(self, num_bytes)
 
-    def transfer(self, span: Span, values: Tensor, write: bool) -> IoFuture:
+    def transfer(self, span: Span, values: Tensor, write: bool, dependencies: Sequence[IoFuture] = ()) -> IoFuture:
         """Copy in the background."""
+        wait_all(dependencies)
         assert span.memory is not None
         self.bytes_moved[write] += values.nbytes
         memory = span.memory[: values.numel()]
@@ -306,14 +323,15 @@ class DiskTier:
         self._size += size
         return Span(self, num_bytes, offset)
 
-    def transfer(self, span: Span, values: Tensor, write: bool) -> IoFuture:
-        """Read or write in one of the two threads for it, after the last write."""
+    def transfer(self, span: Span, values: Tensor, write: bool, dependencies: Sequence[IoFuture] = ()) -> IoFuture:
+        """Read or write in one of the two threads for it, after the last write and `dependencies`."""
         if not self._closed.alive:
             raise StorageError(f"{self.path} is closed")
         self.bytes_moved[write] += values.nbytes
         previous_write = span.last_write
 
         def move() -> None:
+            wait_all(dependencies)
             if previous_write is not None:
                 with contextlib.suppress(*[StorageError] * write):  # a new write repairs a failed one
                     previous_write.wait()
