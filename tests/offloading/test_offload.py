@@ -557,6 +557,13 @@ def test_what_offloading_needs_is_estimated(tmp_path: Path):
     assert disk.disk == disk.written == 8 * small.parameters
     with pytest.raises(ValueError, match="at least one parameter and one rank"):
         te.estimate_offload(nn.ReLU())
+    # One tier of two on the device: master weights of fp32 parameters, and buffers of parameters on disk.
+    settings = te.estimate_offload(10**6, dtype=torch.float32, machine=machine).settings
+    by_tier = {(s.params, s.states): s for s in settings if s.grads == s.params and s.activations == "device"}
+    assert by_tier["host", "host"].host == (4 + 4 + 8) * 1e6
+    states = next(s for s in settings if (s.params, s.states, s.grads) == ("device", "host", "host"))
+    assert states.host == (4 + 8 + 4) * 1e6
+    assert by_tier["disk", "device"].host == 3 * 12e6
     # Layers that do not fit: linear ones are split, and others are not.
     machine = te.offloading.Machine(device=1e6, host=1e9)
     with torch.device("meta"):
@@ -697,7 +704,7 @@ def test_an_option_that_needs_another_state_is_refused():
     initial = weight.detach().clone()
     for _ in range(2):
         with pytest.raises(
-            ValueError, match=r"momentum of parameter group 0 was set .* no memory for 'momentum_buffer'"
+            ValueError, match=r"momentum of parameter group 0 was set .* without memory for 'momentum_buffer'"
         ):
             optimizer.step()
     assert torch.equal(weight, initial)
@@ -717,6 +724,71 @@ def test_a_state_that_the_options_no_longer_use_is_dropped():
     warm.param_groups[0]["momentum"] = 0.0
     _, optimizer = te.offload(model, warm, states="host")
     assert "momentum_buffer" not in optimizer.state_dict()["state"].get(0, {})
+
+
+@pytest.mark.parametrize("init", [None, nn.Linear.reset_parameters])
+@pytest.mark.parametrize("params", ["device", "host"])
+def test_hooks_of_gradients_move_to_the_new_parameters(params, init):
+    with torch.device("cpu" if init is None else "meta"):
+        model, accumulated = nn.Linear(8, 4), []
+    mask = model.weight.register_hook(lambda gradient: gradient * 0)
+    model.bias.register_post_accumulate_grad_hook(lambda p: accumulated.append(p.shape))
+    options = {"params": params, "states": "host", "budget": "1MiB", "init": init}
+    model, optimizer = te.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    initial, *_ = weights_of(model)
+    for is_masked in (True, False):
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        assert torch.equal(weights_of(model)[0], initial) == is_masked
+        mask.remove()
+        optimizer.zero_grad()
+    assert accumulated == [(4,), (4,)]
+
+
+@pytest.mark.parametrize("hook", ["forward", "pre", "gradient", "method"])
+def test_a_layer_with_hooks_is_not_tiled(hook):
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.ones(2, 64)
+    layer = model[0]
+    if hook == "forward":
+        layer.register_forward_hook(lambda module, inputs, output: output * 2)
+    elif hook == "pre":
+        layer.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    elif hook == "gradient":
+        layer.weight.register_hook(lambda gradient: gradient * 0)
+    else:
+        layer.forward = lambda x: x
+    expected = model(x).detach()
+    model, _ = te.offload(model, adam(model.parameters()), params="host", budget=60_000)
+    assert model[0] is layer
+    assert torch.equal(model(x), expected)
+
+
+def test_fused_tables_are_not_moved():
+    def run(params):
+        torch.manual_seed(0)
+        model = nn.Sequential(te.nn.EmbeddingBag(50, 4, mode="sum", optimizer=te.optim.SGD(lr=0.1)), nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+        model, optimizer = te.offload(model, optimizer, params=params, states="host", budget="1MiB")
+        for _ in range(2):
+            model(torch.tensor([[1, 2], [3, 4]])).sum().backward()
+            optimizer.step()
+        return model[0].weight.detach(), weights_of(model)[1]
+
+    assert all(map(torch.equal, run("device"), run("host")))
+
+
+@pytest.mark.parametrize("states", ["device", "host"])
+def test_inference_before_training(states):
+    model = nn.Linear(64, 64)
+    model, optimizer = te.offload(model, adam(model.parameters()), params="host", states=states, budget="1MiB")
+    with torch.inference_mode():
+        model(torch.ones(2, 64))
+        model.load_state_dict(model.state_dict())
+        optimizer.load_state_dict(optimizer.state_dict())
+    initial = weights_of(model)
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    assert not any(map(torch.equal, weights_of(model), initial))
 
 
 def test_a_layer_in_two_places_is_not_tiled():

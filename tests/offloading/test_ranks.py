@@ -191,3 +191,24 @@ def test_damage_is_an_error_on_every_rank(ranks, tmp_path):
     first, second = ranks(2).run(damage_of_one_rank, tmp_path)
     assert first == second
     assert "__0_0.distcp" in first
+
+
+def input_gradient_beside_older_graphs(rank: int, ranks: int, offload: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1))
+    fully_shard(model)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    if offload:
+        model, optimizer = te.offload(model, optimizer, activations="host", budget="64MiB")
+    x, graphs = torch.ones(64, 128, requires_grad=True), []
+    for _ in range(2):
+        graphs.append(model(x))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return x.grad
+
+
+def test_a_gathered_weight_is_not_taken_for_that_of_an_older_graph(ranks):
+    results = [ranks(2).run(input_gradient_beside_older_graphs, 2, offload) for offload in (False, True)]
+    assert all(map(torch.equal, *results))

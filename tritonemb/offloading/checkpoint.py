@@ -196,10 +196,11 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
     collected = _collect_state(model, optimizer, False)
     state, paths = flatten_state_dict(collected)
-    stepped = {f"optim.state.{name}" for group in collected["optim"]["param_groups"] for name in group["params"]}
-    for key, metadata in stored.items():
+    examples = zip(collected["optim"]["param_groups"], optimizer.example_states, strict=True)
+    expected = {f"optim.state.{name}": example.keys() for group, example in examples for name in group["params"]}
+    for key in sorted(stored.keys() - state.keys()):
         prefix, _, name = key.rpartition(".")
-        if prefix in stepped and key not in state and name != MASTER and getattr(metadata, "size", None):
+        if name not in expected.get(prefix, {name}) and name != MASTER and getattr(stored[key], "size", None):
             raise ValueError(
                 f"{path} has {key.removeprefix('optim.state.')!r}, which this optimizer lacks; construct it with the "
                 "options of the optimizer that was saved, before te.offload"

@@ -112,7 +112,7 @@ class ActivationStore:
         self.free: defaultdict[int, list[Span]] = defaultdict(list)
         self._newest: Callable[[], SavedStorage | None] = lambda: None
         self._pending: list[SavedStorage] = []
-        self._storages = weakref.WeakValueDictionary[tuple[int, int], SavedStorage]()  # by storage and version
+        self.storages = weakref.WeakValueDictionary[tuple[int, int], SavedStorage]()  # by storage and version
         # Parameters and buffers stay, as they outlive the backward.
         self._excluded = {tensor.untyped_storage()._cdata for tensor in excluded if torch._C._has_storage(tensor)}
 
@@ -126,10 +126,10 @@ class ActivationStore:
         if is_small or storage._cdata in self._excluded:
             return tensor
         key = storage._cdata, tensor._version
-        if (saved := self._storages.get(key)) is None:
-            saved = self._storages[key] = SavedStorage(self, storage, self._newest)
+        if (saved := self.storages.get(key)) is None:
+            saved = self.storages[key] = SavedStorage(self, storage, self._newest)
             self._newest = weakref.ref(saved)
-            weakref.finalize(storage, self._storages.pop, key, None).atexit = False  # its address may be reused
+            weakref.finalize(storage, self.storages.pop, key, None).atexit = False  # its address may be reused
             self._pending = [pending for pending in [*self._pending, saved] if not pending.finish_write()]
             while sum(pending.num_bytes for pending in self._pending) > self._max_pending_bytes:
                 self._pending.pop(0).finish_write(wait=True)
@@ -227,7 +227,8 @@ class OffloadedTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-            return OffloadedTensor(args[0].source, args[0].calls, args[0].device)
+            with torch.inference_mode(False):
+                return OffloadedTensor(args[0].source, args[0].calls, args[0].device)
         # Reached without `__torch_function__`, from an autograd function for example.
         return cls.__torch_function__(func, types, args, kwargs)
 
@@ -248,6 +249,7 @@ class ModuleCalls:
     def __init__(self, cache: ParameterCache, device: torch.device) -> None:
         self.cache, self.device = cache, device
         self.pack: Callable[[Tensor], Packed] = lambda tensor: tensor  # of other tensors that autograd saves
+        self.on_enter: Callable[[], object] = lambda: None  # before the outermost call
         self._depth = 0  # of nested calls
         self._hooks: saved_tensors_hooks | None = None
 
@@ -263,6 +265,7 @@ class ModuleCalls:
         if self._depth == 0 and torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
             self._hooks = saved_tensors_hooks(self._pack, lambda packed: packed() if callable(packed) else packed)
             self._hooks.__enter__()
+            self.on_enter()
         self._depth += 1
 
     @graph_break(FETCHED_ON_USE)

@@ -136,7 +136,8 @@ def estimate_offload(
         if (activations_tier != "device" and not activation_bytes) or (grads == "device" and not on_device):
             continue
         # Bytes by tier: parameters, gradients, states, activations, arena and buffers.
-        states = rank_parameters * (state_bytes + 4 * (itemsize == 2))
+        is_moved = machine.device != machine.host and (params == "device") != (states_tier == "device")
+        states = rank_parameters * (state_bytes + 4 * (itemsize == 2 or is_moved))  # with master weights
         tier_bytes = dict.fromkeys(get_args(TierName), 0.0)
         tier_bytes[params] += parameter_bytes
         tier_bytes[grads] += parameter_bytes
@@ -144,7 +145,7 @@ def estimate_offload(
         tier_bytes[activations_tier] += activation_bytes
         tier_bytes["device"] += working if params != "device" else 0.0
         buffers = 3 * min(states, (16 << 20) * (state_bytes + 4))
-        tier_bytes["host"] += buffers if "disk" in (states_tier, grads) else 0.0
+        tier_bytes["host"] += buffers if "disk" in (params, states_tier, grads) else 0.0
         # Traffic of forward and backward: over the link to the device, and to and from the disk.
         fetched = 2 * parameter_bytes if params != "device" else 0.0
         link = fetched + (2 * parameter_bytes if states_tier != "device" or grads != "device" else 0.0)

@@ -162,10 +162,10 @@ class StoredOptimizer(Optimizer):
         params = [(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
         self.store = StateStore(params, examples, offloaded, placement)
         self._enabled_options = [_enabled_options(group) for group in self.param_groups]
-        self._reserved_states = [array_names(example) for example in examples]
+        self.example_states = examples
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
-        self._versions: dict[Any, tuple[int, ...]] = {p: () for p, _ in params if p not in offloaded}
+        self._versions: dict[Any, Any] = {p: () for p, _ in params if p not in offloaded}
         for p in self._versions:
             if type(p) is nn.Parameter and any(chunk.has_master for chunk in self.store.chunks(p)):
                 p.__class__ = WatchedParameter
@@ -187,19 +187,19 @@ class StoredOptimizer(Optimizer):
         for number, group in enumerate(self.param_groups):
             if (enabled := _enabled_options(group)) == self._enabled_options[number]:
                 continue
-            if missing := array_names(self._inner.example_states(group)) - self._reserved_states[number]:
+            if missing := array_names(self._inner.example_states(group)) - self.example_states[number].keys():
                 changed = sorted((enabled - self._enabled_options[number]) & self.defaults.keys())
                 raise ValueError(
-                    f"{join_names(changed)} of parameter group {number} was set after te.offload, which allocated no "
-                    f"memory for {join_names(map(repr, sorted(missing)))}: set it before, in the constructor of "
-                    f"{self._inner.name} (OneCycleLR and CyclicLR set momentum, unless cycle_momentum=False)"
+                    f"{join_names(changed)} of parameter group {number} was set after te.offload, without memory for "
+                    f"{join_names(map(repr, sorted(missing)))}: set it in the constructor of {self._inner.name}, "
+                    "before te.offload (OneCycleLR and CyclicLR set momentum, unless cycle_momentum=False)"
                 )
             self._enabled_options[number] = enabled
 
     def update_masters(self, parameters: Sequence[Any]) -> None:
         """Update the master weights of parameters on the device that were written without the optimizer."""
         for p in parameters:
-            if p in self._versions and self._versions[p] != (writes := WatchedParameter.writes(p)):
+            if p in self._versions and self._versions[p] != (writes := _writes_of(p)):
                 self.store.update_masters(p)
                 self._versions[p] = writes
 
@@ -208,7 +208,7 @@ class StoredOptimizer(Optimizer):
         if chunks := self.store.chunks(parameter):
             self.state[parameter] = chunks[-1].scalars
         if parameter in self._versions:
-            self._versions[parameter] = WatchedParameter.writes(parameter)
+            self._versions[parameter] = _writes_of(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer, with states in host memory, and "master" of 16-bit parameters."""
@@ -372,7 +372,7 @@ class OffloadedOptimizer(StoredOptimizer):
     def _step_chunks(self, updated: dict[Any, None], chunks: list[StateChunk]) -> None:
         """Step chunks of a sub-group that is in memory, and add their parameters to `updated`."""
         if not updated:  # the first ones of a step
-            self._written = {p for p, writes in self._versions.items() if WatchedParameter.writes(p) != writes}
+            self._written = {p for p, writes in self._versions.items() if _writes_of(p) != writes}
         for chunk in chunks:
             updated[chunk.parameter] = None
             if chunk.parameter in self._written and chunk.is_ready:
@@ -415,6 +415,12 @@ class OffloadedOptimizer(StoredOptimizer):
         return norm
 
 
+def _writes_of(parameter: Any) -> tuple[int, int, int]:
+    """Return numbers that change with each write to a parameter on the device."""
+    alias, num_sets = getattr(parameter, "alias", None), getattr(parameter, "num_sets", 0)
+    return to_local(parameter)._version, num_sets, 0 if alias is None else alias._version
+
+
 def _enabled_options(group: Mapping[str, Any]) -> set[str]:
     """Return the options of a parameter group that are not zero, False or None, on which its states depend."""
     return {name for name, value in group.items() if name != "params" and not isinstance(value, Tensor) and value}
@@ -422,13 +428,12 @@ def _enabled_options(group: Mapping[str, Any]) -> set[str]:
 
 def _check_states(parameter: Any, states: Mapping[str, Any], names: Set[str], optimizer: str) -> None:
     """Raise ValueError if a parameter's states are not those of the optimizer, or have another shape."""
-    extra = array_names(states) - names - {MASTER}
-    for problem, difference in (("no", names - states.keys() - {MASTER}), ("a", extra)):
-        if states and difference:
+    for problem, difference in (("no", names - states.keys()), ("a", array_names(states) - names)):
+        if states and (difference := difference - {MASTER}):
             raise ValueError(
                 f"the state dict has {problem} {join_names(map(repr, sorted(difference)))} of a parameter of shape "
-                f"{tuple(parameter.shape)}, which this {optimizer} {'needs' if problem == 'no' else 'lacks'}; it is of "
-                "another optimizer, or of one with other options: construct it with these before te.offload"
+                f"{tuple(parameter.shape)}, which this {optimizer} {'needs' if problem == 'no' else 'lacks'}; "
+                "construct it with the options of the optimizer that was saved, before te.offload"
             )
     for name, value in states.items():
         if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

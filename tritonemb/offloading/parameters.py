@@ -16,16 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tritonemb.offloading.shards import (
-    Piece,
-    StoredElements,
-    flat_like,
-    is_dense,
-    local_shape,
-    overlaps,
-    padded_shape,
-    to_local,
-)
+from tritonemb.offloading.shards import Piece, StoredElements, flat_like, is_dense, local_shape, overlaps, padded_shape
 from tritonemb.offloading.tiers import Arena, Tier, empty_host, round_to_pages
 from tritonemb.storage.store import IoFuture, wait_all
 
@@ -94,7 +85,8 @@ class OffloadedParam(StoredElements):
         if self.leaf.data_ptr() != (self.block.data_ptr() if self.block is not None else 0):
             wait_all(self._reads)
             self._reads = []
-            self.leaf.data = self.memory().view(self.dtype).as_strided(self.shape, self.leaf_strides)
+            with torch.inference_mode(False):
+                self.leaf.data = self.memory().view(self.dtype).as_strided(self.shape, self.leaf_strides)
         if self.leaf.requires_grad != self.parameter.requires_grad:
             self.leaf.requires_grad_(self.parameter.requires_grad)
 
@@ -166,31 +158,19 @@ class OffloadedParam(StoredElements):
 class WatchedParameter(nn.Parameter):
     """Parameter on the device whose master weights follow writes through `.data`, which has its own version counter."""
 
-    alias: Tensor | None = None  # shares the version counter of what `.data` returned or was set to
-    num_aliases = 0
+    alias: Any = None  # shares the version counter of what `.data` returned or was set to
+    num_sets = 0  # of `.data`
 
     @property
     def data(self) -> Tensor:
         if self.alias is None or not self.alias.is_set_to(self):
-            self._set_alias(_DATA.__get__(self))
-        assert self.alias is not None
+            self.alias = _DATA.__get__(self)
         return self.alias.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
         _DATA.__set__(self, values)
-        self._set_alias(values.detach())
-
-    def _set_alias(self, alias: Tensor) -> None:
-        self.alias, self.num_aliases = alias, self.num_aliases + 1
-
-    @staticmethod
-    def writes(parameter: Any) -> tuple[int, ...]:
-        """Return numbers that change with each write to a parameter of any class."""
-        version = to_local(parameter)._version
-        if not isinstance(parameter, WatchedParameter) or parameter.alias is None:
-            return (version,)
-        return version, parameter.num_aliases, parameter.alias._version
+        self.alias, self.num_sets = values.detach(), self.num_sets + 1
 
 
 def in_backward() -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from tritonemb.nn.collections import FusedModule
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, OffloadedTensor, is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
@@ -156,6 +157,8 @@ def offload(
         excluded = [t for t in (*model.parameters(), *model.buffers()) if not is_offloaded(t)]
         store = ActivationStore(tiers[activations], compute_device, budget_bytes // 8, excluded)
         calls.pack = store.pack
+        if any(isinstance(m, FSDPModule) for m in model.modules()):
+            calls.on_enter = store.storages.clear  # weights are gathered into the same storage, with the same version
     if move.offloaded or activations in tiers:
         calls.register_hooks(model, move.offloaded)
     model._offload = calls.cache, tiers  # type: ignore[assignment]
@@ -232,12 +235,13 @@ class ParameterMove:
             self._modules += [(f"{name}.{inner}", module) for inner, module in tiled.named_modules() if inner]
         self._loaded |= {tile for tile, (parameter, _) in tiles.items() if parameter in self._loaded}
         # New parameters: offloaded, or on the device for those on "meta".
+        fused = {p for m in model.modules() if isinstance(m, FusedModule) and m.optimizer for p in m.parameters()}
         self._initializers = {module: self._initializer(model, name, module) for name, module in self._modules}
         for name, module in self._modules:
             for attribute, p in module._parameters.items():
                 if p is None or p in self._new_parameter or is_offloaded(p):
                     continue
-                if tier is not None:
+                if tier is not None and p not in fused:
                     param = OffloadedParam(f"{name}.{attribute}".removeprefix("."), p, tier, calls.device, elements)
                     if param.sharded and to_local(p).is_meta and p not in self._loaded:
                         raise ValueError(
@@ -251,6 +255,10 @@ class ParameterMove:
                     tensor = torch.empty_like(p, device=calls.device)
                     self._new_parameter[p] = nn.Parameter(tensor, requires_grad=p.requires_grad)
         for old, new in self._new_parameter.items():
+            if new is not old:  # share the dicts of hooks, so that their handles still remove them
+                with torch._C.DisableTorchFunctionSubclass():
+                    (self.offloaded[new].leaf if new in self.offloaded else new)._backward_hooks = old._backward_hooks
+                    new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
             parameter, index = tiles.get(old, (old, ...))
             self.replacements[parameter].append((new, index))
 
@@ -363,6 +371,9 @@ def _tiled_layers(
                 continue
             if sum(p is layer.weight for p in parameters) > 1 or sum(child is layer for child in layers) > 1:
                 continue  # tied: other modules use the full weight
+            hooks = [value for key, value in vars(layer).items() if key.endswith("_hooks") or key == "forward"]
+            if any(hooks) or any(p._backward_hooks or p._post_accumulate_grad_hooks for p in layer.parameters()):
+                continue  # they get full tensors
             # Splits: of the inputs only if a row exceeds the limit.
             max_elements = max(max_bytes // layer.weight.element_size(), 1)
             in_splits = -(-layer.in_features // max_elements)

@@ -61,6 +61,7 @@ class Arena:
         self._freed: deque[int] = deque()
         self._numbers = count()
 
+    @torch.inference_mode(False)  # autograd saves views of it
     def allocate(self, num_bytes: int) -> Tensor | None:
         """Allocate uint8 `[round_to_pages(num_bytes)]`, page-aligned; None if no gap between blocks is large enough."""
         size = round_to_pages(num_bytes)
