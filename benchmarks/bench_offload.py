@@ -1,8 +1,9 @@
 """Offloading of dense layers: the disk's rate, the step of the CPU, and steps with states on the host and on disk.
 
 The floor of a step with states on disk is the larger of what computes without and of the bytes that must move over the
-rate that a plain reader and writer has on the same disk, with direct I/O and the same block size. Since states cannot
-be moved before the gradients are there, a step takes the sum of both rather, so three batch sizes are measured.
+rate that a plain reader and writer has on the same disk, with direct I/O and the same block size. A step after
+the backward moves states once all gradients are there, so it takes the sum of both rather; a step inside the backward
+moves them before. Three batch sizes are measured.
 Everything of a case is timed in turns. PyTorch's `CPUOffloadPolicy`, torchao's `CPUOffloadOptimizer` and DeepSpeed
 offload from a GPU alone: they have nothing to compare with on a machine without one. FSDP2 in memory is compared by
 `python -m benchmarks.studies.fully_shard`.
@@ -88,9 +89,9 @@ def bench_disk(write: bool, race: Any) -> None:
 class Trained:
     """A model that is stepped; seconds of its backward passes and of its steps."""
 
-    def __init__(self, name: str, **offload: Any) -> None:
+    def __init__(self, name: str, in_backward: bool = False, **offload: Any) -> None:
         torch.manual_seed(0)
-        self.name = name
+        self.name, self.in_backward = name, in_backward
         self.model: nn.Module = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(LAYERS)])
         self.optimizer: Any = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
         if offload:
@@ -101,9 +102,15 @@ class Trained:
 
     def step(self, x: torch.Tensor) -> None:
         initial = self._moved()
-        self.computed.append(seconds(lambda: self.model(x).pow(2).mean().backward()))
-        self.stepped.append(seconds(self.optimizer.step))
-        self.whole.append(self.computed[-1] + self.stepped[-1])
+
+        def compute() -> None:
+            self.computed.append(seconds(lambda: self.model(x).pow(2).mean().backward()))
+
+        if self.in_backward:
+            self.whole.append(seconds(lambda: self.optimizer.step(compute, in_backward=True)))
+        else:
+            self.whole.append(seconds(lambda: (compute(), self.optimizer.step())))
+        self.stepped.append(self.whole[-1] - self.computed[-1])
         self.optimizer.zero_grad()
         self.moved = [now - then for now, then in zip(self._moved(), initial, strict=True)]
 
@@ -122,6 +129,7 @@ def bench_step(kind: str, race: Any) -> None:
         Trained("host", states="host"),
         Trained("disk", states="disk", budget="150MB"),
         Trained("params", params="disk", states="disk", budget="250MB"),
+        Trained("disk, in the backward", in_backward=True, states="disk", budget="150MB"),
         Trained("gradients on host", states="host", grads="host"),
         Trained("gradients on disk", states="host", grads="disk", budget="1GB"),
     ]
