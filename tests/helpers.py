@@ -129,8 +129,9 @@ def make_collection(
     """A collection with normal weights that depend on nothing but the tables' shapes."""
     kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
     collection = kind(configs, optimizer=optimizer, **options)
+    weights = random_weights([replace(config, dtype=config.row_dtype) for config in configs])
     with torch.no_grad():
-        for table, weight in zip(collection.tables, random_weights(configs), strict=True):
+        for table, weight in zip(collection.tables, weights, strict=True):
             table.assign({"weight": weight})
     return collection
 

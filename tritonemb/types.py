@@ -18,6 +18,7 @@ Placement = Literal["device", "host", "disk", "server"]
 TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 Device = torch.device | str | None
 TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
+STORED_DTYPES = (*TABLE_DTYPES, torch.int8)  # those of rows that may have another one on the device
 
 
 @dataclass(frozen=True)
@@ -178,8 +179,8 @@ class TableConfig:
         embedding_dim: columns, at least 1; fastest when a row is a multiple of 16 bytes.
         features: keys of the batch that look this table up; the table's name by default.
         pooling: reduction of the rows of a bag: "sum", "mean", or "none" (one output row per id).
-        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
-            tables that are looked up but not trained. Optimizer state is always float32.
+        dtype: `torch.float32`, `torch.float16`, `torch.bfloat16`, or `torch.int8` off the device, see docs/tiers.md;
+            `torch.float8_e4m3fn` or `torch.float8_e5m2` for lookups alone. Optimizer state is always float32.
         placement: memory tier of the rows: the device; host memory or a disk, with a cache on the device and bitwise
             identical results; or embedding servers (`tritonemb.server`).
         init: fills `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings) by default. Or a file
@@ -221,6 +222,7 @@ class TableConfig:
     eviction: EvictionConfig = EvictionConfig()
     admission: AdmissionConfig = AdmissionConfig()
     fallback_rows: int = 0
+    row_dtype: torch.dtype = field(init=False, compare=False, repr=False)  # on the device
     seed: int = field(init=False, compare=False, repr=False)
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
@@ -238,10 +240,13 @@ class TableConfig:
                 object.__setattr__(self, size, checked_size(f"table {self.name!r}: {size}", getattr(self, size)))
         vars(self).update(fallback_rows=checked_size(f"table {self.name!r}: fallback_rows", self.fallback_rows, 0))
         self._check_dynamic()
-        choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": TABLE_DTYPES}
+        choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": STORED_DTYPES}
         for name, values in choices.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"table {self.name!r}: {name} must be one of {values}, got {getattr(self, name)!r}")
+        vars(self).update(row_dtype=torch.float32 if self.dtype == torch.int8 else self.dtype)
+        if self.dtype == torch.int8 and self.placement not in ("host", "disk"):
+            raise ValueError(f"table {self.name!r}: int8 rows need placement host or disk, got {self.placement!r}")
         if self.init is not None and not callable(self.init) and not isinstance(self.init, str | os.PathLike):
             raise TypeError(f"table {self.name!r}: init must be a function or a file's path, got {self.init!r}")
         if not isinstance(self.cache, CacheConfig):
@@ -378,6 +383,7 @@ class TableOptions(Options):
         pretrained: files of initial rows of single tables, as NAME=PATH, read when a run starts; see `TableConfig`.
         placement: placement of large tables: device, or host memory (host) or disk with rows cached on the device.
         placed_rows: least number of rows of a table with this placement; smaller tables stay on the device.
+        placed_dtype: dtype of the stored rows of tables with this placement; int8 takes a quarter of the memory.
         cache_share: fraction of a table's rows that its device cache holds.
         cache_rows: number of rows that a device cache holds, in place of cache_share.
         cache_host_rows: rows of each table on disk that are also cached in host memory; none if not given.
@@ -392,6 +398,7 @@ class TableOptions(Options):
     pretrained: tuple[str, ...] = ()
     placement: Literal["device", "host", "disk"] = "device"
     placed_rows: int = number(10_000, least=0)
+    placed_dtype: Literal["float32", "int8"] = "float32"
     cache_share: float = 0.1
     cache_rows: int | None = None
     cache_host_rows: int | None = None
@@ -405,6 +412,8 @@ class TableOptions(Options):
         super().__post_init__()
         if self.cache_host_rows is not None and self.placement != "disk":
             raise ValueError(f"cache_host_rows is for tables on disk, but placement is {self.placement!r}")
+        if self.placed_dtype == "int8" and self.placement == "device":
+            raise ValueError("placed_dtype int8 is for tables in host memory or on disk, but placement is 'device'")
         self.place([])  # checks the cache options
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
@@ -427,5 +436,6 @@ class TableOptions(Options):
             if table.is_dynamic:
                 placed[index] = replace(table, **policies)
             if (table.num_embeddings or table.capacity or 0) >= self.placed_rows:
-                placed[index] = replace(placed[index], placement=self.placement, cache=cache)
+                tier = {"placement": self.placement, "cache": cache, "dtype": getattr(torch, self.placed_dtype)}
+                placed[index] = replace(placed[index], **tier)
         return placed

@@ -301,6 +301,7 @@ SECTIONS: dict[str, tuple[str, str, Callable[[dict[str, Any]], str]]] = {
     "memory": ("docs/kernels.md", "memory", memory_section),
     "fully-shard": ("docs/offload.md", "fully-shard", fully_shard_section),
     "quantized-accuracy": ("docs/quantize.md", "quantized-accuracy", quantized_section),
+    "int8-training": ("docs/tiers.md", "int8-training", quantized_section),
 }  # by kind of results: page, its section, and what writes that
 
 

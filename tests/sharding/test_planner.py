@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -227,6 +228,20 @@ def test_a_table_that_only_several_nodes_have_room_for_is_not_put_on_one():
         te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host", "table_row_wise")})
     spread = te.plan([table], topology, batch_size=64, constraints={"a": Constraint("host")})
     fits(spread, [table], topology, 64)
+
+
+def test_int8_tables_are_in_host_memory_or_on_disk_with_whole_rows():
+    tables = [te.TableConfig(f"t{n}", 10**n, 64, dtype=torch.int8, placement="host") for n in (3, 7)]
+    optimizer, topology = te.optim.RowWiseAdagrad(), te.Topology(2, host=2 * GB)
+    plan = te.plan(tables, topology, batch_size=512, optimizer=optimizer)
+    for table in tables:
+        assert plan.placement(table.name).placement == "host"
+        assert all(shard.num_columns == 64 for shard in plan.shards(table))
+    rows = CostModel(tables, topology, 512, optimizer=optimizer)
+    assert rows.sizes.tolist() == [72.0 * 10**3, 72.0 * 10**7]
+    float_tables = [replace(table, dtype=torch.float32) for table in tables]
+    with pytest.raises(te.PlanError, match="host"):
+        te.plan(float_tables, replace(topology, hbm=GB), batch_size=512, optimizer=optimizer)
 
 
 def test_a_large_table_is_on_one_tier():

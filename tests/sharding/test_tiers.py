@@ -73,6 +73,26 @@ def test_shards_elsewhere_train_as_one_process_on_the_device(ranks, world, place
         assert not differences(case, alone(case), [of_rank[number][0] for of_rank in results])
 
 
+def test_int8_shards_train_as_one_process(ranks):
+    configs = [replace(config, dtype=torch.int8, placement="host", cache=SMALLEST) for config in tables(True, 3)]
+    cuts = (TableWise(1), RowWise(), DataParallel())
+    case = Case(tuple(configs), cuts, te.optim.RowWiseAdagrad(lr=0.05), sizes(2, 4), True, 2, seed=23)
+    expected = alone(case).state
+    state = ranks(2).run(together, [case])[0][0][0].state
+    for name, tensor in expected.items():
+        assert name.startswith("table2") or torch.equal(state[name], tensor), name
+    # Replicas add gradients in another order.
+    values = [tensors["table2.weight"] * tensors["table2.weight_scale"][:, None] for tensors in (state, expected)]
+    assert (values[0] - values[1]).abs().max() < 8 * expected["table2.weight_scale"].max()
+    for sharding, problem in (
+        (ColumnWise([0, 1]), "into 2 blocks"),
+        (TableColumnWise(0, [8, 8]), "begin at multiples of 16"),
+    ):
+        plan = te.sharding.ShardingPlan({"table0": sharding}, 2)
+        with pytest.raises(ValueError, match=f"table 'table0': .* torch.int8 .*{problem}"):
+            plan.shards(configs[0])
+
+
 def reload(rank: int, case: Case, other_case: Case) -> list[dict[str, torch.Tensor]]:
     """State of a trained collection, and of others that have loaded it: from the device elsewhere, and back."""
     groups = groups_of(case.local)

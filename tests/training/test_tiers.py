@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,15 +23,21 @@ from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter, Clock
 from tritonemb.types import CacheConfig, TableOptions
 
 
-def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, jobs.Record, Any]:
+def make_trainer(
+    placement: str, cache_rows: int = 40, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[te.Trainer, jobs.Record]:
     torch.manual_seed(0)
     data, record = jobs.planted(500), jobs.Record()
     cache = CacheConfig(rows=cache_rows)
-    tables = [living(table, placement, cache) for table in data.tables(8)]
+    tables = [replace(living(table, placement, cache), dtype=dtype) for table in data.tables(8)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
     settings = {"batch_size": 100, "epochs": 2, "log_every": 5, "evaluate_every": 5, "verbose": False} | options
-    trainer = te.Trainer(model, data, callbacks=[record, *settings.pop("callbacks", [])], **settings)
+    return te.Trainer(model, data, callbacks=[record, *settings.pop("callbacks", [])], **settings), record
+
+
+def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, jobs.Record, Any]:
+    trainer, record = make_trainer(placement, cache_rows, **options)
     return trainer, record, trainer.fit(test=True)
 
 
@@ -64,6 +72,23 @@ def test_training_gives_the_bits_of_the_device(placement, options):
         )
         assert cache["rows"] > 0
         assert 0 <= cache["hit_rate"] <= 1
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("host", "disk"), ("disk", "host"), ("disk", "disk")])
+@pytest.mark.few(2)
+def test_an_int8_run_resumes_with_its_bits_on_another_tier(tmp_path, saved, loaded):
+    undisturbed, expected, _ = trained("host", cache_rows=1, dtype=torch.int8, evaluate_every=None)
+    common = {"dtype": torch.int8, "folder": tmp_path / "run"}
+    every = te.training.CheckpointOptions(checkpoint_steps=2)
+    trainer, _ = make_trainer(saved, checkpoints=every, callbacks=[jobs.CrashAt(5)], **common)
+    with suppress(jobs.Crash):
+        trainer.fit()
+    assert trainer.progress.step == 5
+    trainer, record = make_trainer(loaded, cache_rows=300, prefetch_depth=3, **common)
+    assert trainer.resume().name == "step-4"
+    trainer.fit()
+    assert_same_bits(dict(trainer.model.state_dict()), dict(undisturbed.model.state_dict()))
+    assert record.losses == expected.losses[-len(record.losses) :]
 
 
 def test_logs_add_up_to_what_the_caches_counted():
@@ -169,5 +194,11 @@ def test_options_out_of_range_are_refused():
         trained("host", prefetch_depth=-1)
     with pytest.raises(ValueError, match="cache_host_rows is for tables on disk, but placement is 'host'"):
         TableOptions(placement="host", cache_host_rows=5)
+    with pytest.raises(ValueError, match="placed_dtype int8 is for tables in host memory or on disk"):
+        TableOptions(placed_dtype="int8")
+    small, large = TableOptions(placement="host", placed_rows=9, placed_dtype="int8").place(
+        [te.TableConfig("small", 8, 2), te.TableConfig("large", 9, 2)]
+    )
+    assert (small.dtype, large.dtype, large.placement) == (torch.float32, torch.int8, "host")
     (table,) = TableOptions(placement="disk", placed_rows=0, cache_host_rows=5).place([te.TableConfig("t", 9, 2)])
     assert table.cache == CacheConfig(host_rows=5)

@@ -209,7 +209,10 @@ def load_table(path: Path, config: TableConfig) -> Any:
 
 def map_tables(path: str, collection: Any, folder: Path, names: Mapping[str, str]) -> list[Any]:
     """Map the tables of a collection from their files, by their names in the model."""
-    configs = [replace(config, placement="device", cache=CacheConfig()) for config in collection.configs]
+    configs = [
+        replace(config, placement="device", dtype=config.row_dtype, cache=CacheConfig())
+        for config in collection.configs
+    ]
     return [load_table(folder / names[key], c) for key, c in zip(keys_of(path, collection), configs, strict=True)]
 
 

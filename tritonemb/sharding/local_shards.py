@@ -14,6 +14,7 @@ from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.placement import PlacedShard, ShardGroups
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, slice_shard
+from tritonemb.storage.store import row_states
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.lookup_tables import make_table
@@ -127,12 +128,12 @@ class LocalShards:
                 entry = LocalShard(tensor, shard.first_row, column, saves)
                 shards[self.configs[placed.table].name, name].append(entry)
         result |= {f"{prefix}{name}": value for name, value in self._dynamic_state().items()}
+        optimizer_states = self.optimizer.states
         for config in (config for config in self.configs if not config.is_dynamic):
-            size, states = (config.num_embeddings, config.embedding_dim), self.optimizer.states
+            size, states = (config.num_embeddings, config.embedding_dim), row_states(config.dtype, optimizer_states)
             fields = [("weight", 2, config.dtype), *((s.name, 1 + s.per_element, torch.float32) for s in states)]
             for name, num_dims, dtype in fields:
-                table_shards = TableShards(size[:num_dims], dtype, shards[config.name, name])
-                result[f"{prefix}{config.name}.{name}"] = table_shards
+                result[f"{prefix}{config.name}.{name}"] = TableShards(size[:num_dims], dtype, shards[config.name, name])
         return result, copies
 
     def _dynamic_state(self) -> dict[str, Any]:

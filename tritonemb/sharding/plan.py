@@ -185,7 +185,7 @@ def _column_blocks(sharding: Sharding, table: TableConfig, title: str, blocks: i
     if any(first % _column_step(table) for first in firsts):
         raise ValueError(
             f"{title}: blocks of {sharding} begin at columns {firsts}; those of a {table.dtype} table must begin at "
-            f"multiples of {COLUMNS_ROUNDED_TOGETHER}"
+            f"multiples of {_column_step(table)}"
         )
     return list(zip(firsts, widths, strict=True))
 
@@ -208,9 +208,9 @@ def _is_partition(sizes: Sequence[int], blocks: int, total: int) -> bool:
     return len(sizes) == blocks and all(isinstance(n, int) and n > 0 for n in sizes) and sum(sizes) == total
 
 
-def _column_step(table: TableConfig) -> int:
-    """Multiple at which a column block may begin."""
-    return 1 if table.dtype.itemsize == 4 else COLUMNS_ROUNDED_TOGETHER
+def _column_step(table: TableConfig) -> int:  # multiple at which a column block may begin; a row of int8 has one scale
+    step = table.embedding_dim if table.row_dtype != table.dtype else COLUMNS_ROUNDED_TOGETHER
+    return 1 if table.dtype.itemsize == 4 else step
 
 
 def max_column_blocks(table: TableConfig) -> int:

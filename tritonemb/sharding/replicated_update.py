@@ -231,7 +231,7 @@ class PinnedRows:
     def release(self) -> None:
         """Unpin the rows, once this thread has launched the update."""
         for pinned in self._pins:
-            pinned.release()
+            pinned.release(self.tables.counters["step"])
 
 
 def _to_batch(
@@ -243,7 +243,7 @@ def _to_batch(
     """
     slot_rows = row_ids or [None] * len(tables)
     configs = [
-        TableConfig(str(n), t.num_embeddings if i is None else i.numel(), t.embedding_dim, dtype=t.dtype)
+        TableConfig(str(n), t.num_embeddings if i is None else i.numel(), t.embedding_dim, dtype=t.row_dtype)
         for n, (t, i) in enumerate(zip(tables, slot_rows, strict=True))
     ]
     values = torch.cat(sums.rows)

@@ -26,6 +26,8 @@ from tritonemb.ops.row_cache import row_cache_allocate_, row_cache_look_up_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 
+SCALE = "weight_scale"  # the field of a record that has the scale of its int8 codes
+_LEAST_EXPONENT, _NONFINITE = 27, 255  # biased exponents of float32: 2^-100, infinities and NaN
 Initializer = Callable[[Tensor, Tensor], object]
 """`initializer(rows, records)` fills uint8 `[n, num_bytes]` with the initial values of rows int64 `[n]`, ascending.
 
@@ -279,14 +281,20 @@ def check_requests(requests: Iterable[tuple[str, int, Record, Tensor, Tensor]]) 
                 raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}, got row {row}")
 
 
+def row_states(dtype: torch.dtype, states: Sequence[StateSpec]) -> Sequence[StateSpec]:
+    """Return the states of a row, with the scale of int8 codes."""
+    return (*states, StateSpec(SCALE, per_element=False)) if dtype == torch.int8 else states
+
+
 def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec], has_ids: bool = False) -> Record:
-    """Return the record of a table's rows: the weight, the optimizer's states, always float32, and the id if any.
+    """Return the record of a table's rows: the weight, the optimizer's states, always float32, the scale of int8 rows
+    and the id, if any.
 
     Its size is a multiple of 4 bytes, so that each field of an array of records has a view.
     """
     fields = [Field("weight", dtype, embedding_dim, 0)]
     end = -(-fields[0].num_bytes // 4) * 4
-    for state in states:
+    for state in row_states(dtype, states):
         size = embedding_dim if state.per_element else 1
         fields.append(Field(state.name, torch.float32, size, end, not state.per_element))
         end += 4 * size
@@ -294,6 +302,51 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
         fields.append(Field("id", torch.int64, 1, -(-end // 8) * 8, True))
         end = fields[-1].offset + 8
     return Record(tuple(fields), end)
+
+
+def _scales(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales of float32 rows `[n, dim]`, and their reciprocals, 0 without one: float32 `[n, 1]`.
+
+    The scale is 2^e, the least with max |w| ≤ 127 · 2^e; 0 below 2^-100, and NaN if the row is not finite.
+    """
+    largest = values.abs().amax(1, keepdim=True).view(torch.int32)
+    exponent = largest >> 23
+    # The sum carries into the exponent above 127 / 64, whose mantissa is 0x7E0000.
+    scale = ((((largest + 0x1FFFF) >> 23) - 6) << 23).view(torch.float32)
+    is_encoded = (exponent >= _LEAST_EXPONENT) & (exponent < _NONFINITE)
+    unencoded = torch.where(exponent == _NONFINITE, torch.nan, 0.0)
+    return torch.where(is_encoded, scale, unencoded), torch.where(is_encoded, 1 / scale, 0.0)
+
+
+def round_rows(values: Tensor, noise: Tensor | float = 0.5) -> Tensor:
+    """Round float32 rows `[n, dim]` to ⌊w / scale + noise⌋ · scale; noise in [0, 1), or 1/2 to round to nearest.
+
+    A rounded row is the same when it is rounded again, whatever the noise, as codes are integers and scales are nested.
+    So a row that a step does not change does not drift, and it is encoded and decoded exactly.
+    """
+    scale, inverse = _scales(values)
+    return (values * inverse).nan_to_num_().add_(noise).floor_().mul_(scale)
+
+
+def encode_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return codes, int8 `[n, dim]`, and scales `[n]` of float32 rows, rounded to nearest."""
+    scale, inverse = _scales(values)
+    return (values * inverse).nan_to_num_().add_(0.5).floor_().to(torch.int8), scale.squeeze(1)
+
+
+def decode_rows(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return rows, float32 `[n, dim]`."""
+    return codes.to(torch.float32).mul_(scale[:, None])
+
+
+def write_rows(fields: dict[str, Tensor], values: Tensor) -> None:
+    """Write float32 rows to the weight of records, rounded to nearest where these have codes."""
+    if fields["weight"].dtype == torch.int8:
+        codes, scale = encode_rows(values)
+        fields["weight"].copy_(codes)
+        fields[SCALE].copy_(scale)
+    else:
+        fields["weight"].copy_(values)
 
 
 @dataclass(frozen=True)
@@ -308,9 +361,12 @@ class InitialValues:
 
     def __call__(self, rows: Tensor, records: Tensor) -> None:
         records.zero_()
-        weight = self.record.views(records)["weight"]
-        global_rows = rows + self.row_origin if self.row_origin else rows
-        fill_initial_(weight, self.seed, self.bound, first_column=self.column_origin, rows=global_rows)
+        fields = self.record.views(records)
+        weight, global_rows = fields["weight"], rows + self.row_origin if self.row_origin else rows
+        values = torch.empty(weight.shape, device="cpu") if weight.dtype == torch.int8 else weight
+        fill_initial_(values, self.seed, self.bound, first_column=self.column_origin, rows=global_rows)
+        if values is not weight:
+            write_rows(fields, values)
 
 
 class CacheDirectory:

@@ -27,9 +27,10 @@ import torch
 from torch import Tensor
 
 from tritonemb import jagged, ops
-from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, build_layout
+from tritonemb.layout import FIRST_ROW, NO_ROW, TableRow, build_layout, mix64
+from tritonemb.ops.registry import kernel
 from tritonemb.storage.memory import CHUNK_BYTES, HostRows
-from tritonemb.storage.store import CacheDirectory
+from tritonemb.storage.store import CacheDirectory, round_rows
 from tritonemb.tables.batch import RowBatch
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, RowMoves, RowTransfer, synchronize
 from tritonemb.tables.cached_rows import CachedRows
@@ -65,14 +66,28 @@ class PinState(enum.Enum):
     RELEASED = enum.auto()
 
 
+def rounding_noise(seed: int, step: Tensor, rows: Tensor, dim: int) -> Tensor:
+    """Return noise `[n, dim]` for `round_rows` of rows of a table with a seed in a step: multiples of 2^-16 in [0, 1).
+
+    It is drawn like initial values, `kernels/random.py`, with key = seed and row = row xor mix64(step): it depends only
+    on seed, step, row and column.
+    """
+    noise, numbers = torch.empty(rows.numel(), dim, device=rows.device), torch.arange(rows.numel(), device=rows.device)
+    initial, ids = [(seed, 32768.0)], rows ^ mix64(step.reshape(1))
+    draw = kernel("initialize_rows_", rows.device)
+    draw([noise], [], initial, ids, numbers, torch.zeros_like(numbers, dtype=torch.int32))
+    return noise.floor_().add_(32768.0).mul_(2.0**-16)
+
+
 @dataclass(eq=False)
 class Pins:
     """Pinned slots of a batch, until they are released or deleted."""
 
-    # int64 `[n]`: table number, row in the table, and slot.
+    # int64 `[n]`: table number, ascending, row in the table, and slot.
     tables: Tensor
     rows: Tensor
     slots: Tensor
+    sizes: list[int]  # number of rows per table
     cache: "RowCache"  # of the slots, until release
     ready: torch.cuda.Event | None = None  # recorded after the transfers, on a GPU
     state: PinState = PinState.PINNED
@@ -84,15 +99,28 @@ class Pins:
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
         """Return the pinned rows of a table, ascending, and their slots."""
-        table_mask = self.tables == table
-        return self.rows[table_mask], self.slots[table_mask]
+        return self.rows.split(self.sizes)[table], self.slots.split(self.sizes)[table]
 
-    def release(self) -> None:
+    @torch.no_grad()
+    def _round_rows(self, step: Tensor) -> None:
+        """Round rows of int8 tables stochastically after a step; those that it has not changed stay as they are."""
+        storage = self.cache.storage
+        for number in storage.int8_tables:
+            (rows, slots), table = self.rows_of(number), storage.tables[number]
+            with storage.lock:
+                weight, config = table.weight.detach(), table.config
+                noise = rounding_noise(config.seed, step, rows + config.row_origin, config.embedding_dim)
+                weight.index_copy_(0, slots, round_rows(weight.index_select(0, slots), noise))
+
+    def release(self, step: Tensor | None = None) -> None:
         """Queue the slots to be unpinned by a later prefetch. All updates have been submitted to this thread's stream.
 
+        After a `step`, int64 `[]`, rows of int8 tables are rounded: now, as evictions depend on the cache and its use.
         Called by any thread, possibly by garbage collection.
         """
         if self.state is not PinState.RELEASED:
+            if step is not None:
+                self._round_rows(step)
             self.state, cache = PinState.RELEASED, self.cache
             del self.cache  # has a queue of released pins; a cycle would keep its memory until it is collected
             if cache.device.type == "cuda":
@@ -163,13 +191,13 @@ class RowCache:
         tables = torch.searchsorted(first_rows, linear, right=True) - 1
         # Pin the rows. A batch without cached rows does not count as a lookup.
         with self._exclusive(_released_before.get()):
-            slots, pinned = self._pin(linear, tables)
+            slots, pinned, sizes = self._pin(linear, tables)
             if invalid is not None and not pinned.numel():
                 self._clock -= 1
                 return None
             pinned_tables, pinned_slots = tables.index_select(0, pinned), slots.index_select(0, pinned)
             pinned_rows = linear.index_select(0, pinned) - first_rows.index_select(0, pinned_tables)
-            pins = Pins(pinned_tables, pinned_rows, pinned_slots, self)
+            pins = Pins(pinned_tables, pinned_rows, pinned_slots, sizes, self)
         # Replace rows by slots in the values and groups of the local batch.
         if replica_rows is not None:
             index = torch.searchsorted(linear, local_rows)
@@ -249,8 +277,11 @@ class RowCache:
             if released.is_dirty:
                 self._directory.dirty.index_fill_(0, slots, True)
 
-    def _pin(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """Pin a batch's distinct rows, and read missing rows. Return their slots, and the positions of cached rows."""
+    def _pin(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Pin a batch's distinct rows, and read missing rows.
+
+        Return their slots, the positions of cached rows, and the number of these per table.
+        """
         directory = self._directory
         # Find hits. Rows of tables on the device and padding count as hits.
         hit_slots = directory.look_up(rows, self._table_layout)
@@ -282,7 +313,7 @@ class RowCache:
             table = self.storage.tables[number]
             new_slots = cached_rows.initialize_slots(table, rows[table_mask], slots[table_mask])
             directory.dirty.index_fill_(0, new_slots + directory.starts[number], True)
-        return slots, cached
+        return slots, cached, lookups
 
     def _pin_overflow(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
         """Pin rows in overflow slots, and evict unpinned ones if others miss; return all slots, -1 for misses."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, SLOT_ALIGNMENT, WAYS, Layout, set_row_ids
 from tritonemb.storage.memory import HostRows
-from tritonemb.storage.store import CacheDirectory, IoFuture, wait_all
+from tritonemb.storage.store import SCALE, CacheDirectory, IoFuture, decode_rows, encode_rows, wait_all
 from tritonemb.tables.cached_rows import CachedRows
 from tritonemb.tables.table import Table
 
@@ -58,6 +58,7 @@ class CacheStorage:
 
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:
         self.tables, self._directory = list(tables), directory
+        self.int8_tables = [number for number, table in enumerate(tables) if table.config.dtype == torch.int8]
         self.lock = threading.RLock()  # held while the tables' tensors are used, or replaced by larger ones
         self.layouts: dict[tuple[str, ...], Layout] = {}  # of slots, by keys
 
@@ -178,6 +179,10 @@ class RowTransfer:
         """Copy rows between slots and fields of stores or records, by table, which have them at `rows`."""
         slots, fields, tables = list[Tensor](), list[Tensor](), list[int]()
         for number, views in stored.items():
+            if self._tables[number].config.dtype == torch.int8:
+                codes = {name: views[name] for name in ("weight", SCALE)}
+                self._copy_codes(number, codes, rows, moves, to_slots)
+                views = {name: field for name, field in views.items() if name not in codes}
             slots += [getattr(self._tables[number], name) for name in views]
             fields += views.values()
             tables += [number] * len(views)
@@ -185,3 +190,19 @@ class RowTransfer:
             ops.move_rows_(slots, fields, moves.slots, rows, moves.starts, tables)
         elif tables:
             ops.move_rows_(fields, slots, rows, moves.slots, moves.starts, tables)
+
+    def _copy_codes(
+        self, number: int, fields: dict[str, Tensor], rows: Tensor, moves: RowMoves, to_slots: bool
+    ) -> None:
+        """Decode codes of a table into slots, or encode its rows, through copies on the device."""
+        weight, sizes = self._tables[number].weight.detach(), moves.sizes
+        slots, field_rows = (values.split(sizes)[number] for values in (moves.slots, rows))
+        positions = torch.arange(sizes[number], device=self._device)
+        if to_slots:
+            copies = [
+                field.new_empty(sizes[number], *field.shape[1:], device=self._device) for field in fields.values()
+            ]
+            ops.move_rows_(copies, [*fields.values()], positions, field_rows)
+            weight.index_copy_(0, slots, decode_rows(*copies))
+        else:
+            ops.move_rows_([*fields.values()], encode_rows(weight.index_select(0, slots)), field_rows, positions)

@@ -17,7 +17,18 @@ from tritonemb.storage.disk import DiskRows
 from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.memory import CHUNK_BYTES, HostRows
 from tritonemb.storage.snapshot import restore, snapshot_header
-from tritonemb.storage.store import Counts, Field, InitialValues, Record, StorageError, record_of, wait_all
+from tritonemb.storage.store import (
+    SCALE,
+    Counts,
+    Field,
+    InitialValues,
+    Record,
+    StorageError,
+    decode_rows,
+    record_of,
+    wait_all,
+    write_rows,
+)
 from tritonemb.tables.table import (
     DeviceRows,
     Index,
@@ -129,7 +140,7 @@ class CachedRows(DeviceRows):
         config, gpu = self.config, self.device if self.device.type == "cuda" else None
         rows = HostRows(config.num_embeddings, self.record, self._initial_values(seed), gpu, table_name=config.name)
         if config.init_function is not None:
-            rows.fields["weight"].copy_(draw_weight(config))
+            write_rows(rows.fields, draw_weight(config))
         return rows
 
     def _initial_values(self, seed: int) -> Any:
@@ -141,14 +152,25 @@ class CachedRows(DeviceRows):
     def _chunks(
         self, rows: Tensor | None = None, read: bool = True, write: bool = False
     ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
+        """Read and write rows as `_records` does, with float32 values in place of codes."""
+        for at, fields in self._records(rows, read, write):
+            weight = fields["weight"]
+            values = decode_rows(weight, fields[SCALE]) if weight.dtype == torch.int8 else weight
+            yield at, {**fields, "weight": values}
+            if write and values is not weight:
+                write_rows(fields, values)
+
+    def _records(
+        self, rows: Tensor | None = None, read: bool = True, write: bool = False
+    ) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Read and write rows of the store, ascending, all by default, in chunks; yield their positions and fields."""
-        if rows is None and isinstance(self.store, HostRows):
-            yield slice(None), self.store.fields
-            return
         size, step = self.config.num_embeddings, max(1, CHUNK_BYTES // self.record.num_bytes)
         size = size if rows is None else rows.numel()
         for first in range(0, size, step):
             last = min(first + step, size)
+            if rows is None and isinstance(self.store, HostRows):
+                yield slice(first, last), {name: field[first:last] for name, field in self.store.fields.items()}
+                continue
             chunk = torch.arange(first, last, device="cpu") if rows is None else rows[first:last]
             records = torch.zeros(last - first, self.record.num_bytes, dtype=torch.uint8, device="cpu")
             if read:
@@ -158,7 +180,7 @@ class CachedRows(DeviceRows):
                 wait_all(self.store.transfer([(self.store, chunk, records)], write=True))
 
     def tensors(self, table: Table) -> dict[str, Tensor]:
-        """Return weight and states of the whole table: views of host memory, or copies from disk.
+        """Return the fields of the whole table: views of host memory, or copies from disk.
 
         Within `metadata_only`, a table on disk returns a `DiskTensor` for each.
         """
@@ -166,9 +188,14 @@ class CachedRows(DeviceRows):
             return references
         if self.store is None:
             return self._fields(self.config.num_embeddings, self.device)
-        if not isinstance(self.store, HostRows):
-            return self.read(table)
         self.write_back()
+        if not isinstance(self.store, HostRows):
+            fields = self._fields(self.config.num_embeddings)
+            tensors = {name: torch.empty_like(field, device="cpu") for name, field in fields.items()}
+            for at, records in self._records():
+                for name, tensor in tensors.items():
+                    tensor[at] = records[name]
+            return tensors
         return {field.name: _with_own_storage(self.store.fields[field.name], field) for field in self.record.fields}
 
     def _disk_tensors(self) -> dict[str, Tensor] | None:
@@ -184,8 +211,13 @@ class CachedRows(DeviceRows):
 
     def assign(self, table: Table, tensors: Tensors) -> None:
         names = [field.name for field in self.record.fields if field.name in tensors]
+        has_codes = SCALE in names or ("weight" in names and tensors["weight"].dtype == torch.int8)
+        if self.config.dtype == torch.int8 and has_codes and not {SCALE, "weight"} <= {*names}:
+            text = f"needs both weight and {SCALE}, or a float32 weight alone, which is rounded"
+            raise ValueError(f"table {self.config.name!r} of int8 {text}")
         with self.reloading():
-            for chunk, fields in self._chunks(read=len(names) < len(self.record.fields), write=True):
+            chunks = self._records if has_codes else self._chunks
+            for chunk, fields in chunks(read=len(names) < len(self.record.fields), write=True):
                 for name in names:
                     fields[name].copy_(tensors[name][chunk])
 
@@ -231,8 +263,9 @@ class CachedRows(DeviceRows):
 
     def _empty(self, num_rows: int) -> dict[str, Tensor]:
         """Return empty tensors for weight and states of rows, on the CPU."""
-        fields = self._fields(num_rows).items()
-        return {name: torch.empty(f.shape, dtype=f.dtype, device="cpu") for name, f in fields if name != "id"}
+        fields = {name: field for name, field in self._fields(num_rows).items() if name not in ("id", SCALE)}
+        dtypes = {"weight": self.config.row_dtype}  # all others are float32
+        return {n: torch.empty(f.shape, dtype=dtypes.get(n, f.dtype), device="cpu") for n, f in fields.items()}
 
     def row_state(self, table: Table, rows: Tensor) -> dict[str, Tensor]:
         """Return weight and states of rows; or row numbers and references to the store, if that is saved as a file."""

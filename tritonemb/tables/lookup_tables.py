@@ -62,7 +62,7 @@ class LocalUpdate:
                 ops.row_update_(fused, gradient)
         finally:
             for pinned in pins:
-                pinned.release()
+                pinned.release(tables.counters["step"])
 
 
 def check_not_data_parallel(name: str) -> None:

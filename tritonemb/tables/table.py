@@ -198,7 +198,7 @@ class Table(nn.Module):
 
     def allocate(self, num_rows: int, device: Device, zeros: bool = True) -> None:
         """Allocate weight and states of rows on the device."""
-        weight = new_weight(num_rows, self.config.embedding_dim, device, self.config.dtype)
+        weight = new_weight(num_rows, self.config.embedding_dim, device, self.config.row_dtype)
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
         for name, state in new_states(weight, self.rows.states, zeros).items():
             self.register_buffer(name, state)

@@ -188,7 +188,7 @@ def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
     for table in tables:
         if table.name in names:
             raise ValueError(f"duplicate table {table.name!r}; names must be unique in a collection")
-        if optimizer is not None and table.dtype not in TRAINABLE_DTYPES:
+        if optimizer is not None and table.row_dtype not in TRAINABLE_DTYPES:
             raise ValueError(
                 f"table {table.name!r}: {table.dtype} rows are too coarse to be trained; choose one of "
                 f"{TRAINABLE_DTYPES}, or leave out the optimizer for lookups only"

@@ -138,7 +138,8 @@ class CostModel:
         # Arrays [tables].
         self.rows = np.array([float(table.max_rows) for table in tables])
         self.dims = np.array([table.embedding_dim for table in tables], dtype=np.int64)
-        self.itemsize = np.array([table.dtype.itemsize for table in tables], dtype=np.float64)
+        self.itemsize = np.array([table.row_dtype.itemsize for table in tables], dtype=np.float64)  # on the device
+        self.reduction = self.itemsize - [table.dtype.itemsize for table in tables]  # of stored elements, in bytes
         self.dynamic = np.array([table.is_dynamic for table in tables], dtype=bool)
         self.unpooled = np.array([table.pooling == "none" for table in tables], dtype=bool)
         self.features = np.array([len(table.feature_names) for table in tables], dtype=np.float64)
@@ -157,10 +158,10 @@ class CostModel:
         self.distinct_of_rank, self.distinct, self.distinct_of_job = counts
 
     def record_bytes(self, table: Array, width: Array) -> Array:
-        """Return the bytes of a row of `width` columns with its optimizer states."""
+        """Return the stored bytes of a row of `width` columns with its optimizer states."""
         per_element = [state.per_element for state in self.optimizer.states]
         num_states = sum(per_element) * width + len(per_element) - sum(per_element)
-        return width * self.itemsize[table] + 4.0 * num_states
+        return width * (self.itemsize - self.reduction)[table] + 4.0 * (num_states + (self.reduction > 0)[table])
 
     def min_cached_rows(self, table: Array, id_share: Array, rows: Array) -> Array:
         """Return the rows that a shard's cache needs slots for: those of trained and prefetched batches."""
@@ -179,6 +180,7 @@ class CostModel:
         w, e, unpooled = shards.width.astype(np.float64), self.itemsize[table], self.unpooled[table]
         # Ids, bags and distinct rows of a step.
         record = self.record_bytes(table, w)
+        slot = record + w * self.reduction[table]
         ids = np.where(replicated, self.ids[table], self.ids[table] * ranks * shards.id_share)
         batch = np.where(replicated, self.batch_size, self.batch_size * ranks)
         bags = np.where(unpooled, ids, batch * self.features[table])
@@ -202,7 +204,7 @@ class CostModel:
         # Grouping, lookup and update.
         seconds[:, GROUPING] = ids / top.id_rate
         seconds[:, LOOKUP] = ids / top.lookup_rate + (ids * w * e + bags * w * 4) / top.lookup_bandwidth
-        seconds[:, UPDATE] = (ids * w * 4 + distinct_of_replicas * 2 * record) / top.update_bandwidth
+        seconds[:, UPDATE] = (ids * w * 4 + distinct_of_replicas * 2 * slot) / top.update_bandwidth
         # Replicated updates, and sums over whole rows.
         across_nodes = (top.nodes > 1) & (replicated | (self.copies > 1))
         wire = (gathered - distinct) * (id_bytes + w * _CODEC_BYTES[self.exchange.backward])
@@ -224,7 +226,7 @@ class CostModel:
         # Memory.
         buffers = PREFETCHED * ids * 12 + 2 * bags * w * 4 + np.where(copies > 1, gathered * w * 4, 0)
         index = np.where(self.dynamic[table], INDEX_BYTES * shards.rows, 0)
-        hbm = np.where(off_device, shards.cached_rows * (record + CACHE_BYTES), shards.rows * record) + index + buffers
+        hbm = np.where(off_device, shards.cached_rows * (slot + CACHE_BYTES), shards.rows * record) + index + buffers
         host = np.select([shards.placement == HOST, on_disk], [shards.rows * record, shards.host_rows * record], 0)
         sectors = np.ceil((record + 1) / SECTOR_PAYLOAD) / np.maximum(1, SECTOR_PAYLOAD // (record + 1))  # per row
         disk = np.where(on_disk, shards.rows * sectors * SECTOR_BYTES, 0)

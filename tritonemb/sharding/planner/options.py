@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, cast, get_args
 
 import numpy as np
+import torch
 
 from tritonemb.layout import rows_to_shard
 from tritonemb.sharding.plan import COLUMNS_ROUNDED_TOGETHER, SHARDINGS, RowWise, Sharding, ShardingPlan, TableWise
@@ -174,6 +175,8 @@ def make_problem(
     types, placements = [rule.types for rule in constraints], [rule.placements for rule in constraints]
     allowed = {name: np.array([names is None or name in names for names in types]) for name in SHARDINGS}
     allowed |= {name: np.array([names is None or name in names for names in placements]) for name in PLACEMENTS}
+    for name in ("device", "server"):
+        allowed[name] &= [table.dtype != torch.int8 for table in model.tables]
     # Column-wise sharding is never worse than table-column-wise, which is an option only on request.
     allowed["table_column_wise"] &= np.array([names is not None for names in types])
     if model.ranks == 1:
@@ -313,9 +316,9 @@ def _pareto_optimal(kind: KindOptions) -> Array:
 
 def column_step(table: TableConfig) -> int:
     """Return the granularity of column blocks; the last block also has the remainder."""
-    if table.dtype.itemsize < 4:
-        return min(COLUMNS_ROUNDED_TOGETHER, table.embedding_dim)
     dim = table.embedding_dim
+    if table.dtype.itemsize < 4:
+        return dim if table.dtype == torch.int8 else min(COLUMNS_ROUNDED_TOGETHER, dim)
     return next((step for step in (4, 2) if dim % step == 0 and dim >= 8 * step), 1)
 
 

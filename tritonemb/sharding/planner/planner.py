@@ -147,7 +147,8 @@ def _load(model: CostModel, rules: list[Constraint], plan: ShardingPlan) -> floa
 def _uniform_plans(model: CostModel) -> Iterator[ShardingPlan]:
     """Yield plans with one sharding type for all tables, on the device, and a plan by their sizes."""
     names, ranks, local = [table.name for table in model.tables], model.ranks, model.local
-    placements, kinds = dict.fromkeys(names, TablePlacement()), cast(Any, SHARDINGS)
+    kinds, encoded = cast(Any, SHARDINGS), [t for t in model.tables if t.dtype == torch.int8]
+    placements = dict.fromkeys(names, TablePlacement()) | {t.name: TablePlacement(t.placement) for t in encoded}
 
     def make(shardings: Iterable[Sharding]) -> ShardingPlan:
         return ShardingPlan(dict(zip(names, shardings, strict=False)), ranks, local, placements, model.copies)

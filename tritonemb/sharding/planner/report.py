@@ -18,7 +18,7 @@ from tritonemb.sharding.planner.manifests import Deployment
 from tritonemb.sharding.planner.options import Option
 from tritonemb.sharding.planner.statistics import Array, TableStats
 from tritonemb.sharding.planner.topology import Topology
-from tritonemb.types import TABLE_DTYPES, TableConfig
+from tritonemb.types import STORED_DTYPES, TableConfig
 from tritonemb.utils import align_columns, format_bytes
 
 RunnerUp = tuple[Option, float]  # the next best option, and the seconds that it would take longer
@@ -27,8 +27,17 @@ _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#b
 
 
 # The fields of a table that a model reads, in JSON.
-_TABLE_FIELDS = "name", "num_embeddings", "embedding_dim", "features", "pooling", "capacity", "fallback_rows"
-_DTYPES = {str(dtype): dtype for dtype in TABLE_DTYPES}
+_TABLE_FIELDS = (
+    "name",
+    "num_embeddings",
+    "embedding_dim",
+    "features",
+    "pooling",
+    "placement",
+    "capacity",
+    "fallback_rows",
+)
+_DTYPES = {str(dtype): dtype for dtype in STORED_DTYPES}
 
 
 def duration(seconds: float, sign: str = "") -> str:
