@@ -137,6 +137,12 @@ def test_what_is_no_number(value):
         te.optim.SGD(lr=value)
 
 
+@pytest.mark.parametrize("value", [None, 1, "yes", NAN])
+def test_rounding_is_a_bool(value):
+    with pytest.raises(TypeError, match="SGD: stochastic_rounding must be a bool, got"):
+        te.optim.SGD(stochastic_rounding=value)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS.values())
 def test_parameters_of_a_model_are_refused_with_the_right_call(kind):
     for parameters in (iter(()), [0.5]):

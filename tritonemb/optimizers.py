@@ -112,6 +112,8 @@ class Optimizer:
         for name, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("on_nonfinite", get_args(NonFinite))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{class_name}: {name} must be one of {choices}, got {getattr(self, name)!r}")
+        if not isinstance(self.stochastic_rounding, bool):
+            raise TypeError(f"{class_name}: stochastic_rounding must be a bool, got {self.stochastic_rounding!r}")
         if self.weight_decay and self.weight_decay_mode == "none":
             raise ValueError(
                 f"{class_name}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, SupportsIndex, cast, get_args, get_origin, get_type_hints
 
 
 class MissingExtraError(ImportError):
@@ -340,14 +340,18 @@ def number(default: Any, *, least: int | None = None, positive: bool = False) ->
 
 @dataclass(frozen=True)
 class Options:
-    """Base of option dataclasses: checks the bounds of `number` fields and the values of `Literal` fields."""
+    """Base of option dataclasses: checks ints, the bounds of `number` fields and the values of `Literal` fields."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for option in fields(self):
             least, choices = option.metadata.get("least"), get_args(hints[option.name])
             value: Any = getattr(self, option.name, None)
-            if least is not None and value is not None and value < least:
+            if hints[option.name] in (int, int | None) and value is not None:
+                if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+                    raise TypeError(f"{option.name} must be an int, got {value!r}")
+                object.__setattr__(self, option.name, value := value.__index__())
+            if least is not None and value is not None and not value >= least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"
                 raise ValueError(f"{option.name} must {bound}, got {value}")
             if option.metadata.get("positive") and value is not None and not value > 0:

@@ -149,6 +149,9 @@ def test_tables_that_do_not_go_together():
             kind([table], optimizer=te.optim.Adam)
         with pytest.raises(ValueError, match="bounds_check must be one of"):
             kind([table], bounds_check="warn")
+        for dtype in ("float32", 1.0, []):
+            with pytest.raises(TypeError, match=r"output_dtype must be a torch\.dtype, got"):
+                kind([table], output_dtype=dtype)
     with pytest.raises(ValueError, match="duplicate table 't'"):
         both[0]([table, te.TableConfig("t", 5, 2, ["other"])])
     for kind in both:

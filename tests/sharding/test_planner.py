@@ -653,13 +653,16 @@ def test_tables_that_only_servers_can_have_go_there():
         ({"constraints": {"a": "row_wise"}}, TypeError, "must be a te.sharding.Constraint"),
         ({"constraints": {"a": Constraint(placements="disk")}}, ValueError, "the topology lacks"),
         ({"constraints": {"a": Constraint(types="grid")}}, te.PlanError, "table 'a' cannot be placed"),
+        ({"topology": 4}, TypeError, "topology must be a te.Topology, got 4"),
+        ({"optimizer": "adam"}, TypeError, "optimizer must be one of te.optim, got 'adam'"),
+        ({"previous": 4}, TypeError, "previous must be a plan, got 4"),
         ({"copies": 3}, ValueError, "copies must divide the 4 ranks"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(change, error, text):
-    arguments = {"tables": [te.TableConfig("a", 1_000, 8)], "batch_size": 16} | change
+    arguments = {"tables": [te.TableConfig("a", 1_000, 8)], "topology": te.Topology(4), "batch_size": 16} | change
     with pytest.raises(error, match=text):
-        te.plan(arguments.pop("tables"), te.Topology(4), **arguments)
+        te.plan(arguments.pop("tables"), arguments.pop("topology"), **arguments)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -156,8 +157,19 @@ def test_divergence_is_reported(small, options):
     ids=str,
 )
 def test_sizes_are_checked(data, options):
-    with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 1, got 0"):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         make_trainer(data, make_model(data), **options)
+    for value in (float("nan"), 2.0, True, "2", []):
+        with pytest.raises(TypeError, match=f"{name} must be an int, got"):
+            make_trainer(data, make_model(data), **{name: value})
+
+
+def test_a_trainer_takes_a_model_and_data(data):
+    for model, source in ((None, data), (make_model(data), "criteo"), (data, make_model(data))):
+        with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module and a data set as of te\.data, got"):
+            te.Trainer(model, source)
+    assert type(te.Trainer(make_model(data), data, batch_size=np.int64(7)).batch_size) is int
 
 
 def test_a_model_of_another_shape_is_refused(data):

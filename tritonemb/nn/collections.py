@@ -93,6 +93,8 @@ class TableCollection(FusedModule):
         super().__init__()
         check_tables(tables, optimizer)
         self._check(tables)
+        if not isinstance(output_dtype, torch.dtype | None):
+            raise TypeError(f"output_dtype must be a torch.dtype, got {output_dtype!r}")
         table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self.pooled)
         self.configs = table_set.configs
         self.feature_names = table_set.feature_names

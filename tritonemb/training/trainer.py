@@ -38,6 +38,14 @@ def adam(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Adam:
     return torch.optim.Adam(parameters, lr, fused=True if fused else None)
 
 
+def _check(model: object, data: Any, group_by: str | None) -> None:
+    """Raise TypeError for other objects than a model and data, ValueError for a column to group by that data lack."""
+    if not isinstance(model, nn.Module) or not hasattr(data, "splits"):
+        kinds = f"{type(model).__name__} and {type(data).__name__}"
+        raise TypeError(f"Trainer(model, data) takes a torch.nn.Module and a data set as of te.data, got {kinds}")
+    check_group_by(group_by, data.features)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Trainer(TrainerOptions):
     """Trains `model(dense, sparse) -> logits [B]`, or `[B, L]` of L labels, with the binary cross-entropy loss.
@@ -101,10 +109,10 @@ class Trainer(TrainerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check(self.model, self.data, self.group_by)
         for name in ("evaluate_every", "patience"):
             if getattr(self, name) is not None and "validation" not in self.data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
-        check_group_by(self.group_by, self.data.features)
 
         # Ranks, model, device, servers.
         ranks = Ranks(group_of(self.model), self.timeout)

@@ -64,6 +64,12 @@ def plan(
     """
     require("scipy", "plan")
     # Check the arguments.
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be a te.Topology, got {topology!r}")
+    if not isinstance(optimizer, Optimizer | None):
+        raise TypeError(f"optimizer must be one of te.optim, got {optimizer!r}")
+    if not isinstance(previous, ShardingPlan | None):
+        raise TypeError(f"previous must be a plan, got {previous!r}")
     collections, configs = tables_in(tables)
     if (batch_size is None) == (global_batch_size is None):
         raise ValueError("pass batch_size, the samples per rank, or global_batch_size, the samples of all ranks")
