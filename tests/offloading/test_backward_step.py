@@ -155,6 +155,7 @@ def clip_by_torch(model: Any, _: Any) -> None:
         (clip_by_torch, "was changed after its step in the backward, by clipping perhaps"),
         (lambda _, optimizer: optimizer.clip_grad_norm_(0.1), "cannot read or change gradients and states"),
         (lambda _, optimizer: optimizer.zero_grad(), "cannot read or change gradients and states"),
+        (lambda _, optimizer: optimizer.step(), "cannot read or change gradients and states"),
         (lambda _, optimizer: optimizer.state_dict(), "cannot read or change gradients and states"),
         (lambda model, _: backward(model, torch.Generator()), "got another gradient after its step"),
     ],

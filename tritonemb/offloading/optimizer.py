@@ -8,7 +8,7 @@ import copy
 import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import groupby
 from typing import Any
@@ -283,7 +283,8 @@ class StoredOptimizer(Optimizer):
         self._record_update(parameter)
 
     def raise_if_failed(self) -> None:
-        """Raise RuntimeError after a step or load that failed."""
+        """Raise RuntimeError after a step or load that failed, or inside a step."""
+        self.store.check_idle()
         if self._failure is not None:
             raise RuntimeError(
                 "an earlier step or load has failed, so some parameters and states are updated and some are not; "
@@ -323,9 +324,8 @@ class OffloadedOptimizer(StoredOptimizer):
         Args:
             closure: computes the loss and calls its `backward`.
             in_backward: step a sub-group inside that backward, as soon as its gradients are complete, while states of
-                others are read and written. Parameters and states are bitwise those of a step after the backward.
-                Within the closure, gradients cannot be clipped, scaled or changed after the backward, and states
-                cannot be read; stored gradients are discarded. The first such step learns the order.
+                others are read and written; with the bits of a step after the backward. The closure cannot change
+                gradients or read states; stored gradients are discarded. The first such step learns the order.
 
         Raises:
             ValueError: `in_backward` without a closure.
@@ -336,13 +336,12 @@ class OffloadedOptimizer(StoredOptimizer):
                 every later step raises, too: resume from a checkpoint.
         """
         # Step in the closure's backward, or call the closure.
-        loss, updated, stepped = None, dict[Any, None](), set[SubGroup]()
+        loss, updated = None, dict[Any, None]()
         step_chunks = partial(self._step_chunks, updated)
-        context: AbstractContextManager[None] = nullcontext()
-        if in_backward:
-            if closure is None:
-                raise ValueError("step(in_backward=True) needs a closure that computes the loss and calls backward")
-            context, stepped = self._backward_step.run(step_chunks), self._backward_step.stepped
+        if in_backward and closure is None:
+            raise ValueError("step(in_backward=True) needs a closure that computes the loss and calls backward")
+        stepped = self._backward_step.stepped if in_backward else set[SubGroup]()
+        context = self._backward_step.run(step_chunks) if in_backward else nullcontext()
         self.raise_if_failed()
         self._check_options()
         if closure is not None:
@@ -353,9 +352,8 @@ class OffloadedOptimizer(StoredOptimizer):
             self._gradients.wait()
         # Step the others.
         with self._record_failure():
-            chunks = self.store.chunks(*(p for p in self._parameters() if self._gradients.has(p)))
-            chunks = [chunk for chunk in chunks if chunk.group not in stepped]
-            self.store.visit(step_chunks, chunks, gradients=True)
+            chunks = self.store.chunks(*filter(self._gradients.has, self._parameters()))
+            self.store.visit(step_chunks, [chunk for chunk in chunks if chunk.group not in stepped], gradients=True)
             self.store.buffers.drain()
             if not in_backward:
                 self.store.reverse = not self.store.reverse
