@@ -95,9 +95,8 @@ class Deployment:
             "reader_memory": _gib(self.reader_memory),
         }  # fmt: skip
         ray_servers = servers if len(servers) <= MAX_RAY_SERVERS else []
-        items = {"hosts": hosts, "ray_servers": ray_servers, "words": [*map(json.dumps, words)]}
+        items = {"hosts": hosts, "waits": hosts[:1], "ray_servers": ray_servers, "words": [*map(json.dumps, words)]}
         items |= {"reader_words": [*map(json.dumps, log)], "plan": [""] * has_plan, "queue": [""] * bool(self.queue)}
-        items |= {"waits": hosts[:1]}
         quoted = {name: json.dumps(value) for name, value in values.items()} | {"prefix": prefix}
         files = {
             "kubernetes/tls.yaml": hosts, "kubernetes/rows.yaml": servers, "kubernetes/readers.yaml": readers,

@@ -277,15 +277,14 @@ def _assemble(
     model: CostModel, kinds: list[KindOptions], constraints: list[Constraint], less_memory: Array
 ) -> tuple[list[Option], Problem]:
     """Sort the feasible, Pareto-optimal options of all tables by table, and concatenate them to a problem."""
-    num_tables, feasible = len(model.tables), [kind.subset((kind.smallest <= 1).all(1)) for kind in kinds]
-    counts: Any = sum(np.bincount(kind.options["table"], minlength=num_tables) for kind in feasible)
-    if len(empty := np.flatnonzero(counts == 0)):
-        raise PlanError(_no_option(model, kinds, constraints[empty[0]], int(empty[0])))
+    feasible = (kind.subset((kind.smallest <= 1).all(1)) for kind in kinds)
     optimal = [kind.subset(_pareto_optimal(kind)) for kind in feasible]
     options, units = (np.concatenate(records) for records in zip(*((o, u.ravel()) for o, u in optimal), strict=True))
     options = options[np.argsort(options["table"], kind="stable")]
     units = units[np.argsort(units["unit_table"], kind="stable")]
-    offsets = np.searchsorted(options["table"], np.arange(num_tables + 1))
+    offsets = np.searchsorted(options["table"], np.arange(len(model.tables) + 1))
+    if len(empty := np.flatnonzero(np.diff(offsets) == 0)):
+        raise PlanError(_no_option(model, kinds, constraints[empty[0]], int(empty[0])))
     members = options[["kind", "placement", "cache_share", "host_share", "num_units"]].tolist()
     choices = [Option(kind, PLACEMENTS[tier], *values) for kind, tier, *values in members]
     arrays = {name: options[name] for name in OPTION.names} | {name: units[name] for name in UNIT.names}

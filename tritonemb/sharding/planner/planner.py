@@ -366,9 +366,8 @@ def plan_job(
         server_plan = uniform_plan([table for table in tables if table.placement == "server"], ranks, local)
         return replace(local_plan, tables={**local_plan.tables, **server_plan.tables}, placements={})
 
-    result: Any = None
     try:
-        result = make() if group.rank == 0 else None
+        result: Any = make() if group.rank == 0 else None
     except Exception as error:  # raised on every rank, below
         result = error
     # The report stays on rank 0: a table's `init` need not be picklable.

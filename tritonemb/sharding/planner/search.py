@@ -248,10 +248,10 @@ class Search:
 
     def __init__(self, problem: Problem, candidates: Array, min_shards: Array, prices: Array, bound: float) -> None:
         self.problem = p = problem.scaled(bound)
-        nodes, self.num_tables = p.ranks // p.local, len(p.table_options) - 1
+        self.num_tables = len(p.table_options) - 1
         # Costs, which depend on the premium of prices over the duals.
         self._min_shards, self._price_factor = min_shards, np.full(4, 1 + SETTINGS.initial_premium)
-        self._prices = prices / bound * [1, p.ranks / nodes, p.ranks / nodes, p.ranks]
+        self._prices = prices / bound * [1, p.local, p.local, p.ranks]
         sums = p.totals(min_shards)
         self._size = sums[:, :2].sum(1) + sums[:, 2:4].sum(1) * p.local
         self.set_candidates(candidates)

@@ -69,10 +69,9 @@ class Problem(NamedTuple):
         p, nodes = self, self.ranks // self.local
         sums = p.option_replicated * np.array([p.ranks, p.ranks, nodes, nodes, 1.0])
         sums[:, 0] += p.ranks * p.option_common
-        width = np.where(p.unit_on_node, p.local, 1)[:, None] * np.array([1, 1, 0, 0]) + np.array([0, 0, 1, 1])
         units = p.fixed * num_shards[:, None] + p.slope
         units[:, 0] += p.pairwise_load * num_shards * (num_shards - 1)
-        units *= width
+        units[:, :2] *= np.where(p.unit_on_node, p.local, 1)[:, None]
         units[:, 0] += p.ranks * p.unit_common * num_shards
         for column in range(4):
             sums[:, column] += p.sum_by_option(units[:, column])
