@@ -1,13 +1,14 @@
 """The table of docs/compile.md: what is one graph, bitwise identical to the uncompiled model, and what raises."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -156,21 +157,26 @@ SHARDED: dict[str, Case] = {
 }
 
 
-def batches(number: int, rank: int = 0) -> Iterator[te.KeyedJaggedTensor]:
+def batches(sizes: Sequence[int], rank: int = 0, weighted: bool = False) -> Iterator[te.KeyedJaggedTensor]:
     generator = torch.Generator().manual_seed(7 + rank)
-    for _ in range(number):
-        lengths = torch.randint(0, 5, (4 * 6,), generator=generator)
-        yield te.KeyedJaggedTensor(
-            KEYS, torch.randint(0, 40, (int(lengths.sum()),), generator=generator), lengths=lengths
-        )
+    for size in sizes:
+        lengths = torch.randint(0, 5, (4 * size,), generator=generator)
+        ids = torch.randint(0, 40, (int(lengths.sum()),), generator=generator)
+        weights = torch.rand(len(ids), generator=generator) if weighted else None
+        yield te.KeyedJaggedTensor(KEYS, ids, weights, lengths=lengths)
 
 
-def trained(case: Case, prefetched: bool, compiled: bool, rank: int = 0, offload: str = "") -> dict[str, Tensor]:
-    """Results of three steps and an evaluation, and the state after them; `offload`: "before" or "after" compiling."""
+def trained(
+    case: Case, prefetched: bool, compiled: bool, rank: int = 0, offload: str = "", accumulate: bool = False
+) -> dict[str, Tensor]:
+    """Results of three steps and an evaluation, and the state after them; `offload`: "before" or "after" compiling.
+
+    With `accumulate` the first two are micro-batches of one step, and bags have per-sample weights.
+    """
     torch._dynamo.reset()
     torch.manual_seed(1)
     results: dict[str, Tensor] = {}
-    with case() as created:
+    with case() as created, ExitStack() as block:
         parameters = [parameter for name, parameter in created.named_parameters() if name.startswith("top.")]
         optimizer: Any = torch.optim.SGD(parameters or [torch.zeros(1)], lr=0.1)
         if offload == "before":
@@ -182,7 +188,9 @@ def trained(case: Case, prefetched: bool, compiled: bool, rank: int = 0, offload
         prefetch = (
             created.prefetch if isinstance(created, te.HybridParallel) else lambda batch: te.nn.prefetch(created, batch)
         )
-        for step, batch in enumerate(batches(4, rank)):
+        for collection in getattr(created, "collections", [created.embeddings]) if accumulate else ():
+            block.enter_context(collection.accumulate())
+        for step, batch in enumerate(batches([6] * 4, rank, accumulate)):
             with torch.set_grad_enabled(step < 3):
                 output = created(prefetch(batch) if prefetched else batch)
             results[f"output {step}"] = output.detach().clone()
@@ -191,6 +199,8 @@ def trained(case: Case, prefetched: bool, compiled: bool, rank: int = 0, offload
             (output.square() + output).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+            if step == 1:
+                block.close()
         flush(created)
         results |= whole_state(created)
     torch._dynamo.reset()
@@ -205,6 +215,19 @@ def error_of(case: Case, *args: Any) -> str | None:
         return " ".join(str(error).split())
     assert_same_bits(compiled, trained(case, args[0], False, *args[1:]))
     return None
+
+
+def graphs(model: nn.Module, rank: int = 0) -> int:
+    """Number of graphs of a model that is trained with batches of any size."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for batch in batches([6, 6, 4, 1 + rank, 1], rank):
+        prefetched = model.prefetch(batch) if isinstance(model, te.HybridParallel) else te.nn.prefetch(model, batch)
+        with te.compiler.dynamic_batch(prefetched):
+            compiled(prefetched).sum().backward()
+    torch._dynamo.reset()
+    return counter.frame_count
 
 
 def check(cell: str, error: str | None) -> None:
@@ -251,6 +274,34 @@ def test_tables_of_two_ranks(ranks, name, column, cell):
 @pytest.mark.parametrize(("name", "column", "cell"), cells(OFFLOADED))
 def test_offloaded_layers(name, column, cell):
     check(cell, error_of(local(), column == 1, 0, OFFLOADED[name]))
+
+
+ACCUMULATED = ("in host memory or on disk", "dynamic", "on servers, `staleness=1`, dynamic")
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.more
+@pytest.mark.parametrize("name", ACCUMULATED)
+def test_micro_batches_are_accumulated(name):
+    assert error_of(LOCAL[name], True, 0, "", True) is None
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("pooled", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_one_graph_serves_all_sizes_of_prefetched_batches(pooled):
+    assert graphs(model(True, pooled, ("device", "host"))) == 1
+
+
+def graphs_on_rank(rank: int) -> int:
+    """Graphs of a model whose rows have one owner; the other rank looks up nothing."""
+    plan = ShardingPlan(dict.fromkeys(KEYS, TableWise(1)), 2, 2)
+    return graphs(te.HybridParallel(model(False, False, ("host",)), plan), rank)
+
+
+@pytest.mark.more
+def test_few_graphs_serve_all_sizes_on_two_ranks(ranks):
+    """Numbers of samples and of ids that ranks receive are no sizes of tensors: each becomes dynamic once."""
+    assert ranks(2).run(graphs_on_rank) == [3, 3]
 
 
 def test_the_table_has_these_rows():

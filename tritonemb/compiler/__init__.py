@@ -24,6 +24,7 @@ from tritonemb.compiler.graph import HideExchanges, is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import cacheable_functions, call_lookups, merge
+from tritonemb.tables.lookup_tables import PreparedBatch
 from tritonemb.utils import join_names
 
 __all__ = ["Fused", "HideExchanges", "LeftAlone", "Report", "dynamic_batch", "explain", "fuse_graph", "tritonemb"]
@@ -151,8 +152,10 @@ def dynamic_batch(*inputs: Any) -> Iterator[None]:
     the model needs its value. Merged lookups do not support a batch of 0 samples then; call the uncompiled model.
     """
     for leaf in tree_leaves(inputs):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            torch._dynamo.maybe_mark_dynamic(leaf, 0)
+        # A prefetched batch is a leaf: mark its values, offsets and per-sample weights.
+        for tensor in leaf.rows[:3] if isinstance(leaf, PreparedBatch) else (leaf,):
+            if isinstance(tensor, Tensor) and tensor.dim():
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
     # Without that option, which is experimental, sizes of 0 and 1 have their own graphs.
     has_option = hasattr(shape_config, "backed_size_oblivious")
     with shape_config.patch(backed_size_oblivious=True) if has_option else nullcontext():  # type: ignore[attr-defined]

@@ -236,8 +236,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         assert routes is not None
         lookups = zip(sets, groups, strict=True)
         outputs = [tables.look_up(ids, grouped, routes.occurrences) for tables, grouped in lookups]
-        if not outputs:  # a rank without shards of the block still joins the backward's exchange
-            outputs = [self._no_columns.new_zeros(0, width) + self._no_columns.sum()]
+        if not outputs:  # a rank without shards of the block, which gets no ids, still joins the backward's exchange
+            outputs = [self._no_columns.new_zeros(routes.source.shape[0], width) + self._no_columns.sum()]
         return exchange(functools.reduce(operator.add, outputs), routes)
 
     def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
