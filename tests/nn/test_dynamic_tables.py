@@ -465,6 +465,18 @@ def test_a_compiled_model_takes_a_prefetched_batch(backend):
     assert_same_bits(run(True), run(False))
 
 
+@pytest.mark.usefixtures("dynamo")
+def test_a_compiled_model_notices_that_its_batch_was_changed_in_place():
+    collection = te.nn.EmbeddingBagCollection([config(), config("item", **TIERS["host"])], te.optim.SGD(lr=0.1))
+    compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
+    ids, _ = next(batches(1))
+    output, state = compiled(prefetch(collection, ids)), collection.state_dict()
+    ids.weights().mul_(2)
+    with pytest.raises(RuntimeError, match="table 'user': per-sample weights were changed in place"):
+        output.sum().backward()
+    assert_same_bits(collection.state_dict(), state)
+
+
 def reset(collection: Any) -> None:
     table_of(collection).reset_parameters()
 

@@ -134,24 +134,30 @@ def fused_lookup(
         tables: returns the names of the tables.
         inputs: ids, offsets, per-sample weights, then the tables' weights if the gradient of the former reads them.
     """
-    versions = _versions(*inputs)
+    versions = versions_of(*inputs)
 
     def take_checked(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        if versions != (current := _versions(*inputs)):
-            names = [*tables()]
-            titles = ["ids", "offsets", "per-sample weights", *[f"rows of {name!r}" for name in names]]
-            changes = [title for title, *pair in zip(titles, versions, current, strict=False) if pair[0] != pair[1]]
-            raise RuntimeError(
-                f"table {names[0]!r}: {', '.join(changes)} were changed in place between a lookup and its backward; "
-                "change a copy, or run the backward first"
-            )
+        check_versions(versions, tables, *inputs)
         return take_gradient(grad, needs_sample_weight_grad)
 
     return _FusedLookup.apply(weight, sample_weights, read, take_checked)
 
 
-def _versions(*tensors: Tensor | None) -> list[int]:
+def versions_of(*tensors: Tensor | None) -> list[int]:
+    """Return the versions of tensors, for `check_versions`."""
     return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def check_versions(versions: list[int], tables: Callable[[], Iterable[str]], *inputs: Tensor | None) -> None:
+    """Raise RuntimeError if a batch was changed in place since a lookup; for the arguments see `fused_lookup`."""
+    if versions != (current := versions_of(*inputs)):
+        names = [*tables()]
+        titles = ["ids", "offsets", "per-sample weights", *[f"rows of {name!r}" for name in names]]
+        changes = [title for title, *pair in zip(titles, versions, current, strict=False) if pair[0] != pair[1]]
+        raise RuntimeError(
+            f"table {names[0]!r}: {', '.join(changes)} were changed in place between a lookup and its backward; "
+            "change a copy, or run the backward first"
+        )
 
 
 class _FusedLookup(torch.autograd.Function):

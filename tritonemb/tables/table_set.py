@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from tritonemb.jagged import Features, KeyedJaggedTensor
+from tritonemb.ops.embedding_bag import check_versions, versions_of
 from tritonemb.tables.batch import RowBatch, checked_batch
 from tritonemb.tables.cache import released_before
 from tritonemb.tables.lookup import apply_gradient, current_rows, record_trained
@@ -37,8 +38,9 @@ class TableSet(LookupTables):
     It is not a module: its owner registers `tables`, and `counters` as buffers. Tables may be unsharded, or shards.
     """
 
-    # Batches between their compiled forward and backward, by ticket: whether they train, and accumulate.
-    _graph_batches: dict[int, tuple[PrefetchedBatch, bool, bool]]
+    # Batches between their compiled forward and backward, by ticket: whether they train, and accumulate, and the
+    # versions of their tensors.
+    _graph_batches: dict[int, tuple[PrefetchedBatch, bool, bool, list[int]]]
 
     def _set_tables(self, tables: Sequence[Table]) -> None:
         super()._set_tables(tables)
@@ -88,7 +90,8 @@ class TableSet(LookupTables):
             # A call whose backward never runs must not pin rows, nor hold memory without end.
             while len(self._graph_batches) >= (_MAX_LOOKUPS if isinstance(batch, AssignedBatch) else 1):
                 del self._graph_batches[next(iter(self._graph_batches))]
-            self._graph_batches[number] = batch, training, training and record_trained(self, batch)
+            accumulating = training and record_trained(self, batch)
+            self._graph_batches[number] = batch, training, accumulating, versions_of(*batch.rows[:3])
         else:
             batch.release()
         return result
@@ -98,12 +101,13 @@ class TableSet(LookupTables):
 
         Return the gradient of its per-sample weights, if these are passed.
         """
-        batch, training, accumulating = self._graph_batches.pop(number, (None, False, False))
+        batch, training, accumulating, versions = self._graph_batches.pop(number, (None, False, False, []))
         if batch is None:
             raise RuntimeError(
                 f"a compiled model that looks up table {self.configs[0].name!r} was called again before its backward "
                 "pass, or looks it up twice; run the backward pass first, or call the uncompiled model"
             )
+        check_versions(versions, lambda: self._names, *batch.rows[:3])
         sample_weight_grad = None
         if sample_weights is not None:
             rows, weights = batch.rows, [weight.detach() for weight in self.weights()]
