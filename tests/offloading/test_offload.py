@@ -1,5 +1,6 @@
 """`te.offload`: the same bits on every tier, within the budget; and what it refuses."""
 
+import copy
 import gc
 import weakref
 from dataclasses import replace
@@ -789,6 +790,15 @@ def test_inference_before_training(states):
     model(torch.ones(2, 64)).sum().backward()
     optimizer.step()
     assert not any(map(torch.equal, weights_of(model), initial))
+
+
+@pytest.mark.parametrize("tiered", ["params", "states", "grads", "activations"])
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, torch.optim.swa_utils.AveragedModel])
+def test_an_offloaded_model_is_not_copied(tiered, copy_of):
+    model = nn.Sequential(nn.Linear(8, 4))
+    model, _ = te.offload(model, adam(model.parameters()), budget="1MiB", **{tiered: "host"})
+    with pytest.raises(TypeError, match=r"cannot be copied or pickled; load its state_dict\(\) into another model"):
+        copy_of(model)
 
 
 def test_a_layer_in_two_places_is_not_tiled():

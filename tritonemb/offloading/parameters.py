@@ -191,6 +191,9 @@ class ParameterCache:
         self._last_two: tuple[OffloadedParam | None, OffloadedParam | None] = (None, None)
         self._successors: dict[tuple[OffloadedParam | None, OffloadedParam | None, bool], OffloadedParam] = {}
 
+    def __reduce__(self) -> Any:
+        raise TypeError("an offloaded model cannot be copied or pickled; load its state_dict() into another model")
+
     def owner(self, tensor: Tensor) -> OffloadedParam | None:
         """Return the parameter of whose copy the tensor is a view."""
         return self._by_storage.get(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else None
