@@ -98,6 +98,71 @@ def test_a_change_in_place_stays():
     assert inputs.tolist() == [[7.0] * 3, [3.0] * 3]
 
 
+def change_result(x: Tensor) -> Tensor:
+    scaled = x * 2
+    moved = torch.cat([scaled, x], dim=1) + 1
+    scaled.mul_(0)
+    return moved + scaled.sum()
+
+
+def change_values(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        moved = (x + 1) * 2
+        x[1:].fill_(0)
+        x.detach()[:1] = 5
+        x.mul_(3)
+        return moved * x
+
+
+@pytest.mark.parametrize("change", [change_result, change_values])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_deferred_operators_read_the_values_before_a_change_in_place(change, mode):
+    values, twin = (torch.arange(15.0).reshape(5, 3).requires_grad_() for _ in range(2))
+    with mode():
+        inputs, log = arriving(values)
+        actual, expected = change(inputs), change(twin * 1)
+    assert torch.equal(to_ordinary(actual), expected)
+    assert log == ["received"]
+    if expected.requires_grad:
+        actual.sum().backward()
+        expected.sum().backward()
+        assert torch.equal(values.grad, twin.grad)
+
+
+@pytest.mark.parametrize(
+    "combine",
+    [lambda x, y: torch.cat([x, y], dim=1), lambda x, y: x + y, lambda x, y: y.index_copy(0, torch.arange(5), x)],
+)
+def test_an_operand_that_changes_before_the_values_arrive_is_an_error(combine):
+    inputs, _ = arriving(torch.ones(5, 3))
+    operand = torch.ones(5, 3)
+    waited, result = combine(inputs, operand), combine(inputs, operand)
+    expected = combine(torch.ones(5, 3), operand)
+    waited.wait()
+    operand[0].mul_(0)
+    assert torch.equal(waited, expected)
+    with pytest.raises(RuntimeError, match=r"of shape \[5, 3\] was changed in place before"):
+        result.sum()
+    # Memory of values that have arrived.
+    for handle in (lambda x: x[0], lambda x: x.detach(), wait):
+        first, second = arriving(torch.ones(5, 3))[0], arriving(torch.ones(5, 3))[0]
+        view = handle(first)
+        result = combine(first, second)
+        view.mul_(0)
+        with pytest.raises(RuntimeError, match="changed in place before"):
+            result.sum()
+    first = arriving(torch.ones(5, 3))[0]
+    result = combine(first, torch.ones(5, 3))
+    wait(first).mul_(0)
+    with pytest.raises(RuntimeError, match="changed in place before"):
+        result.sum()
+    with torch.inference_mode():
+        operand = torch.ones(5, 3)  # has no version
+        result = combine(arriving(torch.ones(5, 3))[0], operand)
+        operand.mul_(0)
+        assert torch.equal(result, expected)
+
+
 def test_what_fails_elsewhere_is_raised_where_values_are_read():
     def fail() -> Tensor:
         raise RuntimeError("rank 3 is gone")
