@@ -591,3 +591,23 @@ def test_a_model_may_outlive_its_process_group(tmp_path):
         process.join(60)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0]
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = te.TableConfig("item", 7, 4)
+        self.user = self.item = te.nn.EmbeddingBagCollection([config], te.optim.SGD(lr=0.1))
+
+    def forward(self, features):
+        return (self.user(features) * self.item(features)).sum()
+
+
+def test_a_collection_under_two_names_stays_one():
+    features = te.KeyedJaggedTensor.from_lists({"item": [[1], [3, 4]]})
+    models = TwoNames(), te.HybridParallel(TwoNames())
+    for model in models:
+        model(features).backward()
+    assert models[1].module.user is models[1].module.item
+    torch.testing.assert_close(whole_state(models[1]), models[0].state_dict(), rtol=0, atol=0)

@@ -382,7 +382,7 @@ def _replace_modules(model: nn.Module, sharded: dict[Any, ShardedCollection]) ->
     if model in sharded:
         return sharded[model]
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for name, child in list(parent._modules.items()):  # with all names of a module, unlike named_children
             if child in sharded:
                 setattr(parent, name, sharded[child])
     return model
