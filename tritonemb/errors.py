@@ -107,6 +107,15 @@ def warn_of_skipped_rows(table: str) -> None:
     )
 
 
+def unused_gradient(table: str) -> RuntimeError:
+    """Return the error for a table whose weight is used outside of the lookups by which a fused optimizer trains it."""
+    return RuntimeError(
+        f"table {table!r} has a fused optimizer, and an ordinary gradient, too, which is not applied: its weight is "
+        "used outside of its lookups, for example in a penalty or a full softmax; use its lookups only, or train it "
+        "without a fused optimizer: te.unfuse the module, or construct the collection without one"
+    )
+
+
 def gradient_not_finite(table: str, row: int) -> ValueError:
     return ValueError(
         f"table {table!r}: the gradient of row {row} is NaN or infinite; no table was changed. Lower the learning "

@@ -182,3 +182,42 @@ def test_weights_that_are_not_shared_any_more_are_refused():
     model[0](IDS).sum().backward()
     with pytest.raises(RuntimeError, match="weight of '1' was shared with '0' when it was fused, and is not any more"):
         model[1](IDS)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, None], ids=["fused", "ordinary"])
+@pytest.mark.parametrize("kind", [te.nn.EmbeddingBagCollection, te.nn.EmbeddingCollection])
+@pytest.mark.parametrize("rows", [torch.ones(3, 8), torch.ones(9, 8), torch.ones(7, 4), torch.ones(8, 7).t()])
+def test_a_weight_of_another_shape_is_refused(kind, optimizer, rows):
+    """It is neither read nor written beyond its end, whether its parameter or its data is replaced."""
+    for replace_data in (False, True):
+        tables = kind([te.TableConfig("user", 7, 8), te.TableConfig("genre", 5, 8)], optimizer)
+        tables(BATCH)
+        if replace_data:
+            tables["user"].weight.data = rows
+        else:
+            tables["user"].weight = nn.Parameter(rows)
+        for training in (True, False):
+            with torch.set_grad_enabled(training), pytest.raises(ValueError, match="'user': the weight must be a cont"):
+                tables(BATCH)
+        tables["user"].weight = nn.Parameter(torch.ones(7, 8))
+        tables(BATCH)
+
+
+def test_computed_weights_and_ordinary_gradients_are_refused():
+    """The update of a temporary tensor, or a gradient of a use outside of lookups, would be lost."""
+    tables = collection()
+    with pytest.raises(RuntimeError, match="'user' is computed"):
+        torch.func.functional_call(tables, {"user.weight": torch.ones(7, 8, requires_grad=True) * 2}, (BATCH,))
+    for module, batch, name in ((tables, BATCH, "genre"), (bag(), IDS, "weight")):
+        parameters = dict(module.named_parameters())
+        weight = parameters[name if name in parameters else f"{name}.weight"]
+        (module(batch).sum() + weight.square().sum()).backward()
+        with pytest.raises(RuntimeError, match=f"table '{name}' has a fused optimizer, and an ordinary gradient"):
+            module(batch)
+        with torch.no_grad():
+            module(batch)
+        weight.grad = None
+        module(batch).sum().backward()
+        (gradient,) = torch.autograd.grad(weight.square().sum(), weight)
+        assert torch.equal(gradient, 2 * weight)
+        module(batch)

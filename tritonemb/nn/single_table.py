@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb import ops
+from tritonemb.errors import unused_gradient
 from tritonemb.memory import MIN_REUSED_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, as_torch_error, bag, weight_gradient
@@ -227,6 +228,8 @@ class SingleTable(FusedModule):
                 f"the weight of {self._name!r} was shared with {self._owner._name!r} when it was fused, and is not any "
                 "more, but the optimizer's states are; te.unfuse the model, and fuse it again"
             )
+        if not torch.compiler.is_compiling() and weight.grad is not None:
+            raise unused_gradient(self._name)
         if step.device != weight.device:
             raise RuntimeError(
                 f"the weight of {self._name!r} is on {weight.device}, its optimizer state on {step.device}; "

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
+from tritonemb.errors import unused_gradient
 from tritonemb.jagged import Features, KeyedJaggedTensor, key_major_order, unpack_features
-from tritonemb.layout import Layout, TensorList, cached_fact, dtypes_of, make_layout, set_row_ids
+from tritonemb.layout import Layout, TensorList, cached_fact, make_layout, set_row_ids
 from tritonemb.ops.registry import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch
 from tritonemb.optimizers import Optimizer, StateSpec
@@ -318,10 +319,11 @@ class LookupTables(OptimizedTables):
         return ops.FusedBatch(fused, values, offsets, sample_weights, *options, groups, layout).look_up()
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
-        """Return the dtype of a lookup's result."""
+        """Return the dtype of a lookup's result; ValueError for replaced weights that kernels cannot read."""
+        is_list = isinstance(weights, TensorList)
+        dtypes = cached_fact(weights, self._check_weights) if is_list else self._check_weights(weights)
         if self.output_dtype is not None:
             return self.output_dtype
-        dtypes = cached_fact(weights, dtypes_of)
         return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _OUTPUT_DTYPES else torch.float32
 
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
@@ -329,6 +331,19 @@ class LookupTables(OptimizedTables):
         weights = _weights(self.tables if tables is None else tables)
         # Traced or transformed tensors may have no address.
         return TensorList(weights, self._cached_facts, "weights") if plain_eager(*weights) else weights
+
+    def _check_weights(self, weights: Sequence[Tensor]) -> frozenset[torch.dtype]:
+        """Return the dtypes; ValueError for weights that kernels cannot read."""
+        for table, config, weight in zip(self.tables, self.row_configs, weights, strict=True):
+            shape = config.num_embeddings, config.embedding_dim
+            is_whole = not (table.rows.is_cached or table.rows.is_pulled)
+            if is_whole and (tuple(weight.shape) != shape or not weight.is_contiguous()):
+                raise ValueError(
+                    f"table {table.config.name!r}: the weight must be a contiguous matrix {list(shape)}, got "
+                    f"{list(weight.shape)} with strides {list(weight.stride())}; copy values into it, or construct the "
+                    "collection with other sizes"
+                )
+        return frozenset(map(attrgetter("dtype"), weights))
 
     def fused_tables(self) -> ops.FusedTables:
         """Return the tables' current tensors, for `ops`."""
@@ -415,7 +430,7 @@ def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor])
 
     Raises:
         ValueError: if only some do.
-        RuntimeError: for a trained weight that is computed, whose update would be lost.
+        RuntimeError: for a trained weight that is computed, whose update would be lost, or that has a gradient.
     """
     flags = set(map(attrgetter("requires_grad"), weights))
     if len(flags) > 1:
@@ -430,6 +445,9 @@ def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor])
             f"the weight of table {names[0]!r} is computed (parametrize, prune, FullyShardedDataParallel), so the "
             "fused optimizer would update a temporary tensor; construct the collection without an optimizer"
         )
+    if True in flags and not torch.compiler.is_compiling() and {*map(attrgetter("grad"), weights)} != {None}:
+        named = zip(configs, weights, strict=True)
+        raise unused_gradient(next(config.name for config, weight in named if weight.grad is not None))
     return True in flags
 
 

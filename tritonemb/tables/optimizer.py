@@ -22,7 +22,7 @@ from torch.autograd import profiler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from tritonemb import ops
-from tritonemb.errors import gradient_not_finite
+from tritonemb.errors import gradient_not_finite, unused_gradient
 from tritonemb.ops.bag import Bags, BagTable, layout_of, single_bag_offsets
 from tritonemb.ops.row_update import Accumulator, join_tables, passes
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
@@ -122,12 +122,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        for weight in self.param_groups[0]["params"]:
+        for number, weight in enumerate(self.param_groups[0]["params"]):
             if weight.grad is not None:
-                raise RuntimeError(
-                    "a fused table has an ordinary gradient too, which is not applied: its weight is used outside of "
-                    "its lookups, for example in a penalty; te.unfuse that module, or use its lookups only"
-                )
+                raise unused_gradient(self._states()[number][0])
         if self._deferred is not None:
             self._deferred.apply()
         previous_passes, self._passes = self._passes, self._tables.passes_so_far()
@@ -221,6 +218,11 @@ class OptimizedTables:
             rate.fill_(lr)
         for view in self._views:
             view.show_learning_rate()
+
+    def scale_accumulated(self, factor: float) -> bool:
+        """See `EmbeddingBagCollection.scale_accumulated`."""
+        grads = [gradient.grad.mul_(factor) for gradient in self.accumulator.gradients]
+        return all(bool(grad.isfinite().all()) for grad in grads)
 
     def view(self, states: Callable[[], States], all_tables: bool = False) -> FusedOptimizer:
         """Return an optimizer that follows the learning rate. It is weakly referenced; one of `all_tables` may step."""

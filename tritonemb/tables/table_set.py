@@ -62,11 +62,6 @@ class TableSet(LookupTables):
             self.accumulated = AccumulatedLookups()
             self.counters["pending"].zero_()
 
-    def scale_accumulated(self, factor: float) -> bool:
-        """See `EmbeddingBagCollection.scale_accumulated`."""
-        grads = [batch.grad.mul_(factor) for batch in self.accumulator.gradients]
-        return all(bool(grad.isfinite().all()) for grad in grads)
-
     def update_shared(self, grad: Tensor, *batch: Any) -> None:
         """See `ops.shared_update`."""
         self.update.step(self, grad, RowBatch(*batch))
