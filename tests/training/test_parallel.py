@@ -211,7 +211,7 @@ def overflowing(rank, who):
     initial = {name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}
     factor = trainer.state.step.loss_scale.factor
     if rank == who:
-        collection = trainer.state.step.collections[0]
+        collection = trainer.state.step.fused_modules[0]
         collection.scale_accumulated = lambda factor: False
     trainer.fit()
     scale = trainer.state.step.loss_scale

@@ -203,6 +203,60 @@ def test_steps_of_several_batches_are_those_of_one_large_batch(data, small):
         torch.testing.assert_close(parts.state_dict()[name], tensor, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m)
 
 
+class Modules(nn.Module):
+    """Model of one module per table, with an optimizer of each or of all."""
+
+    def __init__(self, data: Dataset, fuse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        optimizer = te.optim.Adagrad(lr=0.1)
+        options = {} if fuse else {"optimizer": optimizer}
+        kind = nn.EmbeddingBag if fuse else te.nn.EmbeddingBag
+        self.tables = nn.ModuleDict({f.name: kind(f.num_embeddings, 4, mode="sum", **options) for f in data.features})
+        self.top = nn.Linear(4 * len(data.features), 1)
+        if fuse:
+            te.fuse(self, optimizer)
+
+    def forward(self, dense, sparse):
+        outputs = [table(sparse[n].values(), sparse[n].offsets()[:-1]) for n, table in self.tables.items()]
+        return self.top(torch.cat(outputs, 1)).squeeze(1)
+
+
+@pytest.mark.parametrize("fuse", [False, True], ids=["optimizers", "fused"])
+def test_single_modules_train_like_collections(small, fuse, tmp_path):
+    """They accumulate, follow the schedule, get unscaled gradients, and resume bitwise."""
+    small, states = replace(small, train=small.train.slice(0, 768)), []
+    assert len(dense_parameters(Modules(small, fuse))) == 2
+    for options in ({}, {"batch_size": 64, "accumulate": 4}, {"precision": "fp16"}):
+        model = Modules(small, fuse)
+        trainer = make_trainer(small, model, **options)
+        assert len(trainer.state.step.fused_modules) == (1 if fuse else len(small.features))
+        trainer.fit()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    for name, tensor in states[0].items():  # sums in another order; products in 16 bits
+        torch.testing.assert_close(states[1][name], tensor, rtol=2e-4, atol=2e-6)
+        torch.testing.assert_close(states[2][name], tensor, rtol=0.05, atol=0.1)
+
+    frozen = Modules(small, fuse)
+    initial = frozen.tables["user"].weight.detach().clone()
+    make_trainer(small, frozen, table_schedule=Schedule(warmup_steps=10**9), max_steps=2).fit()
+    torch.testing.assert_close(frozen.tables["user"].weight.detach(), initial, rtol=0, atol=1e-6)
+
+    make_trainer(small, Modules(small, fuse), folder=tmp_path, max_steps=2).fit()
+    resumed = make_trainer(small, Modules(small, fuse), folder=tmp_path)
+    resumed.resume()
+    resumed.fit()
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in resumed.model.state_dict().items())
+
+
+def test_tables_that_only_a_step_updates_are_refused(small):
+    model = te.nn.DLRM(small.tables(8), small.num_dense, (8,), (8,))
+    model.extra = nn.Embedding(3, 4)
+    te.optim.fused(model, te.optim.SGD(lr=0.1), update="step")
+    with pytest.raises(ValueError, match='fused with update="step"'):
+        make_trainer(small, model)
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.few(1)
 def test_sixteen_bit_products_learn_and_tables_stay_fp32(data, precision):

@@ -67,6 +67,13 @@ class FusedModule(nn.Module):
             raise ValueError("accumulate() needs a fused optimizer; ordinary gradients accumulate in .grad")
         return self._optimized.accumulate()
 
+    def scale_accumulated(self, factor: float) -> bool:
+        """Multiply the accumulated gradients by `factor`; return whether all of them are finite.
+
+        For loss scaling, at the end of a block of `accumulate`. Synchronizes with the device.
+        """
+        return self._optimized is None or self._optimized.scale_accumulated(factor)
+
     def __getstate__(self) -> dict[str, Any]:
         """Drop the view of the optimizer: a copy creates its own."""
         return {**self.__dict__, "_fused_optimizer": None}
@@ -144,13 +151,6 @@ class TableCollection(FusedModule):
 
     def _states(self) -> States:
         return self.table_set.optimizer_states()
-
-    def scale_accumulated(self, factor: float) -> bool:
-        """Multiply the accumulated gradients by `factor`; return whether all of them are finite.
-
-        For loss scaling, at the end of a block of `accumulate`. Synchronizes with the device.
-        """
-        return self.table_set.scale_accumulated(factor)
 
     def skipped_rows(self) -> dict[str, int]:
         """Number of skipped row updates by table, with `on_nonfinite="skip"`."""

@@ -20,12 +20,14 @@ from tritonemb.comm.control import describe, lost_contact
 from tritonemb.comm.group import Round
 from tritonemb.data.batch import Batch, pad_batch
 from tritonemb.data.protocol import Batches, ReadReport
-from tritonemb.nn.collections import TableCollection
+from tritonemb.nn.collections import FusedModule
+from tritonemb.nn.single_table import SingleTable
 from tritonemb.offloading import OffloadedOptimizer, offload
 from tritonemb.offloading.options import OffloadOptions
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
+from tritonemb.tables.optimizer import FusedGroup
 from tritonemb.tables.table_set import needs_prefetch, prefetch
 from tritonemb.training.config import Precision, TrainerOptions
 from tritonemb.training.ranks import Ranks
@@ -259,7 +261,7 @@ class TrainStep:
         dense = dense_parameters(model)
         self.dense_optimizer = dense_optimizer(dense, lr=options.dense_lr) if dense else None
         self.optimizer_name = None if self.dense_optimizer is None else type(self.dense_optimizer).__name__
-        self.collections = fused_collections(model)
+        self.fused_modules = optimizers_of_tables(model)
         self.loss_scale = LossScale()
 
         # Sums over this rank's samples, on the device: reading them every step would wait for it.
@@ -314,7 +316,7 @@ class TrainStep:
 
     def current_rates(self) -> tuple[float | None, float | None]:
         dense = None if self.dense_optimizer is None else float(self.dense_optimizer.param_groups[0]["lr"])
-        return dense, self.collections[0].current_learning_rate if self.collections else None
+        return dense, self.fused_modules[0].current_learning_rate if self.fused_modules else None
 
     def to_json(self) -> dict[str, Any]:
         """State for a checkpoint: learning rates and options, initial and current, and the loss scale."""
@@ -366,7 +368,7 @@ class TrainStep:
         scale = self.loss_scale.factor
         with suppress(_GradientOverflow), self._accumulating():
             self._backward(batches, weights, scales, scale)
-            finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
+            finite = [module.scale_accumulated(1 / scale) for module in self.fused_modules]
             if isinstance(self.dense_optimizer, OffloadedOptimizer):
                 finite.append(self.dense_optimizer.scale_gradients(1 / scale))
             else:
@@ -384,8 +386,8 @@ class TrainStep:
     def _accumulating(self) -> Iterator[None]:
         """Accumulate the gradients of fused tables in the block, and apply them at its end unless it raises."""
         with ExitStack() as stack:
-            for collection in self.collections:
-                stack.enter_context(collection.accumulate())
+            for module in self.fused_modules:
+                stack.enter_context(module.accumulate())
             yield
 
     def _options(self) -> list[dict[str, Any]]:
@@ -404,7 +406,7 @@ class TrainStep:
     def _scheduled_groups(self) -> list[tuple[dict[str, Any], Schedule | None]]:
         """Parameter groups of all optimizers with their schedules. Not stored: loading a state creates new groups."""
         dense, tables = self._schedules
-        optimizers = [c.fused_optimizer for c in self.collections if c.fused_optimizer is not None]
+        optimizers = [m.fused_optimizer for m in self.fused_modules if m.fused_optimizer is not None]
         fused = [(group, tables) for optimizer in optimizers for group in optimizer.param_groups]
         return [*((group, dense) for group in self._dense_groups()), *fused]
 
@@ -437,11 +439,27 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
     return logits.float() if logits.dtype in DTYPES.values() else logits
 
 
-def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
-    collections = (module for module in model.modules() if isinstance(module, TableCollection | ShardedCollection))
-    return [module for module in collections if module.fused_optimizer is not None]
+def fused_modules(model: nn.Module) -> list[FusedModule | ShardedCollection]:
+    """Return the modules of tables with a fused optimizer."""
+    modules = (module for module in model.modules() if isinstance(module, FusedModule | ShardedCollection))
+    return [module for module in modules if module.fused_optimizer is not None]
+
+
+def optimizers_of_tables(model: nn.Module) -> list[FusedModule | ShardedCollection]:
+    """Return one module per fused optimizer, since `te.fuse` gives one to all modules of a model.
+
+    ValueError for tables that only `step` of an optimizer of `te.optim.fused` updates.
+    """
+    modules = fused_modules(model)
+    groups = [module._optimized if isinstance(module, SingleTable) else module for module in modules]
+    if any(isinstance(group, FusedGroup) and group.by_step for group in groups):
+        raise ValueError(
+            'the tables are fused with update="step", but a trainer does not call step() of that optimizer; fuse them '
+            'with update="backward", or by te.fuse'
+        )
+    return list(dict(zip(map(id, reversed(groups)), reversed(modules), strict=True)).values())[::-1]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    owned = {id(parameter) for module in fused_collections(model) for parameter in module.parameters()}
+    owned = {id(parameter) for module in fused_modules(model) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import DataLoaderWorkers, open_shards
 from tritonemb.data.protocol import Batches, Data, Prefetcher, Split
+from tritonemb.nn.single_table import SingleTable
 from tritonemb.offloading.dispatch import is_offloaded, source_of
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.shards import TensorSlice, as_dtensor, local_shape, tensor_slices, to_local
@@ -30,7 +31,16 @@ from tritonemb.tables.cached_rows import metadata_only
 from tritonemb.tables.table_set import TableSet, needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks, on_rank_zero
-from tritonemb.training.step import PLAIN, OrderedPrefetch, PreparedStep, StepPipeline, TrainStep, count, prefetch_for
+from tritonemb.training.step import (
+    PLAIN,
+    OrderedPrefetch,
+    PreparedStep,
+    StepPipeline,
+    TrainStep,
+    count,
+    fused_modules,
+    prefetch_for,
+)
 
 Steps = Iterator[PreparedStep]
 TensorMetadata = Mapping[str, TensorStorageMetadata]
@@ -113,13 +123,13 @@ class TrainState:
             return
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed * 1_000_003 + self.progress.epoch)
-            for collection in self.step.collections:
-                if isinstance(collection, ShardedCollection):
-                    collection.local_shards.init(None)
+            for module in fused_modules(self.model):
+                if isinstance(module, ShardedCollection):
+                    module.local_shards.init(None)
                     continue
-                rate = collection.current_learning_rate
-                collection.reset_parameters()
-                collection.set_learning_rate(rate)
+                rate = module.current_learning_rate
+                module.reset_parameters()  # type: ignore[operator]
+                module.set_learning_rate(rate)
 
     def open(self, split: Split, training: bool = False) -> Batches:
         """Open this rank's batches of a split; with `training` shuffled, from the epoch's current position."""
@@ -283,6 +293,11 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(value, Tensor):
             kind = type(value).__name__
             raise TypeError(f"the model's state_dict has {name!r} of type {kind}; checkpoints store tensors only")
+    # `te.fuse` leaves the state_dict of a model as it was, without the states of the tables' optimizer.
+    for path, module in model.named_modules():
+        if isinstance(module, SingleTable):
+            names = sorted(module._non_persistent_buffers_set - {"skipped"})
+            state |= {f"{path}.{name}".lstrip("."): module.get_buffer(name) for name in names}
     return {f"model.{name}": value.detach() for name, value in state.items()}
 
 

@@ -401,7 +401,7 @@ class CheckpointManager:
     def _run(self, data: Data) -> dict[str, Any]:
         """Properties of a run that must be equal to resume it."""
         step, kinds = self._state.step, {feature.name: feature.kind for feature in data.features if feature.kind}
-        table_optimizers = [c.optimizer.name for c in step.collections if c.optimizer]
+        table_optimizers = [c.optimizer.name for c in step.fused_modules if c.optimizer]
         options = {name: getattr(self._state.options, name) for name in ("batch_size", "accumulate", "seed")}
         optimizers = {"dense_optimizer": step.optimizer_name, "table_optimizers": table_optimizers}
         return {"data": data.name, "encoding": data.encoding, "kinds": kinds} | options | optimizers
