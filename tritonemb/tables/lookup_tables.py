@@ -321,29 +321,13 @@ class LookupTables(OptimizedTables):
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         """Return the dtype of a lookup's result; ValueError for replaced weights that kernels cannot read."""
         is_list = isinstance(weights, TensorList)
-        dtypes = cached_fact(weights, self._check_weights) if is_list else self._check_weights(weights)
-        if self.output_dtype is not None:
-            return self.output_dtype
-        return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _OUTPUT_DTYPES else torch.float32
+        return cached_fact(weights, _output_dtype, self) if is_list else _output_dtype(weights, self)
 
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
         """Return the weights by table, with cached facts."""
         weights = _weights(self.tables if tables is None else tables)
         # Traced or transformed tensors may have no address.
         return TensorList(weights, self._cached_facts, "weights") if plain_eager(*weights) else weights
-
-    def _check_weights(self, weights: Sequence[Tensor]) -> frozenset[torch.dtype]:
-        """Return the dtypes; ValueError for weights that kernels cannot read."""
-        for table, config, weight in zip(self.tables, self.row_configs, weights, strict=True):
-            shape = config.num_embeddings, config.embedding_dim
-            is_whole = not (table.rows.is_cached or table.rows.is_pulled)
-            if is_whole and (tuple(weight.shape) != shape or not weight.is_contiguous()):
-                raise ValueError(
-                    f"table {table.config.name!r}: the weight must be a contiguous matrix {list(shape)}, got "
-                    f"{list(weight.shape)} with strides {list(weight.stride())}; copy values into it, or construct the "
-                    "collection with other sizes"
-                )
-        return frozenset(map(attrgetter("dtype"), weights))
 
     def fused_tables(self) -> ops.FusedTables:
         """Return the tables' current tensors, for `ops`."""
@@ -405,6 +389,21 @@ class LookupTables(OptimizedTables):
     def memory(self) -> AbstractContextManager[Any]:
         """Return a lock to hold while the tables' tensors are used; their cache may replace them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.storage.lock
+
+
+def _output_dtype(weights: Sequence[Tensor], tables: LookupTables) -> torch.dtype:
+    """Return the dtype of a lookup's result; ValueError for weights that were replaced and that kernels cannot read."""
+    for table, config, weight in zip(tables.tables, tables.row_configs, weights, strict=True):
+        shape, is_whole = (config.num_embeddings, config.embedding_dim), type(table.rows) is DeviceRows
+        if is_whole and (tuple(weight.shape) != shape or not weight.is_contiguous()):
+            raise ValueError(
+                f"table {table.config.name!r}: the weight must be a contiguous matrix {list(shape)}, got "
+                f"{list(weight.shape)} with strides {list(weight.stride())}; copy values into it, or construct the "
+                "collection with other sizes"
+            )
+    dtypes = {*map(attrgetter("dtype"), weights)}
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _OUTPUT_DTYPES else torch.float32
+    return dtype if tables.output_dtype is None else tables.output_dtype
 
 
 def split_lookups(tables: LookupTables, batch: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, Layout]:
