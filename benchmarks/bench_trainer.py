@@ -26,8 +26,7 @@ from tritonemb.data import Batch, ClickLog, Dataset, LogOptions, make_synthetic,
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.config import PRESETS
-from tritonemb.training.model import build_model
-from tritonemb.training.step import dense_parameters
+from tritonemb.training.model import build_model, dense_parameters
 
 
 class Ready:

@@ -51,8 +51,7 @@ from tritonemb.sharding.plan import ShardingPlan, TableWise
 from tritonemb.sharding.planner import Topology, calibrate, collect_stats, cost_model, plan
 from tritonemb.sharding.planner.cost_model import CostModel
 from tritonemb.training.callbacks import Evaluation, StepEnd
-from tritonemb.training.model import build_optimizer
-from tritonemb.training.step import dense_parameters
+from tritonemb.training.model import build_optimizer, dense_parameters
 
 Array = np.ndarray[Any, Any]
 Rows = list[dict[str, Any]]

@@ -9,7 +9,7 @@ import torch
 
 import tritonemb as te
 from tritonemb.tables.cache_storage import RowMoves, RowTransfer
-from tritonemb.tables.lookup_tables import make_table
+from tritonemb.tables.server_table import make_table
 
 
 class Slow:

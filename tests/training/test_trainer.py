@@ -9,7 +9,7 @@ from torch import nn
 import tritonemb as te
 from tritonemb.data import Column, Dataset, Feature, Rows, make_synthetic
 from tritonemb.training import Schedule
-from tritonemb.training.step import dense_parameters
+from tritonemb.training.model import dense_parameters
 
 SPEC = te.optim.RowWiseAdagrad(lr=0.05)
 

@@ -26,8 +26,7 @@ from tritonemb.server.tables import BlockCodec, RowCodecs
 from tritonemb.server.transport import Message, Values, gather
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.index import concat_ids, insert_batch
-from tritonemb.tables.lookup_tables import make_table
-from tritonemb.tables.server_table import Pull, RowService, TableService
+from tritonemb.tables.server_table import Pull, RowService, TableService, make_table
 from tritonemb.types import CacheConfig, EvictionConfig, TableConfig
 
 NOT_CACHED = NO_ROW - 1  # differs from each version of a row

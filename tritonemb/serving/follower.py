@@ -34,7 +34,7 @@ from tritonemb.sharding.sharded_tensor import dtype_and_shape
 from tritonemb.storage.checkpoint import MANIFEST, read_manifest_text
 from tritonemb.storage.store import StorageError
 from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.lookup_tables import make_table
+from tritonemb.tables.server_table import make_table
 from tritonemb.tables.table import Table
 from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.types import AdmissionConfig

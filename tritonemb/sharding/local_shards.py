@@ -17,8 +17,7 @@ from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, slice_sha
 from tritonemb.storage.store import row_states
 from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
-from tritonemb.tables.lookup_tables import make_table
-from tritonemb.tables.server_table import TableService
+from tritonemb.tables.server_table import TableService, make_table
 from tritonemb.tables.table import Table, draw_weight
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import TableConfig

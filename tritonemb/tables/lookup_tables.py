@@ -17,15 +17,12 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, key_major_order, unpac
 from tritonemb.layout import Layout, TensorList, cached_fact, make_layout, set_row_ids
 from tritonemb.ops.registry import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch
-from tritonemb.optimizers import Optimizer, StateSpec
+from tritonemb.optimizers import Optimizer
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, configs_for_keys
 from tritonemb.tables.cache import Pins, PinState, create_cache
-from tritonemb.tables.cached_rows import CachedRows
-from tritonemb.tables.dynamic_table import DynamicTable
-from tritonemb.tables.index import HashIndex
 from tritonemb.tables.optimizer import OptimizedTables, States
-from tritonemb.tables.server_table import PulledRows
-from tritonemb.tables.table import DenseIndex, DeviceRows, Lock, Table
+from tritonemb.tables.server_table import make_table
+from tritonemb.tables.table import DeviceRows, Lock, Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
@@ -448,13 +445,3 @@ def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor])
         named = zip(configs, weights, strict=True)
         raise unused_gradient(next(config.name for config, weight in named if weight.grad is not None))
     return True in flags
-
-
-def make_table(config: TableConfig, states: Sequence[StateSpec], device: Device = None) -> Any:
-    """Create a table with the index and the rows of its config."""
-    is_local = config.is_dynamic and config.placement != "server"
-    row_config = config.storage_config(1) if config.is_dynamic else config  # of a dynamic table on servers, unused
-    index = HashIndex(config, states, device) if is_local else DenseIndex(row_config)
-    kinds: dict[str, Callable[..., DeviceRows]] = {"device": DeviceRows, "server": PulledRows}
-    rows = kinds.get(config.placement, CachedRows)(index.row_config, states, config.is_dynamic)
-    return (DynamicTable if is_local else Table)(config, index, rows, device)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage.store import Counts, IoFuture
 from tritonemb.tables.cached_rows import CachedRows, metadata_kind
-from tritonemb.tables.dynamic_table import FALLBACK, sorted_table
+from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable, sorted_table
+from tritonemb.tables.index import HashIndex
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.tables.table import DenseIndex, DeviceRows, Table, Tensors, draw_seed, load_named_tensors
 from tritonemb.types import Device, TableConfig
@@ -242,3 +243,13 @@ def leased_table(config: TableConfig, states: Sequence[StateSpec], service: RowS
     """Create a table whose rows are leased from embedding servers."""
     index = ServerIndex(config, service)
     return Table(config, index, LeasedRows(index.row_config, states, config.is_dynamic, service), device)
+
+
+def make_table(config: TableConfig, states: Sequence[StateSpec], device: Device = None) -> Any:
+    """Create a table with the index and the rows of its config."""
+    is_local = config.is_dynamic and config.placement != "server"
+    row_config = config.storage_config(1) if config.is_dynamic else config  # of a dynamic table on servers, unused
+    index = HashIndex(config, states, device) if is_local else DenseIndex(row_config)
+    kinds: dict[str, Callable[..., DeviceRows]] = {"device": DeviceRows, "server": PulledRows}
+    rows = kinds.get(config.placement, CachedRows)(index.row_config, states, config.is_dynamic)
+    return (DynamicTable if is_local else Table)(config, index, rows, device)

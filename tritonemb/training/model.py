@@ -1,4 +1,4 @@
-"""Models of `tritonemb train`, built from its options."""
+"""Models of `tritonemb train`, built from its options, and the parts of a model that an optimizer updates."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -9,7 +9,11 @@ from torch import nn
 
 from tritonemb.data.protocol import Feature, tables_of
 from tritonemb.models import MODELS, ModelOptions
+from tritonemb.nn.collections import FusedModule
+from tritonemb.nn.single_table import SingleTable
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
+from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.tables.optimizer import FusedGroup
 from tritonemb.training.config import TrainConfig
 
 Factory = Callable[..., nn.Module]
@@ -58,3 +62,29 @@ def build_optimizer(config: TrainConfig) -> Optimizer:
         cow_clip=config.cow_clip,
         cow_clip_floor=config.cow_clip_floor,
     )
+
+
+def fused_modules(model: nn.Module) -> list[FusedModule | ShardedCollection]:
+    """Return the modules of tables with a fused optimizer."""
+    modules = (module for module in model.modules() if isinstance(module, FusedModule | ShardedCollection))
+    return [module for module in modules if module.fused_optimizer is not None]
+
+
+def optimizers_of_tables(model: nn.Module) -> list[FusedModule | ShardedCollection]:
+    """Return one module per fused optimizer, since `te.fuse` gives one to all modules of a model.
+
+    ValueError for tables that only `step` of an optimizer of `te.optim.fused` updates.
+    """
+    modules = fused_modules(model)
+    groups = [module._optimized if isinstance(module, SingleTable) else module for module in modules]
+    if any(isinstance(group, FusedGroup) and group.by_step for group in groups):
+        raise ValueError(
+            'the tables are fused with update="step", but a trainer does not call step() of that optimizer; fuse them '
+            'with update="backward", or by te.fuse'
+        )
+    return list(dict(zip(map(id, reversed(groups)), reversed(modules), strict=True)).values())[::-1]
+
+
+def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
+    owned = {id(parameter) for module in fused_modules(model) for parameter in module.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]

@@ -20,16 +20,13 @@ from tritonemb.comm.control import describe, lost_contact
 from tritonemb.comm.group import Round
 from tritonemb.data.batch import Batch, pad_batch
 from tritonemb.data.protocol import Batches, ReadReport
-from tritonemb.nn.collections import FusedModule
-from tritonemb.nn.single_table import SingleTable
 from tritonemb.offloading import OffloadedOptimizer, offload
 from tritonemb.offloading.options import OffloadOptions
-from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.optimizer import FusedGroup
 from tritonemb.tables.table_set import needs_prefetch, prefetch
 from tritonemb.training.config import Precision, TrainerOptions
+from tritonemb.training.model import dense_parameters, optimizers_of_tables
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule, label_scales, label_totals, loss_of
 
@@ -437,29 +434,3 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
         shape = ", ".join(map(str, batch.labels.shape))
         raise ValueError(f"the model must return logits [{shape}], got shape {list(logits.shape)}")
     return logits.float() if logits.dtype in DTYPES.values() else logits
-
-
-def fused_modules(model: nn.Module) -> list[FusedModule | ShardedCollection]:
-    """Return the modules of tables with a fused optimizer."""
-    modules = (module for module in model.modules() if isinstance(module, FusedModule | ShardedCollection))
-    return [module for module in modules if module.fused_optimizer is not None]
-
-
-def optimizers_of_tables(model: nn.Module) -> list[FusedModule | ShardedCollection]:
-    """Return one module per fused optimizer, since `te.fuse` gives one to all modules of a model.
-
-    ValueError for tables that only `step` of an optimizer of `te.optim.fused` updates.
-    """
-    modules = fused_modules(model)
-    groups = [module._optimized if isinstance(module, SingleTable) else module for module in modules]
-    if any(isinstance(group, FusedGroup) and group.by_step for group in groups):
-        raise ValueError(
-            'the tables are fused with update="step", but a trainer does not call step() of that optimizer; fuse them '
-            'with update="backward", or by te.fuse'
-        )
-    return list(dict(zip(map(id, reversed(groups)), reversed(modules), strict=True)).values())[::-1]
-
-
-def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    owned = {id(parameter) for module in fused_modules(model) for parameter in module.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]

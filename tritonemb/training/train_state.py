@@ -30,6 +30,7 @@ from tritonemb.tables.cache import RowCache, released_before, sequence_number
 from tritonemb.tables.cached_rows import metadata_only
 from tritonemb.tables.table_set import TableSet, needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
+from tritonemb.training.model import fused_modules
 from tritonemb.training.ranks import Ranks, on_rank_zero
 from tritonemb.training.step import (
     PLAIN,
@@ -38,7 +39,6 @@ from tritonemb.training.step import (
     StepPipeline,
     TrainStep,
     count,
-    fused_modules,
     prefetch_for,
 )
 
