@@ -151,6 +151,24 @@ def test_micro_batches_make_one_step():
         assert (result["pulls"], result["steps"]) == (6, 3)
 
 
+def test_more_micro_batches_than_a_step_has_are_refused():
+    """Their rows would wait for gradients that are pushed after the block."""
+
+    def accumulate(number: int) -> None:
+        with model.accumulate():
+            for batch in batches(number):
+                model(batch).square().sum().backward()
+
+    with local_servers(1) as servers:
+        model = make(servers, 1)
+        train(model, 2)
+        with pytest.raises(RuntimeError, match="more than 2 micro-batches in a block of accumulate"):
+            accumulate(3)
+        train(model, 2)
+        accumulate(2)
+        assert model.state_dict()["a.weight"].isfinite().all()
+
+
 def test_a_batch_that_is_not_trained_holds_nobody_up():
     with local_servers(1) as servers:
         model = make(servers)

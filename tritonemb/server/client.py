@@ -285,9 +285,15 @@ class PendingPull(Pull):
     cached: list["CachedPull"]  # per table, if the trainer has a cache
     admitted: Tensor  # mask of `ids` that take a gradient
 
-    def rows(self) -> list[Tensor]:
-        client, blocks = self.client, self.client.spec.blocks
+    def rows(self, accumulating: bool = False) -> list[Tensor]:
+        client, blocks, spec = self.client, self.client.spec.blocks, self.client.spec
         client.push_dropped()
+        if accumulating and spec.staleness is not None and client.steps < self.batch // spec.batches - spec.staleness:
+            raise RuntimeError(
+                f"more than {(spec.staleness + 1) * spec.batches} micro-batches in a block of accumulate(): this one "
+                "waits for the gradients of an earlier one, which are pushed after the block; attach the servers with "
+                "accumulate=, the number of micro-batches per step"
+            )
         while futures.wait(self.futures, TICK).not_done:
             client.push_dropped()
         replies = [self.codec.unpack_reply(reply) for reply in wait(self.futures)]

@@ -28,8 +28,11 @@ from tritonemb.types import Device, TableConfig
 class Pull(Protocol):
     """A pull in flight. A pull for training gets exactly one `push`."""
 
-    def rows(self) -> list[Tensor]:
-        """Wait for the rows: per table `[n, embedding_dim]` in its dtype, on the CPU. Raises errors of the servers."""
+    def rows(self, accumulating: bool = False) -> list[Tensor]:
+        """Wait for the rows: per table `[n, embedding_dim]` in its dtype, on the CPU. Raises errors of the servers.
+
+        RuntimeError if they would wait for gradients that are only pushed after the present block of `accumulate`.
+        """
 
     def push(self, sums: Sequence[Tensor] | None, lr: float) -> None:
         """Send per table the sums of the rows' gradients, float32 `[n, embedding_dim]`; None without gradients."""

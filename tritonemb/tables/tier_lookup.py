@@ -314,7 +314,8 @@ class PulledBatch(PrefetchedBatch):
 
     def read(self, tables: LookupTables) -> Tensor:
         rows, device = self.rows, self.rows.values.device
-        weights = [table_rows.to(device, non_blocking=True) for table_rows in self.pull.rows()]
+        pulled = self.pull.rows(self.training and tables.accumulator.is_open)
+        weights = [table_rows.to(device, non_blocking=True) for table_rows in pulled]
         batch = rows.values, rows.offsets, rows.sample_weights, rows.layout
         return ops.embedding_bag(weights, *batch, False, tables.dtype_of(weights))
 
