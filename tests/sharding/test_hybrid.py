@@ -536,6 +536,35 @@ def test_models_that_have_nothing_to_cut():
             te.HybridParallel(model)
 
 
+def test_mode_hooks_shared_weights_and_buffers_stay():
+    """They are those of the model, whose collection is replaced and whose "meta" tensors are allocated."""
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.empty(1, device="meta"))
+            self.register_buffer("shift", torch.arange(3.0))
+
+        def reset_parameters(self) -> None:
+            nn.init.ones_(self.scale)
+
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("item", 9, 4)], te.optim.SGD(lr=0.1))
+    layers = [nn.Linear(4, 4, device="meta"), nn.Linear(4, 4, device="meta"), Shift()]
+    layers[1].weight = layers[0].weight
+    calls = []
+    collection.register_forward_hook(lambda module, inputs, output: calls.append(output.shape))
+    model = te.HybridParallel(nn.Sequential(collection, *layers).eval(), device="cpu")
+    assert not any(module.training for module in model.modules())
+    collection, first, second, shift = model.module
+    assert isinstance(collection, te.sharding.ShardedEmbeddingBagCollection)
+    assert collection(te.KeyedJaggedTensor.from_lists({"item": [[1], [3, 4]]})).shape == calls[0] == (2, 4)
+    assert first.weight is second.weight
+    assert first.bias is not second.bias
+    assert not first.weight.is_meta
+    assert torch.equal(shift.shift, torch.arange(3.0))
+    assert torch.equal(shift.scale.detach(), torch.ones(1))
+
+
 def test_a_layer_on_meta_that_cannot_fill_itself():
     class Scale(nn.Module):
         def __init__(self) -> None:

@@ -130,7 +130,7 @@ class HybridParallel(ParallelModel):
         sharded_collections = _shard(local_collections, self._options)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded_collections.values())
         self._server_collections = [collection for collection in fused if collection.table_set.on_servers]
-        self.module = _replace_modules(model, sharded_collections)
+        self.module, self.training = _replace_modules(model, sharded_collections), model.training
         _materialize(self.module, table_device)
         compute_module = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
         self._called_module = (_data_parallel(compute_module, dense, mesh, table_device, self.group),)
@@ -378,7 +378,14 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
+_CALLS = ("_forward", "_backward", "_is_full_backward_hook")  # attributes of the hooks of a module's calls
+
+
 def _replace_modules(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
+    """Put sharded collections in the places of others, with their mode and the hooks of their calls."""
+    for collection, replacement in sharded.items():
+        hooks = {name: value for name, value in vars(collection).items() if name.startswith(_CALLS)}
+        vars(replacement).update(hooks, training=collection.training)
     if model in sharded:
         return sharded[model]
     for parent in list(model.modules()):
@@ -389,6 +396,8 @@ def _replace_modules(model: nn.Module, sharded: dict[Any, ShardedCollection]) ->
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Allocate and initialize what is on the meta device; shared parameters stay shared."""
+    allocated: dict[Tensor, Tensor] = {}
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in tensors):
@@ -397,7 +406,23 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
                     f"{type(module).__name__} is on the meta device and has no reset_parameters() to initialize it; "
                     "create it on a device, or define reset_parameters()"
                 )
-            module.to_empty(device=device, recurse=False).reset_parameters()  # type: ignore[operator]
+            if type(module)._apply is nn.Module._apply:
+                _allocate(module, device, allocated)
+            else:  # a table
+                module.to_empty(device=device, recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+
+
+def _allocate(module: nn.Module, device: torch.device, allocated: dict[Tensor, Tensor]) -> None:
+    for tensors in (module._parameters, module._buffers):
+        for name, tensor in tensors.items():
+            if tensor is None or not tensor.is_meta:
+                continue
+            if tensor not in allocated:
+                empty = torch.empty_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                allocated[tensor] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+            tensors[name] = allocated[tensor]  # type: ignore[assignment]
 
 
 def _data_parallel(
