@@ -112,7 +112,8 @@ def unused_gradient(table: str) -> RuntimeError:
     return RuntimeError(
         f"table {table!r} has a fused optimizer, and an ordinary gradient, too, which is not applied: its weight is "
         "used outside of its lookups, for example in a penalty or a full softmax; use its lookups only, or train it "
-        "without a fused optimizer: te.unfuse the module, or construct the collection without one"
+        "without a fused optimizer: te.unfuse the module, or construct the collection without one. To drop that "
+        "gradient call zero_grad() of the model"
     )
 
 

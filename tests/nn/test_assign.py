@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +203,20 @@ def test_a_weight_of_another_shape_is_refused(kind, optimizer, rows):
                 tables(BATCH)
         tables["user"].weight = nn.Parameter(torch.ones(7, 8))
         tables(BATCH)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, None], ids=["fused", "ordinary"])
+def test_a_collection_is_freed_without_a_collector(optimizer):
+    """Cached facts of its weights do not refer to it."""
+    tables = te.nn.EmbeddingBagCollection([te.TableConfig("user", 7, 8), te.TableConfig("genre", 5, 4)], optimizer)
+    tables(BATCH).sum().backward()
+    alive = weakref.ref(tables.table_set)
+    gc.disable()
+    try:
+        del tables
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_computed_weights_and_ordinary_gradients_are_refused():

@@ -152,6 +152,15 @@ def test_state_is_saved_as_codes_and_loaded_from_codes_or_floats(placement):
     assert ((decoded(state, "user") - values).abs() <= state["user.weight_scale"][:, None] / 2).all()
     table.rows.write(table, rows, {"weight": weight[:3]})
     assert torch.equal(table.rows.read(table, rows)["weight"], weight[:3])
+    floats = {name: value for name, value in state.items() if not name.endswith("_scale")}
+    floats |= {name: decoded(state, name.removesuffix(".weight")) for name in floats if name.endswith(".weight")}
+    other.load_state_dict(floats)
+    assert_same_bits(contents(other), state)
+    # Codes are not the values of other tables.
+    for kind in (placement, "device"):
+        plain = [replace(config, dtype=torch.float32, placement=kind) for config in CONFIGS]
+        with pytest.raises((ValueError, RuntimeError), match="cannot load the codes of an int8 table"):
+            te.nn.EmbeddingBagCollection(plain, OPTIMIZER).load_state_dict(state, strict=False)
     for part in ({"weight": state["user.weight"]}, {"weight_scale": state["user.weight_scale"]}):
         with pytest.raises(ValueError, match="'user' of int8 needs both weight and weight_scale"):
             table.assign(part)

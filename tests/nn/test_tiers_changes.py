@@ -152,7 +152,7 @@ def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
     tiered, twin = make(placement), make("device")
     train(twin, users=[1, 2], genres=[3])
 
-    def interrupt(pinned):
+    def interrupt(pinned, step=None):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

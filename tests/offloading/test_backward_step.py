@@ -1,5 +1,7 @@
 """Steps inside the backward: the bits of a step after it on every tier; refusals; and the state after a failure."""
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 import tritonemb as te
 from tests.offloading.models import Transformer, adam, loss_of, mlp, weights_of
 from tests.offloading.test_offload import OPTIMIZERS, TIERS, on
+from tritonemb.offloading import tiers
 from tritonemb.storage import StorageError
+from tritonemb.storage.aio import IoBuffer
 
 
 class Shared(nn.Module):
@@ -241,3 +245,76 @@ def on_ranks(rank: int, folder: str, options: dict[str, Any]) -> None:
 )
 def test_two_ranks(ranks, options, tmp_path):
     ranks(2).run(on_ranks, str(tmp_path), options)
+
+
+def test_writes_in_the_closure_are_kept():
+    """Writes to a parameter with master weights after its step are in the next one."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4).bfloat16()
+    model, optimizer = te.offload(model, torch.optim.SGD(model.parameters(), lr=0.0), states="host")
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(3, 8).bfloat16()).float().square().mean()
+        loss.backward()
+        with torch.no_grad():
+            model.weight.zero_()
+        return loss
+
+    for _ in range(3):
+        optimizer.zero_grad()
+        optimizer.step(closure, in_backward=True)
+    assert not model.weight.any()
+    optimizer.step()
+    assert not model.weight.any()
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "compiled"])
+def test_data_of_a_parameter_with_master_weights(graph):
+    """`.data` may be set in inference mode, and read in one graph."""
+    model = nn.Linear(8, 4).bfloat16()
+    model, optimizer = te.offload(model, torch.optim.SGD(model.parameters(), lr=0.0), states="host")
+    with torch.inference_mode():
+        model.weight.data = torch.full((4, 8), 0.5, dtype=torch.bfloat16)
+    model(torch.ones(3, 8).bfloat16()).sum().backward()
+    optimizer.step()
+    assert (model.weight == 0.5).all()
+    assert optimizer.state_dict()["state"] is not None
+
+    def read() -> torch.Tensor:
+        return model.weight.data * 2
+
+    assert (torch.compile(read, backend="eager", fullgraph=True)() if graph else read()).eq(1.0).all()
+
+
+def test_options_without_a_truth_value_are_left_alone():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["scales"] = torch.ones(3).numpy()
+    model, optimizer = te.offload(model, optimizer, states="host")
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["scales"].shape == (3,)
+
+
+def test_a_write_waits_for_reads_of_its_span(tmp_path, monkeypatch):
+    """A read in the other thread must not see the bytes of a later write."""
+    tier, started = tiers.DiskTier(tmp_path), threading.Event()
+    first, second = (torch.full((4096,), value, dtype=torch.uint8) for value in (1, 2))
+    span, out = tier.reserve(4096), torch.from_numpy(IoBuffer(4096).array)
+    buffer = torch.from_numpy(IoBuffer(4096).array)
+    span.write(buffer.copy_(first)).wait()
+    move = tiers.DiskTier._move
+
+    def slow(self: Any, span: Any, values: torch.Tensor, write: bool) -> None:
+        started.set()
+        time.sleep(0 if write else 0.2)  # the disk is busy with another request
+        move(self, span, values, write)
+
+    monkeypatch.setattr(tiers.DiskTier, "_move", slow)
+    read = span.read(out)
+    started.wait()
+    write = span.write(buffer.copy_(second))
+    read.wait()
+    write.wait()
+    assert torch.equal(out, first)
+    tier.close()

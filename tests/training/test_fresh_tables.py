@@ -74,6 +74,30 @@ def test_shards_begin_anew_on_all_ranks(ranks):
             assert torch.equal(actual, weight), name
 
 
+def test_states_begin_anew_and_frozen_tables_stay():
+    """Also those of tables that a function draws, alone or sharded."""
+    data = jobs.planted(200)
+    tables = [replace(table, init=torch.nn.init.normal_) for table in data.tables(8)]
+    for wrap in (lambda model: model, lambda model: te.HybridParallel(model, device="cpu")):
+        for frozen in (False, True):
+            model = wrap(te.nn.DLRM(tables, data.num_dense, (8,), (8,), te.optim.Adam(lr=0.1)))
+            trainer = te.Trainer(model, data, epochs=1, verbose=False, **FRESH)
+            trainer.fit()
+            collection = (model.module if hasattr(model, "module") else model).embeddings
+            collection.requires_grad_(not frozen)
+            initial = {name: value.clone() for name, value in collection.state_dict().items()}
+            trainer.state.begin_epoch()
+            state = collection.state_dict()
+            moments = [name for name in initial if name.endswith("exp_avg")]
+            assert len(moments) == len(tables)
+            for name, value in initial.items():
+                if name in moments and not frozen:
+                    assert value.any()
+                    assert not state[name].any(), name
+                elif frozen or name.endswith("weight"):
+                    assert torch.equal(state[name], value) == frozen, name
+
+
 def test_tables_on_servers_cannot_begin_anew():
     data = jobs.planted(100)
     tables = [replace(table, placement="server") for table in data.tables(8)]

@@ -335,7 +335,8 @@ class DynamicModule(SingleTable):
             destination[f"{prefix}updates"] = self._collection.step.clone()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        self._collection.table_set.accumulator.check_closed("load_state_dict()")
+        if self._optimized is not None:
+            self._optimized.accumulator.check_closed("load_state_dict()")
         missing_keys, error_msgs, table_state = args[-3], args[-1], dict(state_dict)
         updates = table_state.pop(f"{prefix}updates", None) if self.optimizer is not None else None
         self.table._load_from_state_dict(table_state, prefix, *args)

@@ -7,7 +7,7 @@ step of the full parameters: vectorized loops and their remainders are the same.
 import copy
 import inspect
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import groupby
@@ -161,7 +161,7 @@ class StoredOptimizer(Optimizer):
         examples = [self._inner.example_states(group) for group in self.param_groups]
         params = [(p, number) for number, group in enumerate(self.param_groups) for p in group["params"]]
         self.store = StateStore(params, examples, offloaded, placement)
-        self._enabled_options = [_enabled_options(group) for group in self.param_groups]
+        self._enabled_options = [_enabled_options(group, self.defaults) for group in self.param_groups]
         self.example_states = examples
         self._failure: BaseException | None = None
         # Versions at the last update of parameters that are not offloaded: master weights follow other writes.
@@ -185,14 +185,13 @@ class StoredOptimizer(Optimizer):
     def _check_options(self) -> None:
         """Raise ValueError if a parameter group was changed so that it needs states which have no memory."""
         for number, group in enumerate(self.param_groups):
-            if (enabled := _enabled_options(group)) == self._enabled_options[number]:
+            if (enabled := _enabled_options(group, self.defaults)) == self._enabled_options[number]:
                 continue
             if missing := array_names(self._inner.example_states(group)) - self.example_states[number].keys():
-                changed = sorted((enabled - self._enabled_options[number]) & self.defaults.keys())
                 raise ValueError(
-                    f"{join_names(changed)} of parameter group {number} was set after te.offload, without memory for "
-                    f"{join_names(map(repr, sorted(missing)))}: set it in the constructor of {self._inner.name}, "
-                    "before te.offload (OneCycleLR and CyclicLR set momentum, unless cycle_momentum=False)"
+                    f"{join_names(sorted(enabled - self._enabled_options[number]))} of parameter group {number} was "
+                    f"set after te.offload, without memory for {join_names(map(repr, sorted(missing)))}: set it "
+                    f"before, in the constructor of {self._inner.name} (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
                 )
             self._enabled_options[number] = enabled
 
@@ -203,12 +202,12 @@ class StoredOptimizer(Optimizer):
                 self.store.update_masters(p)
                 self._versions[p] = writes
 
-    def _record_update(self, parameter: Any) -> None:
-        """Publish the states of an updated parameter with one value, and record its version."""
+    def _record_update(self, parameter: Any, writes: tuple[int, ...]) -> None:
+        """Publish the states of an updated parameter with one value, and record its version after the update."""
         if chunks := self.store.chunks(parameter):
             self.state[parameter] = chunks[-1].scalars
         if parameter in self._versions:
-            self._versions[parameter] = _writes_of(parameter)
+            self._versions[parameter] = writes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict of the optimizer, with states in host memory, and "master" of 16-bit parameters."""
@@ -280,7 +279,7 @@ class StoredOptimizer(Optimizer):
     def finish_load(self, parameter: Any, scalars: dict[str, Any], has_master: bool) -> None:
         """Finish loading a parameter, all of whose arrays are written to the store."""
         self.store.finish_load(parameter, scalars, has_master)
-        self._record_update(parameter)
+        self._record_update(parameter, _writes_of(parameter))
 
     def raise_if_failed(self) -> None:
         """Raise RuntimeError after a step or load that failed, or inside a step."""
@@ -336,7 +335,7 @@ class OffloadedOptimizer(StoredOptimizer):
                 every later step raises, too: resume from a checkpoint.
         """
         # Step in the closure's backward, or call the closure.
-        loss, updated = None, dict[Any, None]()
+        loss, updated = None, dict[Any, tuple[int, ...]]()
         step_chunks = partial(self._step_chunks, updated)
         if in_backward and closure is None:
             raise ValueError("step(in_backward=True) needs a closure that computes the loss and calls backward")
@@ -359,23 +358,24 @@ class OffloadedOptimizer(StoredOptimizer):
                 self.store.reverse = not self.store.reverse
             elif self.stores_gradients:
                 self._gradients.clear(set_to_none=True)
-            for p in updated:
-                self._record_update(p)
+            for p, writes in updated.items():
+                self._record_update(p, writes)
         return loss
 
     @cached_property
     def _backward_step(self) -> BackwardStep:
         return BackwardStep(self.store, self._gradients)
 
-    def _step_chunks(self, updated: dict[Any, None], chunks: list[StateChunk]) -> None:
-        """Step chunks of a sub-group that is in memory, and add their parameters to `updated`."""
+    def _step_chunks(self, updated: dict[Any, tuple[int, ...]], chunks: list[StateChunk]) -> None:
+        """Step chunks of a sub-group that is in memory, and add their parameters to `updated`, with their versions."""
         if not updated:  # the first ones of a step
             self._written = {p for p, writes in self._versions.items() if _writes_of(p) != writes}
         for chunk in chunks:
-            updated[chunk.parameter] = None
+            updated[chunk.parameter] = ()
             if chunk.parameter in self._written and chunk.is_ready:
                 chunk.update_master()
         self._inner.step_chunks(self.param_groups, self._gradients.of_chunk, self.store, chunks)
+        updated |= {p: _writes_of(p) for p in {chunk.parameter for chunk in chunks} & self._versions.keys()}
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if self.store.is_stepping and self._backward_step.stepped:
@@ -419,9 +419,9 @@ def _writes_of(parameter: Any) -> tuple[int, int, int]:
     return to_local(parameter)._version, num_sets, 0 if alias is None else alias._version
 
 
-def _enabled_options(group: Mapping[str, Any]) -> set[str]:
+def _enabled_options(group: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """Return the options of a parameter group that are not zero, False or None, on which its states depend."""
-    return {name for name, value in group.items() if name != "params" and not isinstance(value, Tensor) and value}
+    return {name for name in names if not isinstance(value := group.get(name), Tensor) and value}
 
 
 def _check_states(parameter: Any, states: Mapping[str, Any], names: Set[str], optimizer: str) -> None:

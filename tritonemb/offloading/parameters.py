@@ -163,12 +163,17 @@ class WatchedParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self.detach()
         if self.alias is None or not self.alias.is_set_to(self):
             self.alias = _DATA.__get__(self)
         return self.alias.detach()
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        if values.is_inference():  # such tensors have no version counter
+            with torch.inference_mode(False):
+                values = values.clone()
         _DATA.__set__(self, values)
         self.alias, self.num_sets = values.detach(), self.num_sets + 1
 

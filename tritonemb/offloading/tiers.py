@@ -18,6 +18,7 @@ from torch import Tensor
 from tritonemb.comm.group import RankGroup
 from tritonemb.memory import empty_pinned
 from tritonemb.storage.aio import PAGE_BYTES, ExtentError, Extents, IoBuffer, IoContext, PageFile
+from tritonemb.storage.memory import StreamCopy
 from tritonemb.storage.store import IoFuture, OperationQueue, StorageError, storage_errors, wait_all
 from tritonemb.utils import on_error
 
@@ -101,6 +102,7 @@ class Span:
         self.offset = offset
         self.checksum: int | None = None  # of the last write
         self.last_write: IoFuture | None = None
+        self.reads: list[IoFuture] = []  # in progress since then
 
     def read(self, out: Tensor, dependencies: Sequence[IoFuture] = ()) -> IoFuture:
         """Copy into uint8 `[round_to_pages(num_bytes)]`, page-aligned on the CPU, which must not be used until then.
@@ -255,26 +257,6 @@ class HostTier:
             self._closed()
 
 
-class StreamCopy(IoFuture):
-    """Copy between pinned memory and a GPU on a side stream; `wait` makes the current stream wait for it."""
-
-    def __init__(self, stream: Any, source: Tensor, target: Tensor) -> None:
-        super().__init__()
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            if source.device.type == "cuda":  # its memory may be freed before the copy has ended
-                source.record_stream(stream)
-            self._event = stream.record_event()
-        self._to_host = target.device.type == "cpu"
-        self._done.set()
-
-    def wait(self) -> None:
-        if self._to_host:
-            self._event.synchronize()
-        torch.cuda.current_stream().wait_event(self._event)
-
-
 class DiskTier:
     """Disk tier: a rank's swap file in a folder, with direct I/O by the engine of `storage`.
 
@@ -329,10 +311,13 @@ class DiskTier:
         if not self._closed.alive:
             raise StorageError(f"{self.path} is closed")
         self.bytes_moved[write] += values.nbytes
-        previous_write = span.last_write
+        previous_write, reads = span.last_write, span.reads if write else []
 
         def move() -> None:
             wait_all(dependencies)
+            for read in reads:
+                with contextlib.suppress(StorageError):
+                    read.wait()
             if previous_write is not None:
                 with contextlib.suppress(*[StorageError] * write):  # a new write repairs a failed one
                     previous_write.wait()
@@ -341,7 +326,9 @@ class DiskTier:
         self._queues[write].reverse()
         future = self._queues[write][0].submit(move)
         if write:
-            span.last_write = future
+            span.last_write, span.reads = future, []
+        else:
+            span.reads = [*(read for read in span.reads if not read.done()), future]
         return future
 
     def _move(self, span: Span, values: Tensor, write: bool) -> None:

@@ -85,10 +85,10 @@ class LocalShards:
                 table.load_pretrained(config)
                 continue
             else:
+                table.reset_parameters(0)  # for its states: a shard has no `init`
                 with torch.random.fork_rng(devices=[]):
                     torch.manual_seed(_shard_seed(config))
-                    weight = draw_weight(config)  # in full, on the CPU
-                table.assign({"weight": slice_shard(weight, placed.shard)})
+                    table.assign({"weight": slice_shard(draw_weight(config), placed.shard)})  # of the whole, on the CPU
             if group.size > 1:
                 _change_tensors(table, self.device, functools.partial(group.broadcast, kind="initial values"))
 

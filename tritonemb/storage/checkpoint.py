@@ -1,5 +1,5 @@
 """Checkpoints in the format of `torch.distributed.checkpoint`: written with checksums, read without running code.
-It also reads safetensors files, and rows of pretrained tables, without running code.
+This module also reads safetensors files, and rows of pretrained tables, without running code.
 
 Torch unpickles `.metadata` and values other than tensors, and a pickle may call any function. This reader accepts
 tensors, plain values and the metadata of tensors only.
@@ -354,6 +354,9 @@ def open_pretrained(config: TableConfig) -> PretrainedRows:
     except (ValueError, TypeError, OSError, LookupError, AttributeError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"{title} cannot be read, or has no `weight`: {error!r}") from error
     # Compare with the table.
+    if ids is not None and (ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1):
+        actual = f"{list(ids.shape)} and dtype {ids.dtype}"
+        raise ValueError(f"{title} has ids of shape {actual}; expected int32 or int64 [N]")
     size = config.num_embeddings if ids is None else len(ids)
     if ids is None and config.is_dynamic:
         raise ValueError(f"{title} has no ids, which a dynamic table needs; write `ids` int64 [N] beside `weight`")
@@ -362,8 +365,6 @@ def open_pretrained(config: TableConfig) -> PretrainedRows:
         raise ValueError(f"{title} has rows of shape {actual}; expected [{size}, {dim}] of a floating-point dtype")
     if ids is None:
         return PretrainedRows(None, starts, read)
-    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1:
-        raise ValueError(f"{title} has ids of shape {list(ids.shape)} and dtype {ids.dtype}; expected int64 [N]")
     ids, ordered = ids.long(), ids.long().sort()[0]
     if not config.is_dynamic and len(bad := ids[(ids < 0) | (ids >= config.num_embeddings)]):
         raise ValueError(f"{title} has {len(bad):,} ids outside of 0 to {config.num_embeddings - 1}, such as {bad[0]}")

@@ -156,3 +156,23 @@ class HostCache:
 
 def _move(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
     cpu_kernels("row_cache").move_rows_([target], [source], target_rows, source_rows)
+
+
+class StreamCopy(IoFuture):
+    """Copy between pinned memory and a GPU on a side stream; `wait` makes the current stream wait for it."""
+
+    def __init__(self, stream: Any, source: Tensor, target: Tensor) -> None:
+        super().__init__()
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            if source.device.type == "cuda":  # its memory may be freed before the copy has ended
+                source.record_stream(stream)
+            self._event = stream.record_event()
+        self._to_host = target.device.type == "cpu"
+        self._done.set()
+
+    def wait(self) -> None:
+        if self._to_host:
+            self._event.synchronize()
+        torch.cuda.current_stream().wait_event(self._event)

@@ -34,6 +34,7 @@ from tritonemb.tables.table import (
     Index,
     Table,
     Tensors,
+    codes_error,
     draw_seed,
     draw_weight,
     initialize,
@@ -211,12 +212,8 @@ class CachedRows(DeviceRows):
 
     def assign(self, table: Table, tensors: Tensors) -> None:
         names = [field.name for field in self.record.fields if field.name in tensors]
-        has_codes = SCALE in names or ("weight" in names and tensors["weight"].dtype == torch.int8)
-        if self.config.dtype == torch.int8 and has_codes and not {SCALE, "weight"} <= {*names}:
-            text = f"needs both weight and {SCALE}, or a float32 weight alone, which is rounded"
-            raise ValueError(f"table {self.config.name!r} of int8 {text}")
+        chunks = self._records if _has_codes(self.config, names, tensors) else self._chunks
         with self.reloading():
-            chunks = self._records if has_codes else self._chunks
             for chunk, fields in chunks(read=len(names) < len(self.record.fields), write=True):
                 for name in names:
                     fields[name].copy_(tensors[name][chunk])
@@ -311,7 +308,9 @@ class CachedRows(DeviceRows):
         destination.update({prefix + name: tensor for name, tensor in self.tensors(table).items()})
 
     def load(self, table: Table, *args: Any) -> None:
-        fields = self._fields(self.config.num_embeddings)
+        fields, weight = self._fields(self.config.num_embeddings), args[0].get(f"{args[1]}weight")
+        if isinstance(weight, Tensor) and weight.is_floating_point() and f"{args[1]}{SCALE}" not in args[0]:
+            fields.pop(SCALE, None)  # `assign` rounds such a weight
 
         def assign(values: dict[str, Any]) -> None:
             problems = []
@@ -410,3 +409,15 @@ class DiskTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.rows.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
+
+
+def _has_codes(config: TableConfig, names: Sequence[str], tensors: Tensors) -> bool:
+    """Return whether the tensors to assign to a table have codes and scales; ValueError if the table has none."""
+    if SCALE not in names and ("weight" not in names or tensors["weight"].dtype != torch.int8):
+        return False
+    if config.dtype != torch.int8:
+        raise ValueError(codes_error(config))
+    if not {SCALE, "weight"} <= {*names}:
+        text = f"needs both weight and {SCALE}, or a float32 weight alone, which is rounded"
+        raise ValueError(f"table {config.name!r} of int8 {text}")
+    return True

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonemb import ops
 from tritonemb.errors import unused_gradient
 from tritonemb.jagged import Features, KeyedJaggedTensor, key_major_order, unpack_features
-from tritonemb.layout import Layout, TensorList, cached_fact, make_layout, set_row_ids
+from tritonemb.layout import Layout, TensorList, make_layout, set_row_ids
 from tritonemb.ops.registry import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch
 from tritonemb.optimizers import Optimizer
@@ -317,8 +317,8 @@ class LookupTables(OptimizedTables):
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         """Return the dtype of a lookup's result; ValueError for replaced weights that kernels cannot read."""
-        is_list = isinstance(weights, TensorList)
-        return cached_fact(weights, _output_dtype, self) if is_list else _output_dtype(weights, self)
+        facts = weights.storage_and_facts[1] if isinstance(weights, TensorList) else {}  # which do not refer to `self`
+        return facts.get("output_dtype") or facts.setdefault("output_dtype", _output_dtype(weights, self))
 
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
         """Return the weights by table, with cached facts."""

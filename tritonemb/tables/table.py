@@ -88,6 +88,10 @@ def convert_assigned(module: nn.Module, state_dict: dict[str, Any], prefix: str,
         state_dict[key] = tensor.contiguous()
 
 
+def codes_error(config: TableConfig) -> str:
+    return f"table {config.name!r} cannot load the codes of an int8 table; load weight * weight_scale[:, None]"
+
+
 def load_named_tensors(
     names: Iterable[str], load: Callable[[dict[str, Any]], None], state_dict: Any, *args: Any, partial: bool = False
 ) -> None:
@@ -395,6 +399,10 @@ class DeviceRows:
 
     def load(self, table: Table, *args: Any) -> None:
         """Implement `_load_from_state_dict`."""
+        weight = args[0].get(f"{args[1]}weight")
+        if isinstance(weight, Tensor) and weight.dtype == torch.int8:
+            args[-1].append(codes_error(table.config))
+            return
         convert_assigned(table, *args)
         nn.Module._load_from_state_dict(table, *args)
 

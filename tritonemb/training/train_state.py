@@ -124,8 +124,13 @@ class TrainState:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed * 1_000_003 + self.progress.epoch)
             for module in fused_modules(self.model):
+                # Frozen tables keep the values that they were loaded with.
                 if isinstance(module, ShardedCollection):
+                    if not module._no_columns.requires_grad:
+                        continue
                     module.local_shards.init(None)
+                    continue
+                if not any(weight.requires_grad for _, weight, _ in module._states()):
                     continue
                 rate = module.current_learning_rate
                 module.reset_parameters()  # type: ignore[operator]
