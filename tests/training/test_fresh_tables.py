@@ -12,6 +12,7 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.sharding.models import whole_state
 from tests.training import jobs
 from tests.training.test_dynamic_tiers import trainer_of
 from tritonemb.ops.row_update import fill_initial_
@@ -85,9 +86,9 @@ def test_states_begin_anew_and_frozen_tables_stay():
             trainer.fit()
             collection = (model.module if hasattr(model, "module") else model).embeddings
             collection.requires_grad_(not frozen)
-            initial = {name: value.clone() for name, value in collection.state_dict().items()}
+            initial = {name: value.clone() for name, value in whole_state(model).items() if "embeddings" in name}
             trainer.state.begin_epoch()
-            state = collection.state_dict()
+            state = whole_state(model)
             moments = [name for name in initial if name.endswith("exp_avg")]
             assert len(moments) == len(tables)
             for name, value in initial.items():

@@ -191,7 +191,7 @@ class StoredOptimizer(Optimizer):
                 raise ValueError(
                     f"{join_names(sorted(enabled - self._enabled_options[number]))} of parameter group {number} was "
                     f"set after te.offload, without memory for {join_names(map(repr, sorted(missing)))}: set it "
-                    f"before, in the constructor of {self._inner.name} (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
+                    f"before, for {self._inner.name}() (OneCycleLR and CyclicLR: pass cycle_momentum=False)"
                 )
             self._enabled_options[number] = enabled
 
