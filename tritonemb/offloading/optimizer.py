@@ -239,11 +239,11 @@ class StoredOptimizer(Optimizer):
         sizes, expected_sizes = ([len(group["params"]) for group in g] for g in (groups, self.param_groups))
         if sizes != expected_sizes:
             raise ValueError(f"the state dict has {sizes} parameters in its groups, the optimizer has {expected_sizes}")
-        numbers = [number for group in groups for number in group["params"]]
-        by_number = dict(zip(numbers, self._parameters(), strict=True))
+        by_number = dict(zip((n for group in groups for n in group["params"]), self._parameters(), strict=True))
         states = {by_number[number]: param_states for number, param_states in state_dict["state"].items()}
         for p, param_states in states.items():
-            _check_states(p, param_states, self.store.layout(p).dtypes.keys(), self._inner.name)
+            names = self.store.layout(p).dtypes if self.store.chunks(p) else param_states  # no rows are on this rank
+            _check_states(p, param_states, names.keys(), self._inner.name)
         with self.loading():
             self.load_hyperparameters(groups)
             self._load_states(states)
