@@ -11,21 +11,19 @@ downloaded.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import tritonemb as te
 from benchmarks.measuring.report import publish
-from benchmarks.studies.accuracy import data_sets, standard_error
+from benchmarks.studies.accuracy import standard_error
+from benchmarks.studies.quantized import parse_jobs
 from tritonemb.data import Dataset
-from tritonemb.training.config import TrainConfig, preset
+from tritonemb.training.config import TrainConfig
 from tritonemb.training.metrics import Metrics
 from tritonemb.training.model import build_model
 from tritonemb.types import TableOptions
@@ -71,15 +69,9 @@ def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> list[di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    arguments, rows = parser.parse_args(), []
-    folder = arguments.folder
-    files = Namespace(criteo=next((str(path) for path in sorted(folder.glob("criteo*.tsv"))), None))
-    files.adult = str(folder) if (folder / "adult.data").exists() else None
-    for data in data_sets(files, ("movielens-100k", "criteo", "adult")):
-        rows += compare(replace(preset(data.name), embedding_dim=DIM), data, range(arguments.seeds))
+    (jobs, seeds), rows = parse_jobs(__doc__), []
+    for data, config in jobs:
+        rows += compare(config, data, seeds)
     problems = [
         f"{row['data']}, {row['rows']}: AUC {row['auc_difference']:+.5f}, {row['bytes_share']:.1%} of the bytes"
         for row in rows

@@ -14,7 +14,7 @@ import argparse
 import copy
 import statistics
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,16 +103,23 @@ def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> list[di
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parse_jobs(description: str | None) -> tuple[Iterator[tuple[Dataset, TrainConfig]], range]:
+    """Parse the command line: return the data sets of a folder with their configurations, and the seeds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    arguments, rows = parser.parse_args(), []
+    arguments = parser.parse_args()
     folder = arguments.folder
     files = Namespace(criteo=next((str(path) for path in sorted(folder.glob("criteo*.tsv"))), None))
     files.adult = str(folder) if (folder / "adult.data").exists() else None
-    for data in data_sets(files, ("movielens-100k", "criteo", "adult")):
-        for row in compare(replace(preset(data.name), embedding_dim=DIM), data, range(arguments.seeds)):
+    data = data_sets(files, ("movielens-100k", "criteo", "adult"))
+    return ((log, replace(preset(log.name), embedding_dim=DIM)) for log in data), range(arguments.seeds)
+
+
+def main() -> None:
+    (jobs, seeds), rows = parse_jobs(__doc__), []
+    for data, config in jobs:
+        for row in compare(config, data, seeds):
             print(
                 "{data}, {rows}: AUC {auc:.4f} ({auc_difference:+.5f}), log loss {log_loss:.4f} "
                 "({log_loss_difference:+.5f}), {bytes_share:.1%}".format(**row),

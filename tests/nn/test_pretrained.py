@@ -1,4 +1,4 @@
-"""Tables that begin with rows of a file: the rows of the file, bit by bit, and default values elsewhere."""
+"""Tables that begin with rows of a file: the rows of the file, bit by bit, and default values in all others."""
 
 from __future__ import annotations
 
