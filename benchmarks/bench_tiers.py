@@ -1,16 +1,17 @@
 """Tables on disk: training on a table ten times as large as its cache, against the table in memory, and blocks of rows.
 
-Training is a case of `benchmarks/gpu/tiers.py` on the CPU: with look-ahead at least 0.7 of the speed in
-memory; without it training stalls, which is shown beside. The table is in a file that is read and written past the
-system's page cache, in the folder for temporary files or TRITONEMB_STORAGE_FOLDER.
+Training is a case of `benchmarks/gpu/tiers.py` on the CPU. The goal with prefetch is 0.7 of the speed in memory. A step
+without prefetch is measured as well, and shows how long training waits for rows. Reads and writes of the table's file
+bypass the page cache; it is in the folder for temporary files or TRITONEMB_STORAGE_FOLDER.
 
-The cost of a step must not grow with the table: tables of 10^6, 10^8 and 10^10 rows, of which each batch needs as many
-rows from anywhere in them, are to be within 10 % of each other.
+The cost of a step must not grow with the table: the goal for steps of tables of 10^6, 10^8 and 10^10 rows, with equally
+many random rows per batch, is the same time within 10 %.
 
-Random records of a table on disk: ours against a plain reader of the same file with 16 threads. The plain reader only
-has the system read the pages, past its page cache, into one buffer for each thread; ours also checks them, copies the
-records out and gives never-written rows their values. The plain writer writes blocks, and reads each before if it holds
-more records than one, as ours does. No page is read twice in a round. The file is 1 GB, or TRITONEMB_STORAGE_BYTES.
+Random records of a table on disk are compared with a plain reader of the same file, which has 16 threads. The plain
+reader only reads the pages, past the page cache, into a buffer per thread. `DiskRows` also checks them, copies the
+records out, and computes initial values of rows that were never written. The plain writer writes blocks. It first reads
+a block that has several records, as `DiskRows` does. No page is read twice in a round. The file is 1 GB, or
+TRITONEMB_STORAGE_BYTES.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from tritonemb.storage.threads import DEFAULT_THREADS
 
 FOLDER = tiers.FOLDER
 TIER = tiers.CASES[-1]
-DIM, ROWS_A_BATCH = 64, 4096
+DIM, ROWS_PER_BATCH = 64, 4096
 WARMUP_BATCHES = 40  # until the cache is full, and the small table has been written all over
 
 
@@ -52,25 +53,25 @@ def bench_training(race: Any) -> None:
 
 
 def steps_on(num_rows: int) -> Contender:
-    """Steps of a table, on some rows from anywhere in it."""
-    cache = te.CacheConfig(rows=4 * ROWS_A_BATCH, folder=FOLDER)
+    """Return train steps of a table on random rows."""
+    cache = te.CacheConfig(rows=4 * ROWS_PER_BATCH, folder=FOLDER)
     table = te.TableConfig("t", num_rows, DIM, placement="disk", cache=cache)
     collection = te.nn.EmbeddingBagCollection([table], te.optim.RowWiseAdagrad(lr=0.02))
-    generator, lengths = torch.Generator().manual_seed(0), torch.ones(ROWS_A_BATCH, dtype=torch.int64)
+    generator, lengths = torch.Generator().manual_seed(0), torch.ones(ROWS_PER_BATCH, dtype=torch.int64)
 
     def draw(_: int) -> te.KeyedJaggedTensor:
         return te.KeyedJaggedTensor.from_lengths(
-            ["t"], torch.randint(num_rows, (ROWS_A_BATCH,), generator=generator), lengths
+            ["t"], torch.randint(num_rows, (ROWS_PER_BATCH,), generator=generator), lengths
         )
 
-    num_bytes = 2 * 4 * ROWS_A_BATCH * (DIM + 1)
+    num_bytes = 2 * 4 * ROWS_PER_BATCH * (DIM + 1)
     return Contender(f"{num_rows:,} rows", draw, lambda batch: collection(batch).sum().backward(), num_bytes)
 
 
 @pytest.mark.parametrize("num_rows", [10**8, 10**10])
 def bench_larger_table(num_rows: int, race: Any) -> None:
     contenders = [steps_on(num_rows), steps_on(10**6)]
-    race("tiers", f"{ROWS_A_BATCH} rows of {DIM}", contenders, Goal(0, 1, most=1.1), warmup_rounds=WARMUP_BATCHES)
+    race("tiers", f"{ROWS_PER_BATCH} rows of {DIM}", contenders, Goal(0, 1, most=1.1), warmup_rounds=WARMUP_BATCHES)
 
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_STORAGE_BYTES", 10**9))
@@ -89,7 +90,7 @@ SHAPES = (Shape(128, 16384), Shape(4096, 4096))
 
 
 class Table:
-    """A table all of whose rows are written, and its file opened once more for the plain reader."""
+    """Table whose rows are all written, and its file, opened a second time for the plain reader."""
 
     def __init__(self, folder: Path, shape: Shape) -> None:
         self.shape, self.path = shape, folder / f"rows-{shape.dim}"
@@ -110,7 +111,7 @@ class Table:
         self.views = [memoryview(mmap.mmap(-1, self.layout.block_bytes)) for _ in range(DEFAULT_THREADS)]
 
     def draw(self, seed: int) -> Tensor:
-        """A row of each of some blocks, ascending."""
+        """Return one row of each of `batch` random blocks, ascending."""
         random = np.random.default_rng(seed)
         blocks = np.sort(random.permutation(self.layout.num_blocks - 1)[: self.shape.batch])
         within = random.integers(0, self.layout.rows_per_block, blocks.size)

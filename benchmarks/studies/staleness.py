@@ -1,15 +1,16 @@
 """Train tables on an embedding server with batches that miss the updates of more and more steps; compare test AUC.
 
 *adult* is Persia's public example: its columns and network, one epoch of batches of 128, SGD for the dense layers and
-Adagrad for tables of 8 columns with small initial values. Other than there, the numbers are standardised, the capital
-ones as log(1 + x), train rows are shuffled, and Adagrad's accumulators start at 0. Persia has recorded 0.8929; the mean
+Adagrad for tables of 8 columns with small initial values. Unlike there, numbers are standardised, capital gain and loss
+as log(1 + x), train rows are shuffled, and Adagrad's accumulators start at 0. Persia has recorded 0.8929; the mean
 must reach 0.8925 without staleness, and change by 0.001 at most where batches miss 9 steps, which is Persia's default.
 *movielens-100k* is trained as its preset says. *hot ids* is synthetic data with a known ground truth, read once: a
 fifth of a feature's ids are the same one, whose row SGD moves by the same gradient again until it sees its own update.
 
-The server is a thread of this process. Its messages take `--delay` each way, so that there is time to win; where
-staleness is exact, the rows that a batch reads do not depend on that. Seconds are those of training, without the
-evaluations. These read rows as the next batch would, without the last updates; only the last one sees all. Usage:
+The server is a thread of this process. Its messages take `--delay` each way, so that staleness can save time; with an
+exact staleness the rows that a batch reads do not depend on the delay. Seconds are those of training, without the
+evaluations. An evaluation reads rows as the next batch would, without the last updates; only the last evaluation sees
+all updates. Usage:
 
     python -m benchmarks.studies.staleness --adult folder_of_adult
     python -m benchmarks.studies.staleness --draw

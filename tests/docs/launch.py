@@ -1,4 +1,4 @@
-"""Launchers of jobs, proven on one machine: two processes stand for any number, CPUs for GPUs, stubs for Slurm."""
+"""Launchers of jobs, tested on one machine: with two processes for any number, CPUs for GPUs, and stubs of Slurm."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SBATCH = {
 
 
 def torchrun(words: list[str]) -> str:
-    """Run what torchrun would start, on this machine; its own options must be such.
+    """Run on this machine what torchrun would start; its options must exist.
 
     The ranks are forked. Torchrun itself starts those of `sbatch`, and of `tests/training/test_torchrun.py`.
 
@@ -79,7 +79,7 @@ def torchrun(words: list[str]) -> str:
 
 
 def torchrun_options() -> set[str]:
-    """torchrun's own."""
+    """Return the options of torchrun."""
     from torch.distributed.run import get_args_parser
 
     return {option for action in get_args_parser()._actions for option in action.option_strings}
@@ -117,10 +117,10 @@ def sbatch(text: str) -> str:
 
 
 def train_job(manifest: dict[str, Any]) -> str:
-    """Run what the nodes of a TrainJob would, where its volume is this folder.
+    """Run the commands of a TrainJob's nodes here, with this folder as its volume.
 
     Raises:
-        AssertionError: it fails, or the manifest has a field that there is not.
+        AssertionError: a command fails, or the manifest has an unknown field.
     """
     check_fields(manifest, TRAIN_JOB, "")
     spec = manifest["spec"]

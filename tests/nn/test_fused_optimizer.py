@@ -1,4 +1,4 @@
-"""`module.fused_optimizer` in the hands of schedulers and frameworks."""
+"""`module.fused_optimizer` as schedulers and frameworks use it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ modules = pytest.mark.parametrize("make", [make, make_bag], ids=["collection", "
 
 
 def step_size(module: torch.nn.Module) -> float:
-    """How far the next backward moves a weight whose gradient is 1, by SGD."""
+    """Return the change of a weight by the next backward, with SGD and a gradient of 1."""
     weight = next(module.parameters())
     initial = weight.detach()[0].clone()
     is_bag = isinstance(module, te.nn.EmbeddingBag)

@@ -1,4 +1,4 @@
-"""Tablets that move between servers during training: the bits of an undisturbed run, whoever is killed."""
+"""Tablets that move between servers during training: results are bitwise those of a run without moves or failures."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tritonemb.server.transport import LocalTransport
 
 NEVER = 10**9  # messages
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
-OF_IDS = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
+LFU = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, half_life=3)}
 FIRST = "tables#0-of-4"
 
 
 @contextmanager
-def tablet_servers(transports, own, number=4):
+def tablet_servers(transports, nodes, number=4):
     """Two servers with tablets, and a third one that may join."""
-    with quick_resending(), Servers(transports[:2], own, DEADLINE, tablets=number) as servers:
+    with quick_resending(), Servers(transports[:2], nodes, DEADLINE, tablets=number) as servers:
         third = Connection(transports[2], DEADLINE)
         servers.directory._by_address[transports[2].address] = third
         servers.connections.append(third)
@@ -82,9 +82,9 @@ class KilledAt(Restarted):
         self._restarting.start()
 
 
-def owned(own) -> list[int]:
-    """Numbers of tablets of servers, each of which has one owner."""
-    servers = [getattr(server, "server", server) for server in own]
+def tablet_counts(nodes) -> list[int]:
+    """Return the number of tablets on each server; fail if a tablet has two owners."""
+    servers = [getattr(server, "server", server) for server in nodes]
     keys = [key for server in servers for key in server.collections if "~" not in key]
     assert len(keys) == len(set(keys)), "two owners"
     return [sum("~" not in key for key in server.collections) for server in servers]
@@ -105,34 +105,34 @@ def at_steps(actions):
     return on_step
 
 
-HOWS = {
+CASES = {
     "two trainers": {"trainers": 2, "dynamic": DYNAMIC},
     "staleness": {"trainers": 2, "staleness": 3, "ahead": 2, "dynamic": DYNAMIC},
-    "leased rows": {"ahead": 1, "cache": 1, "dynamic": OF_IDS},
+    "leased rows": {"ahead": 1, "cache": 1, "dynamic": LFU},
     "worker cache": {"staleness": 2, "ahead": 1, "cache": 200, "dynamic": DYNAMIC},
     "bound": {"staleness": te.AtMost(2), "dynamic": DYNAMIC},
 }
 
 
-@pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.few(2)
-def test_servers_that_join_and_leave_change_no_bit(how):
+def test_servers_that_join_and_leave_change_no_bit(case):
     with local_servers(2) as servers:
-        expected = train_all(servers, 14, **how)
+        expected = train_all(servers, 14, **case)
     with three() as (transports, local, servers):
         counts = []
 
         def move(leaving=()):
             rebalance(transports, leaving)
-            counts.append(owned(local))
+            counts.append(tablet_counts(local))
 
-        trainers = how.get("trainers", 1)
+        trainers = case.get("trainers", 1)
         moves = {
             4 * trainers: move,
             8 * trainers: lambda: move(["server-0"]),
             12 * trainers: lambda: move(["server-1", "server-2"]),
         }
-        same(train_all(servers, 14, on_step=at_steps(moves), **how), expected)
+        same(train_all(servers, 14, on_step=at_steps(moves), **case), expected)
         assert [sorted(count) for count in counts] == [[1, 1, 2], [0, 2, 2], [0, 0, 4]]
         assert [count[0] for count in counts][1:] == [0, 4]
 
@@ -173,12 +173,12 @@ MOMENTS = [(op, executed) for op in ("fetch_tablet", "stage_tablet", "commit_mov
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("log", ["disk", "fsync"])
-@pytest.mark.parametrize("how", ["staleness", "leased rows"])
+@pytest.mark.parametrize("case", ["staleness", "leased rows"])
 @pytest.mark.parametrize(("op", "executed"), MOMENTS)
-def test_a_source_or_a_target_that_is_killed_changes_no_bit(tmp_path, log, how, op, executed):
-    how = HOWS[how]
+def test_a_source_or_a_target_that_is_killed_changes_no_bit(tmp_path, log, case, op, executed):
+    case = CASES[case]
     with local_servers(2) as servers:
-        expected = train_all(servers, 12, **how)
+        expected = train_all(servers, 12, **case)
     with three(tmp_path, log) as (transports, local, servers):
         victims = local[:2] if op in ("fetch_tablet", "commit_move") else local[2:]
 
@@ -190,13 +190,13 @@ def test_a_source_or_a_target_that_is_killed_changes_no_bit(tmp_path, log, how, 
                     rebalance(transports)
                     break
             assert max(victim.times for victim in victims) == 1
-            assert sorted(owned(local)) == [1, 1, 2]
+            assert sorted(tablet_counts(local)) == [1, 1, 2]
             assert not any("~" in key for server in local for key in server.server.collections)
             for server in local:
                 server.restart()
-            assert sorted(owned(local)) == [1, 1, 2]
+            assert sorted(tablet_counts(local)) == [1, 1, 2]
 
-        same(train_all(servers, 12, on_step=at_steps({5: move}), **how), expected)
+        same(train_all(servers, 12, on_step=at_steps({5: move}), **case), expected)
 
 
 class Killed(BaseException):
@@ -220,33 +220,33 @@ class MortalConnection:
 
 
 @pytest.mark.parametrize("op", ["fetch_tablet", "stage_tablet", "commit_move"])
-@pytest.mark.parametrize("how", ["staleness", "leased rows"])
+@pytest.mark.parametrize("case", ["staleness", "leased rows"])
 @pytest.mark.few(1)
-def test_a_coordinator_that_is_killed_changes_no_bit(op, how, monkeypatch):
+def test_a_coordinator_that_is_killed_changes_no_bit(op, case, monkeypatch):
     """Training continues without it; another one completes the move or starts again."""
     monkeypatch.setattr(migration, "MAX_SUSPENSION", 0.5)
-    how = HOWS[how]
+    case = CASES[case]
     with local_servers(2) as servers:
-        expected = train_all(servers, 12, **how)
+        expected = train_all(servers, 12, **case)
     with three() as (transports, local, servers):
 
         def move() -> None:
             source, target = (Connection(transports[n], DEADLINE) for n in (0, 2))
             with source, target, pytest.raises(Killed):
                 move_tablet(*(MortalConnection(item, op) for item in (source, target)), FIRST)
-            assert owned(local)[:2] == ([1, 2] if op == "commit_move" else [2, 2])
+            assert tablet_counts(local)[:2] == ([1, 2] if op == "commit_move" else [2, 2])
 
         def move_again() -> None:
             if op != "commit_move":
-                assert owned(local) == [2, 2, 0]
+                assert tablet_counts(local) == [2, 2, 0]
                 assert not local[0].departures
-            assert owned(local)[2] == (op == "commit_move")  # a request of the trainer has activated it
+            assert tablet_counts(local)[2] == (op == "commit_move")  # a request of the trainer has activated it
             rebalance(transports)
-            assert sorted(owned(local)) == [1, 1, 2]
+            assert sorted(tablet_counts(local)) == [1, 1, 2]
 
-        trainers = how.get("trainers", 1)
+        trainers = case.get("trainers", 1)
         moves = {4 * trainers: move, 9 * trainers: move_again}
-        same(train_all(servers, 12, on_step=at_steps(moves), **how), expected)
+        same(train_all(servers, 12, on_step=at_steps(moves), **case), expected)
 
 
 def test_a_move_that_was_undone_cannot_be_committed(monkeypatch):
@@ -271,7 +271,7 @@ def test_a_move_that_was_undone_cannot_be_committed(monkeypatch):
             values = {**ticket, "offset": 0, "values": {}, **changes}
             assert "error" in target.query("stage_tablet", **values), changes
         assert "error" in target.query("stage_tablet", **ticket, offset=50, values={"end": ""})  # no header
-        assert owned(local) == [2, 2, 0]
+        assert tablet_counts(local) == [2, 2, 0]
         assert not local[2].collections
         train(model, 1)
 
@@ -304,13 +304,13 @@ def test_a_client_that_was_away_finds_its_tablets():
         assert (statistics["steps"], list(statistics["tables"])) == (9, ["a", "b", "d"])
 
 
-def placed(**how):
+def placed(**case):
     """A collection whose tables are on servers, which are not attached."""
     place = {"placement": "server"}
     tables = [
         te.TableConfig("a", 300, 6, features=["a", "c"], **place),
         te.TableConfig("b", 9_000, 4, pooling="mean", **place),
-        te.TableConfig("d", None, 8, features=["a"], **how["dynamic"], **place),
+        te.TableConfig("d", None, 8, features=["a"], **case["dynamic"], **place),
     ]
     return te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1))
 
@@ -392,7 +392,7 @@ def test_servers_that_trainers_cannot_reach_get_no_tablets():
             local[2].name = name
             with pytest.raises(ValueError, match="start each with --advertise"):
                 rebalance(transports)
-        assert owned(local) == [2, 2, 0]
+        assert tablet_counts(local) == [2, 2, 0]
 
 
 def test_a_request_of_an_earlier_stay_is_not_executed():
@@ -402,7 +402,7 @@ def test_a_request_of_an_earlier_stay_is_not_executed():
         train(model, 2)
         rebalance(transports, ["server-0"])
         rebalance(transports, ["server-1", "server-2"])
-        assert owned(local) == [4, 0, 0]
+        assert tablet_counts(local) == [4, 0, 0]
         raw = RawClient(local[0])
         route = raw.send("read", collection=FIRST, ticket=None, table="a")["moved"]
         assert route["address"] == "server-0"
@@ -417,7 +417,7 @@ def test_clients_that_keep_the_log_keep_the_tablets(tmp_path):
         train(model, 2)
         with pytest.raises(ValueError, match=r'tablets cannot leave .* which has log="memory"; use "disk"'):
             rebalance(transports)
-        assert owned(local) == [2, 2, 0]
+        assert tablet_counts(local) == [2, 2, 0]
 
 
 def test_a_target_without_memory_leaves_the_tablet_where_it_is():
@@ -427,7 +427,7 @@ def test_a_target_without_memory_leaves_the_tablet_where_it_is():
         local[2].quota.__dict__["memory"] = 100.0
         with pytest.raises(ValueError, match="bytes left for tables"):
             rebalance(transports)
-        assert owned(local) == [2, 2, 0]
+        assert tablet_counts(local) == [2, 2, 0]
         assert not local[0].departures
         train(model, 2)
 
