@@ -105,9 +105,8 @@ def ids_cases(draw: st.DrawFn, world: int, wild: bool = False) -> IdsCase:
         batches.append(ids)
         of_weights.append(weights)
     weighted = draw(st.booleans())
-    return IdsCase(
-        tuple(lanes), tuple(batches), tuple(of_weights) if weighted else None, dtype, not wild, draw(st.booleans())
-    )
+    all_weights = tuple(of_weights) if weighted else None
+    return IdsCase(tuple(lanes), tuple(batches), all_weights, dtype, not wild, draw(st.booleans()))
 
 
 class ColumnsCase(NamedTuple):

@@ -186,11 +186,7 @@ def test_blocks_of_columns_become_whole_rows(ranks):
         assert sent == expected
 
 
-ROWS_OF_RANKS = [
-    ([[1, 5, 7], [5, 6]], [1, 5, 6, 7]),
-    ([[], [2**40, 2**40 + 1]], [2**40, 2**40 + 1]),
-    ([[], []], []),
-]
+ROWS_OF_RANKS = [([[1, 5, 7], [5, 6]], [1, 5, 6, 7]), ([[], [2**40, 2**40 + 1]], [2**40, 2**40 + 1]), ([[], []], [])]
 
 
 def gathered_rows(rank: int) -> list[list[int]]:

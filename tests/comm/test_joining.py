@@ -35,13 +35,8 @@ def test_every_attempt_has_a_name_of_its_own(sizes):
     ("name", "text"), [("MASTER_PORT", "abc"), ("MASTER_PORT", "70000"), ("RANK", "-1"), ("WORLD_SIZE", "")]
 )
 def test_a_malformed_environment_is_named(monkeypatch, name, text):
-    for item, value in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "0",
-        name: text,
-    }.items():
+    values = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", name: text}
+    for item, value in values.items():
         monkeypatch.setenv(item, value)
     with pytest.raises(ValueError, match=f"the environment has {name}={text}, expected an integer below 65536; torch"):
         init_from_env("gloo", timedelta(seconds=1))

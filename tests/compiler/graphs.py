@@ -1,5 +1,6 @@
 """Backends for tests: run a graph as it is after the pass, or record what AOTAutograd makes of it."""
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -71,6 +72,14 @@ class Recorded(Compiled):
             return gm.forward
 
         return keep
+
+
+def compile_pair(
+    model: nn.Module, make: Callable[..., Compiled] = Compiled, **options: Any
+) -> tuple[Compiled, nn.Module, nn.Module]:
+    """A compiled model, the model, and its uncompiled twin."""
+    twin = copy.deepcopy(model)
+    return make(model, **{"fullgraph": True, **options}), model, twin
 
 
 def count_ops(gm: GraphModule) -> Counter[str]:

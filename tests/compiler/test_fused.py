@@ -1,6 +1,5 @@
 """Modules of tritonemb's, and fused optimizers: one lookup, one update, the bits of the uncompiled model."""
 
-import copy
 from collections import Counter
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from torch import nn
 
 import tritonemb as te
-from tests.compiler.graphs import Compiled, Recorded, assert_same, count_ops
+from tests.compiler.graphs import Compiled, Recorded, assert_same, compile_pair, count_ops
 from tests.helpers import assert_same_bits, contents, make_collection, output_of, random_steps
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
@@ -43,10 +42,8 @@ def batch(seed=0):
 
 
 def test_modules_without_an_optimizer():
-    model = Model()
-    twin = copy.deepcopy(model)
-    result = Compiled(model, fullgraph=True)
-    assert_same(result, model, twin, batch())
+    result, *pair = compile_pair(Model())
+    assert_same(result, *pair, batch())
     assert result.fused == MEMBERS
 
 
@@ -131,8 +128,7 @@ def test_fused_lookups_with_nothing_to_compile_are_called_as_they_are(form):
 @pytest.mark.few(1)
 def test_a_collection_with_nothing_to_compile_is_called_as_it_is(pooled):
     configs = [te.TableConfig(name, 30, 7, pooling="sum" if pooled else "none") for name in "ab"]
-    collection = make_collection(configs, te.optim.Adam(lr=0.1), pooled)
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(configs, te.optim.Adam(lr=0.1), pooled) for _ in range(2))
     compiled = torch.compile(collection, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
     for batch, grad in random_steps(collection, 3, weighted=pooled):
         outputs = [output_of(module, batch) for module in (compiled, twin)]
@@ -151,10 +147,8 @@ def test_a_collection_with_nothing_to_compile_is_called_as_it_is(pooled):
 @pytest.mark.few(1)
 def test_fused_optimizers_have_the_bits_of_the_uncompiled_model(optimizer, dtype):
     """Stochastic rounding too: a table has its own random numbers, whatever it was merged with."""
-    model = Model(dtype)
-    twin = copy.deepcopy(model)
+    actual, model, twin = compile_pair(Model(dtype))
     reports = [te.fuse(one, optimizer) for one in (model, twin)]
-    actual = Compiled(model, fullgraph=True)
     for step in range(3):
         for report in reports:
             report.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
@@ -180,11 +174,9 @@ def test_a_table_that_is_looked_up_twice_is_updated_once():
         def forward(self, one, two):
             return self.a(one) * self.a(two) + self.b(one)
 
-    model = Twice()
-    twin = copy.deepcopy(model)
+    result, model, twin = compile_pair(Twice())
     for one in (model, twin):
         te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
-    result = Compiled(model, fullgraph=True)
     args = [torch.randint(0, ROWS, (5, 3)) for _ in range(2)]
     for run in (result, twin):
         run(*args).sum().backward()
@@ -211,11 +203,9 @@ class Scaled(nn.Module):
 
 
 def test_a_result_may_be_changed_in_place_between_two_lookups():
-    model = Scaled()
-    twin = copy.deepcopy(model)
+    result, model, twin = compile_pair(Scaled())
     for one in (model, twin):
         te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
-    result = Compiled(model, fullgraph=True)
     args = [torch.randint(0, ROWS, (5, 3)) for _ in range(2)]
     outputs = [run(*args) for run in (result, twin)]
     torch.testing.assert_close(*outputs, rtol=2e-6, atol=2e-6)

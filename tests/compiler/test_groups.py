@@ -1,13 +1,11 @@
 """What may be merged, what stays, and why."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compiler.graphs import Compiled, assert_same
+from tests.compiler.graphs import Compiled, assert_same, compile_pair
 from tritonemb.ops.registry import use_kernels
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
@@ -32,18 +30,13 @@ def compiled(use, *args, fullgraph=True, options=None, **changes):
     model = Model(use, **(options or {}))
     for name, module in changes.items():
         setattr(model, name, module)
-    twin = copy.deepcopy(model)
-    result = Compiled(model, fullgraph=fullgraph)
-    assert_same(result, model, twin, args)
+    result, *pair = compile_pair(model, fullgraph=fullgraph)
+    assert_same(result, *pair, args)
     return result
 
 
 def ids(*shape):
     return torch.randint(0, ROWS, shape)
-
-
-def ops_in(compiled):
-    return [getattr(node.target, "__name__", node.target) for gm in compiled.graphs for node in gm.graph.nodes]
 
 
 def test_a_lookup_of_another_ones_result_is_not_merged_with_it():
@@ -83,18 +76,6 @@ def test_other_batch_sizes_are_other_groups():
     result = compiled(lambda m, i, j: (m.a(i), m.b(j), m.c(i)), ids(5, 3), ids(4, 3))
     assert result.fused == [("a", "c")]
     assert result.reasons == {"b": "nothing to merge with"}
-
-
-def test_a_lone_lookup_is_left_to_pytorch():
-    result = compiled(lambda m, i: m.a(i) + 1, ids(5, 3))
-    assert result.fused == []
-    assert result.reasons == {"a": "nothing to merge with"}
-
-
-def test_a_graph_without_lookups_is_not_touched():
-    result = compiled(lambda m, x: x @ x.t(), torch.randn(3, 4))
-    assert result.fused == []
-    assert not result.reasons
 
 
 @pytest.mark.parametrize(
@@ -137,9 +118,7 @@ def test_a_computed_weight_is_left_alone():
 
 def looked_up(use, *args):
     """Without gradients, for which PyTorch wants ids as they were."""
-    model = Model(use)
-    twin = copy.deepcopy(model)
-    result = Compiled(model, fullgraph=True)
+    result, _, twin = compile_pair(Model(use))
     with torch.no_grad():
         for actual, expected in zip(result(*args), twin(*args), strict=True):
             torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
@@ -212,9 +191,7 @@ def test_a_weight_that_changes_between_two_lookups():
             m.b.weight.mul_(2)
         return first, m.b(i)
 
-    model = Model(use)
-    twin = copy.deepcopy(model)
-    result = Compiled(model)
+    result, _, twin = compile_pair(Model(use), fullgraph=False)
     with torch.no_grad():
         for actual, expected in zip(result(ids(5, 3) * 0 + 1), twin(torch.ones(5, 3).long()), strict=True):
             assert torch.equal(actual, expected)
@@ -256,7 +233,8 @@ def test_a_concatenation_decides_the_order_of_columns():
     (cat,) = [node for node in result.graphs[0].graph.nodes if node.target is torch.cat and node.args[1:] == ()
               and node.kwargs.get("dim") == -1]  # fmt: skip
     assert len(cat.args[0]) == 3
-    assert "split" not in ops_in(result)
+    targets = [node.target for node in result.graphs[0].graph.nodes]
+    assert "split" not in [getattr(target, "__name__", target) for target in targets]
 
 
 def test_a_concatenation_of_all_results_is_the_lookups_own_output():
@@ -279,9 +257,7 @@ def test_random_numbers_keep_their_order():
         b = F.dropout(m.b(torch.randint(0, ROWS, (5, 2))), 0.5)
         return a, b, F.dropout(m.c(i), 0.5)
 
-    model = Model(use)
-    twin = copy.deepcopy(model)
-    result = Compiled(model)
+    result, _, twin = compile_pair(Model(use), fullgraph=False)
     i = ids(5, 3)
     torch.manual_seed(7)
     actual = result(i)
@@ -333,9 +309,7 @@ def test_dynamic_sizes_need_no_graph_of_their_own():
     def use(m, i, flat, offsets, rows):
         return torch.cat([m.a(i), m.b(flat, offsets), m.c(i), m.row(rows)], 1)
 
-    model = Model(use)
-    twin = copy.deepcopy(model)
-    result = Compiled(model, dynamic=True, fullgraph=True)
+    result, model, twin = compile_pair(Model(use), dynamic=True)
     for batch_size, length in ((5, 3), (7, 2), (2, 6), (31, 4), (9, 5)):
         offsets = torch.arange(batch_size) * 2
         assert_same(result, model, twin, [ids(batch_size, length), ids(2 * batch_size), offsets, ids(batch_size)])
@@ -353,14 +327,7 @@ def test_an_id_out_of_range_is_reported_with_its_table():
 def test_bad_offsets_give_no_ids_to_a_neighbour(ended, place):
     """They are PyTorch's error, and ours, wherever the bag stands in the batch."""
     good = torch.tensor([0, 2, 3, 6] if ended else [0, 2, 3])
-    bad = [
-        torch.tensor([1, 2, 3, 6]),
-        torch.tensor([-1, 2, 3, 6]),
-        torch.tensor([0, 3, 2, 6]),
-        torch.tensor([0, 2, 9, 6]),
-    ]
-    if ended:
-        bad += [torch.tensor([0, 2, 3, 7])]
+    bad = [[1, 2, 3, 6], [-1, 2, 3, 6], [0, 3, 2, 6], [0, 2, 9, 6], *([[0, 2, 3, 7]] if ended else [])]
     model = Model(
         lambda m, i, *offsets: [bag(i, o) for bag, o in zip((m.a, m.b, m.c), offsets, strict=True)],
         include_last_offset=ended,
@@ -370,7 +337,7 @@ def test_bad_offsets_give_no_ids_to_a_neighbour(ended, place):
         result(ids(6), good, good, good)
         for one in bad:
             offsets = [good, good, good]
-            offsets[place] = one if ended else one[:3]
+            offsets[place] = torch.tensor(one if ended else one[:3])
             with pytest.raises(ValueError, match="offsets must"):
                 result(ids(6), *offsets)
     assert len(result.fused[0]) == 3

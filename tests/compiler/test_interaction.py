@@ -1,12 +1,10 @@
 """DLRM's interaction, as models write it, becomes one op where a kernel serves it."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from tests.compiler.graphs import Compiled, assert_same
+from tests.compiler.graphs import assert_same, compile_pair
 from tritonemb.ops.registry import REFERENCE, choose
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
@@ -75,12 +73,10 @@ def ops_of(compiled):
 @pytest.mark.parametrize("interact", [of_facebookresearch, of_torchrec, of_another_order, by_flattening, some_pairs])
 @pytest.mark.few(2)
 def test_as_models_write_it(interact):
-    model = Model(interact)
-    twin = copy.deepcopy(model)
-    result = Compiled(model, fullgraph=True, dynamic=True)
+    result, *pair = compile_pair(Model(interact), dynamic=True)
     for batch_size in (6, 7):  # no other size: dynamo takes equal sizes for one
         args = [torch.randn(batch_size, 5), torch.randint(0, ROWS, (FEATURES, batch_size, 2))]
-        assert_same(result, model, twin, args, CLOSE)
+        assert_same(result, *pair, args, CLOSE)
     assert len(result.reports) == 1
     assert ("bags.0", "bags.1", "bags.2") in result.fused
     served = torch.ops.tritonemb.interaction.default in ops_of(result)
@@ -94,13 +90,11 @@ def test_as_models_write_it(interact):
 
 def compiled(interact, tolerance=CLOSE, again=lambda: None):
     """A model that interacts so, compiled and compared with itself, once more after `again`."""
-    model = Model(interact)
-    twin = copy.deepcopy(model)
-    result = Compiled(model, fullgraph=True)
+    result, *pair = compile_pair(Model(interact))
     args = [torch.randn(5, 5), torch.randint(0, ROWS, (FEATURES, 5, 2))]
-    assert_same(result, model, twin, args, tolerance)
+    assert_same(result, *pair, args, tolerance)
     again()
-    assert_same(result, model, twin, args, tolerance)
+    assert_same(result, *pair, args, tolerance)
     return result
 
 

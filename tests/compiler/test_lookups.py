@@ -1,7 +1,5 @@
 """Every kind of lookup, merged, gives PyTorch's results and gradients."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tritonemb as te
-from tests.compiler.graphs import Compiled, assert_same
+from tests.compiler.graphs import assert_same, compile_pair
 from tests.helpers import fewer
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
@@ -32,10 +30,8 @@ class Several(nn.Module):
 
 def check(modules, use, *args, number=None, tolerance=None):
     """Merged into one lookup of `number`, or of all."""
-    model = Several(modules, use)
-    twin = copy.deepcopy(model)
-    compiled = Compiled(model, fullgraph=True)
-    assert_same(compiled, model, twin, args, **({} if tolerance is None else {"tolerance": tolerance}))
+    compiled, *pair = compile_pair(Several(modules, use))
+    assert_same(compiled, *pair, args, **({} if tolerance is None else {"tolerance": tolerance}))
     assert [len(members) for members in compiled.fused] == [len(modules) if number is None else number]
     assert not compiled.reasons
 
@@ -100,9 +96,8 @@ def test_ids_behind_the_last_offset_belong_to_no_bag(kind, optimizer):
     model = Several([*sums, nn.Embedding(ROWS, 3), kind(ROWS, 2, mode="mean")], ended)
     if optimizer is not None:
         te.fuse(model, optimizer)
-    twin, offsets = copy.deepcopy(model), torch.tensor([0, 2, 2, 5])
-    compiled = Compiled(model, fullgraph=True)
-    flat = torch.tensor([1, 2, 1, 5, 6, 7, 8])
+    compiled, _, twin = compile_pair(model)
+    flat, offsets = torch.tensor([1, 2, 1, 5, 6, 7, 8]), torch.tensor([0, 2, 2, 5])
     matrix = ids(3, 2)
     results = []
     for run, end in ((compiled, 7), (twin, 5)):
@@ -189,8 +184,7 @@ def test_a_frozen_table_has_no_gradient():
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(context):
     modules = [nn.EmbeddingBag(ROWS, 3, mode="sum", sparse=True), nn.Embedding(ROWS, 4, sparse=True)]
-    model = Several(modules, lambda m, i: m(i[:, :1]).reshape(5, -1))
-    compiled = Compiled(model, fullgraph=True)
+    compiled, model, _ = compile_pair(Several(modules, lambda m, i: m(i[:, :1]).reshape(5, -1)))
     matrix = ids(5, 3)
     with context():
         result, required = compiled(matrix), model(matrix)
@@ -201,12 +195,10 @@ def test_without_gradients(context):
 
 def test_autocast_changes_nothing_in_lookups():
     modules = bags("sum", 4, 4)
-    model = Several(modules, lambda m, i, w: m(i, per_sample_weights=w) @ torch.ones(4, 2))
-    compiled = Compiled(model, fullgraph=True)
-    twin = copy.deepcopy(model)
+    compiled, *pair = compile_pair(Several(modules, lambda m, i, w: m(i, per_sample_weights=w) @ torch.ones(4, 2)))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         # The product is bfloat16 on both sides, of float32 sums in two orders: a unit in its last place.
-        assert_same(compiled, model, twin, [ids(5, 3), torch.randn(5, 3)], {"rtol": 2e-2, "atol": 2e-2})
+        assert_same(compiled, *pair, [ids(5, 3), torch.randn(5, 3)], {"rtol": 2e-2, "atol": 2e-2})
     assert len(compiled.fused) == 1
 
 
@@ -257,6 +249,4 @@ def test_mixtures(data):
             return outputs
 
     with torch.enable_grad():
-        model = Mixture()
-        twin = copy.deepcopy(model)
-        assert_same(Compiled(model, fullgraph=True), model, twin, [arg for local in args for arg in local])
+        assert_same(*compile_pair(Mixture()), [arg for local in args for arg in local])

@@ -1,14 +1,12 @@
 """What a backward pass does not reach is not trained, merged or not; what happens in place is seen."""
 
-import copy
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
-from tests.compiler.graphs import Compiled, Recorded
+from tests.compiler.graphs import Compiled, Recorded, compile_pair
 from tests.helpers import breadth
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
@@ -27,9 +25,7 @@ class Two(nn.Module):
 
 @BY
 def test_a_table_behind_detach_has_no_gradient(make):
-    model = Two()
-    twin = copy.deepcopy(model)
-    compiled = make(model, fullgraph=True)
+    compiled, model, twin = compile_pair(Two(), make)
     for run in (compiled, twin):
         run(IDS).sum().backward()
     assert model.b.weight.grad is None is twin.b.weight.grad

@@ -12,14 +12,14 @@ import importlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
 
 import tritonemb as te
-from tests.strategies import random_batch
+from tests.strategies import ID_DTYPES, random_batch
 from tritonemb.kernels.quantized_bag import quantize_rows
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import (
@@ -43,6 +43,7 @@ from tritonemb.types import CODECS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+BOTH = (False, True)
 POOLINGS: tuple[te.types.Pooling, ...] = ("sum", "mean", "none")
 
 
@@ -247,9 +248,7 @@ def dynamic_index(capacity: int, num_partitions: int, half_life: int) -> list[Te
     return [*result, expired_ids(index, 0, 1), ids, rows, index.uses[rows], *index[4:]]
 
 
-def several_indexes(
-    indexes: list[DynamicIndex], values: Tensor, of_key: list[int], step: int, half_life: int
-) -> list[Tensor]:
+def several_indexes(indexes: list[DynamicIndex], values: Tensor, of_key: list[int], step: int, half_life: int):
     """A batch of tables, whose keys have equally many ids; of those of the last step not all are admitted."""
     bounds, num_tables = torch.arange(len(of_key) + 1, device=_device) * (len(values) // len(of_key)), len(indexes)
     rows, _, keys = load("dynamic_find_", _kernels)(indexes, values, bounds, of_key, [step] * num_tables)
@@ -274,10 +273,8 @@ def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]], tables: Sequence[
     """Pairs of these dtypes, widths and numbers of elements between rows, of tables of 40 moves together."""
     tensors = []
     for rows in (40, 60):
-        created = [
-            torch.randint(100, (rows, width + gap)).to(_device, dtype)[:, :width] for dtype, width, gap in rows_of
-        ]
-        tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in created])
+        parts = [torch.randint(100, (rows, width + gap)).to(_device, dtype)[:, :width] for dtype, width, gap in rows_of]
+        tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in parts])
     rows = torch.arange(40, device=_device)
     starts = torch.tensor([0, 3, 40, 40], device=_device) if tables else None
     load("move_rows_", _kernels)(*tensors, rows, rows - 1, starts, tables)
@@ -287,6 +284,16 @@ def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]], tables: Sequence[
 def short(dtype: torch.dtype) -> str:
     """ "float16" for `torch.float16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def sweep(call: Callable[..., object], *values: Sequence[Any]) -> Callable[[], None]:
+    """A call with every combination of arguments."""
+
+    def call_all() -> None:
+        for args in itertools.product(*values):
+            call(*args)
+
+    return call_all
 
 
 def forward_cases() -> Iterator[Case]:
@@ -299,11 +306,8 @@ def forward_cases() -> Iterator[Case]:
     for pooling in POOLINGS[1:]:
         yield Case(f"forward-{pooling}", lambda pooling=pooling: look_up(problem(pooling=pooling)), True)
     for dtype, dim in itertools.product((torch.float32, torch.bfloat16), (64, 128, 256)):
-
-        def call_bags(dtype: torch.dtype = dtype, dim: int = dim) -> list[Tensor]:
-            return look_up(problem((dim, dim), dtype, longest=40))
-
-        yield Case(f"forward-long-bags-{short(dtype)}-dim{dim}", call_bags, True)
+        call = functools.partial(_look_up, dtype, "sum", False, torch.int64, dim, longest=40)
+        yield Case(f"forward-long-bags-{short(dtype)}-dim{dim}", call, True)
     for bits, pooling in itertools.product((8, 4, 2, INDEXED), ("mean", "none")):
 
         def call_quantized(bits: int = bits, pooling: te.types.Pooling = pooling) -> list[Tensor]:
@@ -313,39 +317,28 @@ def forward_cases() -> Iterator[Case]:
         yield Case(f"forward-quantized-{name}-{pooling}", call_quantized, True)
     yield Case("forward-int32", lambda: look_up(problem(ids=torch.int32, weighted=True), torch.bfloat16), True)
     for dtype in (*FLOATS, *FLOAT8):
-
-        def call_long(dtype: torch.dtype = dtype) -> None:
-            for weighted, ids, dim, check in itertools.product(
-                (False, True), (torch.int32, torch.int64), (16, 64, 128, 1024), (False, True)
-            ):
-                look_up(problem((dim, dim), dtype, "sum", weighted, ids, longest=40), check_bounds=check)
-
-        yield Case(f"forward-long-{short(dtype)}", call_long, False)
+        values = [dtype], ["sum"], BOTH, ID_DTYPES, (16, 64, 128, 1024), [torch.float32], BOTH, [40]
+        yield Case(f"forward-long-{short(dtype)}", sweep(_look_up, *values), False)
     for pooling, dtype in itertools.product(POOLINGS, (*FLOATS, *FLOAT8)):
+        values = [dtype], [pooling], BOTH, ID_DTYPES, (100, 128), FLOATS, BOTH
+        yield Case(f"forward-all-{pooling}-{short(dtype)}", sweep(_look_up, *values), False)
 
-        def call(pooling: te.types.Pooling = pooling, dtype: torch.dtype = dtype) -> None:
-            for weighted, ids, dim, out, check in itertools.product(
-                (False, True), (torch.int32, torch.int64), (100, 128), FLOATS, (False, True)
-            ):
-                look_up(problem((dim, dim), dtype, pooling, weighted, ids), out, check)
 
-        yield Case(f"forward-all-{pooling}-{short(dtype)}", call, False)
+def _look_up(dtype, pooling, weighted, ids, dim, output_dtype=torch.float32, check_bounds=True, longest=5):
+    return look_up(problem((dim, dim), dtype, pooling, weighted, ids, longest=longest), output_dtype, check_bounds)
 
 
 def sample_weight_cases() -> Iterator[Case]:
     for pooling in POOLINGS:
-        yield Case(
-            f"sample_weights-{pooling}",
-            lambda pooling=pooling: sample_weight_gradient(problem(pooling=pooling, weighted=True)),
-            pooling == "mean",
-        )
+        call = functools.partial(_sample_weight_gradient, torch.float32, (128, 128), pooling)
+        yield Case(f"sample_weights-{pooling}", call, pooling == "mean")
     for dtype, dim in itertools.product(FLOATS, (3, 128, 1024)):
-
-        def call(dtype: torch.dtype = dtype, dim: int = dim) -> None:
-            for pooling, grad_dtype in itertools.product(POOLINGS, FLOATS):
-                sample_weight_gradient(problem((dim,), dtype, pooling, True), grad_dtype)
-
+        call = sweep(_sample_weight_gradient, [dtype], [(dim,)], POOLINGS, FLOATS)
         yield Case(f"sample_weights-all-{short(dtype)}-dim{dim}", call, False)
+
+
+def _sample_weight_gradient(dtype, dims, pooling, grad_dtype=torch.float32):
+    return sample_weight_gradient(problem(dims, dtype, pooling, True), grad_dtype)
 
 
 def group_cases() -> Iterator[Case]:
@@ -391,46 +384,21 @@ def update_cases() -> Iterator[Case]:
         case = functools.partial(_update, OPTIMIZERS[name](lr=0.1), dtype=dtype, own_steps=True)
         yield Case(f"update-own-steps-{name}-{short(dtype)}", case, True)
     for (name, kind), dtype in itertools.product(OPTIMIZERS.items(), FLOATS):
-
-        def call_own(kind: type[te.optim.Optimizer] = kind, dtype: torch.dtype = dtype) -> None:
-            for dim in (3, 100, 128, 512, 1024):
-                _update(kind(lr=0.1), (dim,), dtype, own_steps=True)
-                _update(_everything(kind), (dim,), dtype, own_steps=True)
-
-        yield Case(f"update-own-steps-all-{name}-{short(dtype)}", call_own, False)
-
-        def call(kind: type[te.optim.Optimizer] = kind, dtype: torch.dtype = dtype) -> None:
-            for pooling, weighted, grad_dtype, dim in itertools.product(POOLINGS, (False, True), FLOATS, (100, 128)):
-                _update(kind(lr=0.1), (dim,), dtype, pooling, weighted, grad_dtype)
-            for dim in (3, 512, 1024):
-                _update(_everything(kind), (dim,), dtype)
-
-        yield Case(f"update-all-{name}-{short(dtype)}", call, False)
+        few, everything, title = [kind(lr=0.1)], [_everything(kind)], f"{name}-{short(dtype)}"
+        dims, own_steps = [(dim,) for dim in (3, 100, 128, 512, 1024)], (["sum"], [False], [torch.float32], [True])
+        yield Case(f"update-own-steps-all-{title}", sweep(_update, few + everything, dims, [dtype], *own_steps), False)
+        yield Case(f"update-all-{title}", sweep(_update, few, dims[1:3], [dtype], POOLINGS, BOTH, FLOATS), False)
+        yield Case(f"update-everything-{title}", sweep(_update, everything, [(3,), *dims[3:]], [dtype]), False)
 
 
 def _everything(kind: type[te.optim.Optimizer]) -> te.optim.Optimizer:
     """An optimizer with every option that all have."""
-    return kind(
-        lr=0.1,
-        weight_decay=0.1,
-        weight_decay_mode="decoupled",
-        max_gradient=1,
-        max_norm=1,
-        on_nonfinite="skip",
-        cow_clip=1,
-    )
+    decay = {"weight_decay": 0.1, "weight_decay_mode": "decoupled"}
+    return kind(lr=0.1, max_gradient=1, max_norm=1, on_nonfinite="skip", cow_clip=1, **decay)
 
 
-def _update(
-    optimizer: te.optim.Optimizer,
-    dims: Sequence[int] = (128, 128),
-    dtype: torch.dtype = torch.float32,
-    pooling: te.types.Pooling = "sum",
-    weighted: bool = False,
-    grad_dtype: torch.dtype = torch.float32,
-    own_steps: bool = False,
-) -> list[Tensor]:
-    return update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype, own_steps)
+def _update(optimizer, dims=(128, 128), dtype=torch.float32, pooling="sum", weighted=False, *args, **options):
+    return update(problem(dims, dtype, pooling, weighted), optimizer, *args, **options)
 
 
 def row_gradients_cases() -> Iterator[Case]:
@@ -469,13 +437,7 @@ def exchange_cases() -> Iterator[Case]:
         case = functools.partial(exchange, codec, torch.float32, (128, 128, 64, 128), False, False)
         yield Case(f"exchange-{codec}", case, True)
     for codec, dtype in itertools.product(CODECS, FLOATS):
-
-        def call(codec: str = codec, dtype: torch.dtype = dtype) -> None:
-            for dims, scaled, mapped in itertools.product(
-                ((128, 64), (3, 7, 100), (1024,)), (False, True), (False, True)
-            ):
-                exchange(codec, dtype, dims, scaled, mapped)
-
+        call = sweep(exchange, [codec], [dtype], ((128, 64), (3, 7, 100), (1024,)), BOTH, BOTH)
         yield Case(f"exchange-all-{codec}-{short(dtype)}", call, False)
 
 

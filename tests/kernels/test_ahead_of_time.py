@@ -96,6 +96,19 @@ def says_aligned(launch: Launch, target: str) -> bool:
     return constants.get("ALIGN", 0) >= 16 and "PER_ELEMENT" not in constants  # initial values: no row is loaded
 
 
+BY_NAME = {case.name: case for case in CASES}
+
+
+def launches_of(name: str, kernel: str, target: str = "sm_90") -> list[Launch]:
+    """Those of one kernel by a case."""
+    return [launch for launch in ahead_of_time.record(BY_NAME[name].call, target) if launch.kernel.__name__ == kernel]
+
+
+def ptx_of(launch: Launch, target: str) -> str:
+    source, options = ahead_of_time.source_of(launch, ahead_of_time.TARGETS[target])
+    return ahead_of_time.triton.compile(source, target=ahead_of_time.TARGETS[target], options=options).asm["ptx"]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def table() -> Iterator[None]:
     yield
@@ -115,14 +128,11 @@ EVERYWHERE = {
 QUICK = {"forward-dim64", "forward-none", "group-int64", "update-row_wise_adagrad", "exchange-fp16", "move_rows-wide"}
 
 
-def is_quick(case: Case, target: str) -> bool:
-    return case.core and (target in ("sm_90", "gfx942") or case.name in EVERYWHERE)
-
-
 def marks(case: Case, target: str) -> tuple[pytest.MarkDecorator, ...]:
     if case.name in QUICK and target == "sm_90":
         return ()
-    return (pytest.mark.more,) if is_quick(case, target) else SLOW
+    is_compiled = case.core and (target in ("sm_90", "gfx942") or case.name in EVERYWHERE)
+    return (pytest.mark.more,) if is_compiled else SLOW
 
 
 @pytest.mark.parametrize(
@@ -152,7 +162,7 @@ def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
     for dtype, most in (("float32", 8), ("bfloat16", 4)):  # of 4 and of 8 elements
         for dim in (64, 128, 256):
             case = f"forward-long-bags-{dtype}-dim{dim}"
-            launches = ahead_of_time.record({case.name: case for case in CASES}[case].call, target)
+            launches = ahead_of_time.record(BY_NAME[case].call, target)
             assert [code.in_flight for code in ahead_of_time.compile_all(case, launches, target)] == [most], case
 
 
@@ -168,10 +178,7 @@ def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
 )
 def test_few_registers_are_enough(name, kernel, most):
     """With 64 of them, as many programs of a warp are resident as a processor takes. ptxas gives them out by 8."""
-    launches = ahead_of_time.record({case.name: case for case in CASES}[name].call)
-    codes = ahead_of_time.compile_all(
-        name, [launch for launch in launches if launch.kernel.__name__ == kernel], "sm_90"
-    )
+    codes = ahead_of_time.compile_all(name, launches_of(name, kernel), "sm_90")
     assert codes
     assert [code for code in codes if code.registers > most] == []
 
@@ -179,12 +186,9 @@ def test_few_registers_are_enough(name, kernel, most):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 @pytest.mark.few(1)
 def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
-    dim1024 = next(case for case in CASES if case.name == "update-dim1024")
-    update = next(a for a in ahead_of_time.record(dim1024.call, target) if a.kernel.__name__ == "_update_kernel")
+    update, *_ = launches_of("update-dim1024", "_update_kernel", target)
     assert update.num_warps > 1
-    source, options = ahead_of_time.source_of(update, ahead_of_time.TARGETS[target])
-    ptx = ahead_of_time.triton.compile(source, target=ahead_of_time.TARGETS[target], options=options).asm["ptx"]
-    before_note, after_note, *stores = ptx.split("st.global")
+    before_note, after_note, *stores = ptx_of(update, target).split("st.global")
     before_storing = before_note + after_note
     assert len(stores) == 2  # of weights and of the state, behind a note of skipped rows
     assert "bar.sync" in before_storing
@@ -199,11 +203,8 @@ def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
 @pytest.mark.few(1)
 def test_rows_that_are_written_once_are_streamed(name, kernel, target):
     """So that the L2 cache keeps what is read again: rows of tables, and gradients of bags with several ids."""
-    case = next(case for case in CASES if case.name == name)
-    launched = next(a for a in ahead_of_time.record(case.call, target) if a.kernel.__name__ == kernel)
-    source, options = ahead_of_time.source_of(launched, ahead_of_time.TARGETS[target])
-    ptx = ahead_of_time.triton.compile(source, target=ahead_of_time.TARGETS[target], options=options).asm["ptx"]
-    stores = re.findall(r"st\.global(\S*)\.v4\.b32", ptx)
+    launched, *_ = launches_of(name, kernel, target)
+    stores = re.findall(r"st\.global(\S*)\.v4\.b32", ptx_of(launched, target))
     assert len(stores) >= (3 if kernel == "_update_kernel" else 1)
     assert set(stores) == {".cs"}
 

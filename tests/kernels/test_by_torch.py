@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests import plain
 from tests.helpers import assert_close, contents, make_collection, random_steps, train
-from tests.strategies import problems, random_weights, seeds
+from tests.strategies import TABLE_DTYPES, problems, random_weights, seeds
 from tritonemb.kernels import by_torch
 from tritonemb.layout import make_layout
 
@@ -24,7 +24,7 @@ SUMS = {"rtol": 1e-12, "atol": 1e-12}  # float64, of some tens of values
 @given(data=st.data(), seed=seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_lookups_of_float64_and_float8_tables(pooled, data, seed):
-    configs, batch = data.draw(problems(dtypes=(torch.float32, *FLOAT8_DTYPES), pooled=pooled))
+    configs, batch = data.draw(problems(dtypes=(*TABLE_DTYPES, *FLOAT8_DTYPES), pooled=pooled))
     layout, narrow = make_layout(configs, batch.keys(), pooled), random_weights(configs)
     wide, look_up = [weight.double() for weight in narrow], plain.pooled_lookup if pooled else plain.unpooled_lookup
     expected = look_up(configs, wide, batch, batch.weights_or_none())

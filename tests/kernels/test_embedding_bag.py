@@ -1,4 +1,4 @@
-"""Lookups: the CPU kernel against the reference, and against `torch.nn.functional.embedding_bag` in float64."""
+"""Lookups: what the CPU kernel does beside sums (those: `tests/ops`), and Triton kernels against the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemb as te
-from tests import plain
 from tests.strategies import DIMS, TABLE_DTYPES, problems, random_batch, random_weights, seeds
 from tritonemb import ops
 from tritonemb.kernels import embedding_bag as triton
@@ -17,35 +16,11 @@ from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weig
 from tritonemb.kernels.triton_utils import TablesOfDtype
 from tritonemb.layout import make_layout
 
-# Float32 sums of at most 12 normal values, times normal weights, in another order than float64's.
-SUMS = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def check_forward(configs, batch, pooled=True):
-    layout = make_layout(configs, batch.keys(), pooled)
-    weights = random_weights(configs)
-    args = (weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout)
-    out = embedding_bag(*args, True)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, embedding_bag_reference(*args), **SUMS)
-    wide = [weight.double() for weight in weights]
-    expected = (plain.pooled_lookup if pooled else plain.unpooled_lookup)(configs, wide, batch, batch.weights_or_none())
-    torch.testing.assert_close(out.double(), expected, **SUMS)
-    torch.testing.assert_close(embedding_bag_reference(wide, *args[1:]), expected, rtol=1e-12, atol=1e-12)
-
-
 any_pooling = pytest.mark.parametrize("pooled", [True, False])
 
 
 def draw_problem(data, pooled, **options):
     return data.draw(problems(**{"dtypes": TABLE_DTYPES, "pooled": pooled, **options}))
-
-
-@any_pooling
-@given(data=st.data())
-@pytest.mark.usefixtures("poisoned")
-def test_lookups(pooled, data):
-    check_forward(*draw_problem(data, pooled), pooled)
 
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
@@ -59,45 +34,18 @@ def test_single_rows_are_copied_exactly(dtype):
         assert torch.equal(out, weights[0].float()[batch.values()])
 
 
-def check_sample_weight_gradients(configs, batch, seed, pooled):
-    layout = make_layout(configs, batch.keys(), pooled)
-    weights = random_weights(configs)
-    num_rows = batch.stride() if pooled else batch.values().numel()
-    grad = torch.randn(num_rows, layout.width, generator=torch.Generator().manual_seed(seed))
-    args = (weights, batch.values(), batch.offsets(), grad, layout)
-    # Dot products of up to 257 · 3 normal pairs: float32 loses a few units of the last of about 6 bits of growth.
-    tolerance = {"rtol": 1e-5, "atol": 1e-4}
-    result = sample_weight_gradient(*args)
-    torch.testing.assert_close(result, sample_weight_gradient_reference(*args), **tolerance)
-    scales = torch.ones(batch.values().numel(), dtype=torch.float64, requires_grad=True)
-    look_up = plain.pooled_lookup if pooled else plain.unpooled_lookup
-    look_up(configs, [weight.double() for weight in weights], batch, scales).backward(grad.double())
-    torch.testing.assert_close(result.double(), scales.grad, **tolerance)
-
-
-@any_pooling
-@given(data=st.data(), seed=seeds)
-@pytest.mark.usefixtures("poisoned")
-def test_gradients_of_per_sample_weights(pooled, data, seed):
-    check_sample_weight_gradients(*draw_problem(data, pooled), seed, pooled)
-
-
 @given(problems(dtypes=TABLE_DTYPES), st.randoms(use_true_random=False))
 def test_a_bag_does_not_depend_on_its_batch(problem, random):
     configs, batch = problem
     layout = make_layout(configs, batch.keys(), True)
-    weights = random_weights(configs)
-    combined = embedding_bag(weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout, True)
+    weights, scales = random_weights(configs), batch.weights_or_none()
+    combined = embedding_bag(weights, batch.values(), batch.offsets(), scales, layout, True)
     for sample in random.sample(range(batch.stride()), min(3, batch.stride())):
         bags = [key * batch.stride() + sample for key in range(len(batch.keys()))]
         positions = torch.cat([torch.arange(batch.offsets()[bag], batch.offsets()[bag + 1]) for bag in bags])
-        single = te.KeyedJaggedTensor(
-            batch.keys(),
-            batch.values()[positions],
-            None if batch.weights_or_none() is None else batch.weights()[positions],
-            lengths=batch.lengths()[bags],
-        )
-        result = embedding_bag(weights, single.values(), single.offsets(), single.weights_or_none(), layout, True)
+        local = None if scales is None else scales[positions]
+        single = te.KeyedJaggedTensor(batch.keys(), batch.values()[positions], local, lengths=batch.lengths()[bags])
+        result = embedding_bag(weights, single.values(), single.offsets(), local, layout, True)
         assert torch.equal(result[0], combined[sample])
 
 
@@ -113,9 +61,8 @@ def test_any_number_of_threads_gives_the_same_bits(pooled):
         torch.set_num_threads(num_threads)
         args = (random_weights(configs), batch.values(), batch.offsets())
         out = embedding_bag(*args, batch.weights(), layout, True)
-        results.append(
-            (out, sample_weight_gradient(*args, torch.randn(out.shape, generator=torch.Generator()), layout))
-        )
+        grad = torch.randn(out.shape, generator=torch.Generator())
+        results.append((out, sample_weight_gradient(*args, grad, layout)))
     for result in results[1:]:
         assert torch.equal(result[0], results[0][0])
         assert not result[1].isnan().any()
@@ -125,14 +72,10 @@ def test_ids_out_of_range_read_as_zero_if_not_checked():
     config = te.TableConfig("table", 3, 2, pooling="mean")
     batch = te.KeyedJaggedTensor.from_lists({"table": [[0, 3], [-1], [2, 2**40]]})
     weights = random_weights([config])
-    zero = torch.zeros(2)
-    pooled = embedding_bag(
-        weights, batch.values(), batch.offsets(), None, make_layout([config], ["table"], True), False
-    )
+    zero, args = torch.zeros(2), (weights, batch.values(), batch.offsets(), None)
+    layouts = [make_layout([config], ["table"], is_pooled) for is_pooled in (True, False)]
+    pooled, single = (embedding_bag(*args, layout, False) for layout in layouts)
     assert torch.equal(pooled, torch.stack([weights[0][0] / 2, zero, weights[0][2] / 2]))
-    single = embedding_bag(
-        weights, batch.values(), batch.offsets(), None, make_layout([config], ["table"], False), False
-    )
     assert torch.equal(single, torch.stack([weights[0][0], zero, zero, weights[0][2], zero]))
 
 
@@ -142,18 +85,11 @@ WIDE_DIMS = (*DIMS, 100, 512, 1024)
 
 def on(device, configs, batch, pooled=True):
     """Weights, values, offsets, sample weights and layout on a device, and the same on the CPU."""
-    layout = make_layout(configs, batch.keys(), pooled)
-    weights = random_weights(configs)
-    cpu_args = (weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout)
-    batch = batch.to(device)
-    device_args = (
-        [weight.to(device) for weight in weights],
-        batch.values(),
-        batch.offsets(),
-        batch.weights_or_none(),
-        make_layout(configs, batch.keys(), pooled, device),
-    )
-    return device_args, cpu_args
+    weights, arguments = random_weights(configs), []
+    for place, kjt in ((device, batch.to(device)), ("cpu", batch)):
+        layout, tables = make_layout(configs, batch.keys(), pooled, place), [weight.to(place) for weight in weights]
+        arguments.append((tables, kjt.values(), kjt.offsets(), kjt.weights_or_none(), layout))
+    return arguments
 
 
 def check_triton_forward(device, configs, batch, pooled, output_dtype=torch.float32):

@@ -23,11 +23,7 @@ Run = tuple[int, int]  # the first, and how many
 DTYPES = (torch.bfloat16, torch.float16)
 ELEMENT_WISE = ("sgd", "adagrad", "adam", "ftrl")
 NUM_STEPS = fewer(3, 1)
-IMPLEMENTATIONS = [
-    pytest.param("cpu"),
-    pytest.param("reference"),
-    pytest.param("triton", marks=pytest.mark.triton),
-]
+IMPLEMENTATIONS = [pytest.param("cpu"), pytest.param("reference"), pytest.param("triton", marks=pytest.mark.triton)]
 
 
 @st.composite
@@ -69,15 +65,7 @@ def cut(whole: TableCollection, rows: Sequence[Run], columns: Sequence[Run]) -> 
     return collection
 
 
-def check_parts_have_the_wholes_bits(
-    device: torch.device,
-    implementation: str,
-    config: te.TableConfig,
-    optimizer: te.optim.Optimizer,
-    rows: Sequence[Run],
-    columns: Sequence[Run],
-    seed: int = 0,
-) -> None:
+def check_parts_have_the_wholes_bits(device, implementation, config, optimizer, rows, columns, seed=0):
     whole = make_collection([config], optimizer)
     parts = cut(whole, rows, columns)
     steps = random_steps(whole, NUM_STEPS, batch_size=fewer(30, 9), seed=seed)
@@ -98,9 +86,7 @@ def check_parts_have_the_wholes_bits(
         for name, tensor in expected.items():
             value = tensor.detach()[where[: tensor.dim()]].contiguous()
             same = torch.equal(actual[name].detach().view(torch.uint8), value.view(torch.uint8))
-            assert same, (
-                f"{name} of rows and columns {where}: {(actual[name] != value).sum()} of {value.numel()} differ"
-            )
+            assert same, f"{name} of {where}: {(actual[name] != value).sum()} of {value.numel()} elements differ"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -160,6 +146,20 @@ def test_a_row_and_column_far_from_the_origin(device, implementation, dtype):
     assert numbers == [whole.seed, 2**33 + 2**31 + 3, 2**23 + 8]
 
 
+def update(implementation, weights, states, optimizer, values, grad, layout):
+    """One update by bags of one id; what is wrong is raised."""
+    offsets = torch.arange(values.numel() + 1, device=values.device)
+    groups = tuple(group.to(values.device) for group in row_groups_reference(values, offsets, layout))
+    step, skipped = (torch.zeros(size, dtype=torch.int64, device=values.device) for size in ((), len(weights)))
+    rate = torch.tensor(optimizer.lr, device=values.device)
+    with use_kernels(implementation):
+        kernel("row_update_", values.device, tuple(weight.dtype for weight in weights))(
+            FusedTables(weights, states, step, skipped, rate, optimizer.name, optimizer.hyperparameters),
+            BatchGradient(grad, offsets, None, groups, layout),
+        )
+        te.check_errors()
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("columns", [(0, 8), (8, 8)], ids=["another row", "another column"])
 def test_equal_rows_in_other_places_round_differently(device, implementation, columns):
@@ -170,16 +170,8 @@ def test_equal_rows_in_other_places_round_differently(device, implementation, co
     weights = [torch.ones(40, 8, dtype=torch.bfloat16, device=device) for _ in configs]
     layout = make_layout(configs, ["a", "b"], True, device)
     values = torch.arange(40, device=device).repeat(2)
-    offsets = torch.arange(81, device=device)
-    groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, layout))
-    counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (2,))]
-    spec, rate = te.optim.SGD(lr=1.0), torch.tensor(1.0, device=device)
     grad = torch.full((40, 16), 2.0**-10, device=device)  # a quarter of the gap below 1
-    with use_kernels(implementation):
-        kernel("row_update_", device, tuple(weight.dtype for weight in weights))(
-            FusedTables(weights, [], *counters, rate, spec.name, spec.hyperparameters),
-            BatchGradient(grad, offsets, None, groups, layout),
-        )
+    update(implementation, weights, [], te.optim.SGD(lr=1.0), values, grad, layout)
     down = [weight < 1 for weight in weights]
     # Each goes down with probability 1/4: 320 draws have a mean of 80 and a standard deviation of 8; five of those.
     assert all(abs(int(mask.sum()) - 80) <= 40 for mask in down)
@@ -203,19 +195,13 @@ def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, im
     generator = torch.Generator().manual_seed(0)
     ids, layout = held(whole, torch.randperm(60, generator=generator)[:17].to(device))
     slots = torch.randint(17, (40,), generator=generator).to(device)
-    offsets, grad = torch.arange(41, device=device), torch.randn(40, 24, generator=generator).to(device)
-    drawn, rate = torch.randn(60, 24, generator=generator).to(device, dtype), torch.tensor(0.1, device=device)
+    grad = torch.randn(40, 24, generator=generator).to(device)
+    drawn = torch.randn(60, 24, generator=generator).to(device, dtype)
     results = []
     for values, where in ((ids[slots], make_layout([whole], ["whole"], True, device)), (slots, layout)):
         weight = (drawn if values is not slots else drawn[ids]).clone()
         states = [torch.zeros(weight.shape[: 1 + state.per_element], device=device) for state in spec.states]
-        counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
-        groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, where))
-        with use_kernels(implementation):
-            kernel("row_update_", device, (weight.dtype,))(
-                FusedTables([weight], states, *counters, rate, spec.name, spec.hyperparameters),
-                BatchGradient(grad, offsets, None, groups, where),
-            )
+        update(implementation, [weight], states, spec, values, grad, where)
         results.append([weight, *states] if values is slots else [tensor[ids] for tensor in (weight, *states)])
     assert not torch.equal(results[1][0], drawn[ids])
     for expected, actual in zip(*results, strict=True):
@@ -227,22 +213,10 @@ def test_a_bad_gradient_of_a_row_held_elsewhere_names_the_row(device, implementa
     device = device if implementation == "triton" else torch.device("cpu")
     whole, spec = te.TableConfig("whole", 60, 8), te.optim.SGD(lr=0.1, on_nonfinite="raise")
     _, layout = held(whole, torch.tensor([7, 41, 3], device=device))
-    weight, offsets = torch.ones(3, 8, device=device), torch.arange(3, device=device)
-    values, grad = torch.tensor([0, 1], device=device), torch.tensor([[1.0], [float("nan")]], device=device)
-    groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, layout))
-    counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
-    update, rate = kernel("row_update_", device, (weight.dtype,)), torch.tensor(0.1, device=device)
-    grad = grad.expand(2, 8).contiguous()
-
-    def step():
-        update(
-            FusedTables([weight], [], *counters, rate, spec.name, spec.hyperparameters),
-            BatchGradient(grad, offsets, None, groups, layout),
-        )
-        te.check_errors()
-
-    with pytest.raises(ValueError, match="table 'whole': the gradient of row 41 is NaN"), use_kernels(implementation):
-        step()
+    weight, values = torch.ones(3, 8, device=device), torch.tensor([0, 1], device=device)
+    grad = torch.tensor([[1.0], [float("nan")]], device=device).expand(2, 8).contiguous()
+    with pytest.raises(ValueError, match="table 'whole': the gradient of row 41 is NaN"):
+        update(implementation, [weight], [], spec, values, grad, layout)
     assert torch.equal(weight, torch.ones_like(weight))
 
 

@@ -16,13 +16,7 @@ from tests.strategies import TABLE_DTYPES, problems, random_batch, random_weight
 from tritonemb.kernels import quantized_bag as triton
 from tritonemb.kernels.by_torch import embedding_bag
 from tritonemb.kernels.cpu.quantized_bag import quantized_bag
-from tritonemb.kernels.quantized_bag import (
-    dequantize_rows,
-    from_aten,
-    quantize_rows,
-    quantized_bag_reference,
-    to_aten,
-)
+from tritonemb.kernels.quantized_bag import dequantize_rows, from_aten, quantize_rows, quantized_bag_reference, to_aten
 from tritonemb.layout import ADDRESS_BITS, INDEXED, NUM_ROWS, make_layout
 
 BITS = (8, 4, 2)

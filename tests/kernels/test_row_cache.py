@@ -225,9 +225,8 @@ def hard_problem(name: str, policy: str) -> Problem:
 @pytest.mark.parametrize("kernels", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
 @pytest.mark.usefixtures("poisoned")
 def test_hard_problems(request, kernels, name, policy):
-    model = run(
-        hard_problem(name, policy), kernels, request.getfixturevalue("device") if kernels == "triton" else "cpu"
-    )
+    device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
+    model = run(hard_problem(name, policy), kernels, device)
     tags, pins = model.parts(1)
     if name == "all pinned":  # 64 slots, 200 rows: the first to come stay
         assert min(pins) > 0
@@ -294,14 +293,10 @@ class Pair(NamedTuple):
     source: Tensor
 
     def on(self, device: torch.device | str) -> Pair:
-        memories = self.to_memory.to(device, copy=True), self.source_memory.to(device, copy=True)
+        memories = [memory.to(device, copy=True) for memory in (self.to_memory, self.source_memory)]
         views = [
-            memory.as_strided(view.shape, view.stride(), view.storage_offset())
-            for memory, view in zip(
-                [m.view(v.dtype) for m, v in zip(memories, (self.to, self.source), strict=True)],
-                (self.to, self.source),
-                strict=True,
-            )
+            memory.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
+            for memory, view in zip(memories, (self.to, self.source), strict=True)
         ]
         return Pair(memories[0], views[0], memories[1], views[1])
 

@@ -129,9 +129,8 @@ def test_triton_drops_padding_as_the_cpu_kernel(device, dtype):
     actual = jagged.drop_padding(values.to(device), offsets.to(device), 3, move(LAYOUT, device))
     assert actual.dtype == dtype
     assert torch.equal(actual.cpu(), expected)
-    assert jagged.drop_padding(
-        values[:0].to(device), torch.zeros(1).long().to(device), 3, move(LAYOUT, device)
-    ).shape == (0,)
+    nothing = values[:0].to(device), torch.zeros(1).long().to(device)
+    assert jagged.drop_padding(*nothing, 3, move(LAYOUT, device)).shape == (0,)
 
 
 def test_the_cpu_kernel_drops_padding():
@@ -144,11 +143,7 @@ def test_the_cpu_kernel_drops_padding():
 def test_a_bad_id_is_named_where_padding_is_dropped(kernel):
     if kernel == "triton" and not INTERPRETED:
         pytest.skip("a GPU raises it at the next lookup")
-    kernels = {
-        "triton": jagged.drop_padding,
-        "cpu": drop_padding_reference,
-    }
-    drop = kernels[kernel]
+    drop = jagged.drop_padding if kernel == "triton" else drop_padding_reference
     for bad in (-1, 10):
         with pytest.raises(ValueError, match=rf"id {bad} of feature 'weight', sample 1 \(position 2 of values\)"):
             drop(torch.tensor([3, 4, bad]), torch.tensor([0, 2, 3]), 3, LAYOUT)

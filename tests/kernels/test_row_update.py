@@ -29,15 +29,13 @@ from tritonemb.optim import OPTIMIZERS
 NUM_STEPS = 20
 
 
-def check_against_reference(configs, optimizer, weighted, seed, pooled=True, num_steps=4):
-    collection = make_collection(configs, optimizer, pooled)
+def check_against_reference(collection, steps):
     twin = copy.deepcopy(collection)
-    steps = random_steps(collection, num_steps, batch_size=7, weighted=weighted, seed=seed)
     train(collection, steps)
     with use_kernels("reference"):
         train(twin, steps)
-    assert int(collection.step) == num_steps
-    assert_same_bits(contents(collection), contents(twin), title=repr(optimizer))
+    assert int(collection.step) == len(steps)
+    assert_same_bits(contents(collection), contents(twin), title=repr(collection.optimizer))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -46,18 +44,8 @@ def check_against_reference(configs, optimizer, weighted, seed, pooled=True, num
 @pytest.mark.usefixtures("poisoned")
 def test_a_few_steps_equal_the_references(name, data, pooled, weighted, seed):
     configs = data.draw(tables(max_tables=3, pooled=pooled))
-    check_against_reference(configs, data.draw(optimizers(name)), weighted, seed, pooled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=60)
-@given(data=st.data(), weighted=st.booleans(), seed=seeds)
-@pytest.mark.usefixtures("poisoned")
-def test_twenty_steps_equal_the_references_thoroughly(name, pooled, data, weighted, seed):
-    configs = data.draw(tables(pooled=pooled))
-    check_against_reference(configs, data.draw(optimizers(name)), weighted, seed, pooled, NUM_STEPS)
+    collection = make_collection(configs, data.draw(optimizers(name)), pooled)
+    check_against_reference(collection, random_steps(collection, 4, batch_size=7, weighted=weighted, seed=seed))
 
 
 def check_custom(configs, name, options, weighted, seed, pooled=True):
@@ -97,10 +85,7 @@ def grow(rows, states, g, lr, t):
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.few(4)
-def test_without_a_learning_rate_rows_are_scaled_back_to_their_largest_norm(implementation, name, request):
-    if implementation == "triton":
-        request.getfixturevalue("device")
+def test_without_a_learning_rate_rows_are_scaled_back_to_their_largest_norm(implementation, name):
     table = te.TableConfig("table", 3, 4, init=torch.nn.init.ones_)
     collection = te.nn.EmbeddingBagCollection([table], OPTIMIZERS[name](lr=0.0, max_norm=1.0))
     with use_kernels(implementation):
@@ -122,10 +107,8 @@ MISTAKES = {
 
 @pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_in_a_custom_step_names_the_table_and_changes_nothing(implementation, name, monkeypatch, request):
+def test_a_mistake_in_a_custom_step_names_the_table_and_changes_nothing(implementation, name, monkeypatch):
     """Also if the calls before have been right."""
-    if implementation == "triton":
-        request.getfixturevalue("device")
     wrong, kind, message = MISTAKES[name]
     calls = []
 
@@ -203,13 +186,9 @@ def test_gradients_of_each_lookup_are_those_of_the_output(pooled, implementation
     updated, summed = [], []
     for grad in (whole.to(device), [part.to(device) for part in parts]):
         local = [weight.clone().to(device) for weight in weights]
-        counters = (
-            [torch.zeros((), dtype=torch.int64, device=device)],
-            [torch.zeros(4, dtype=torch.int64, device=device)],
-        )
-        fused = FusedTables(
-            local, [], *counters, torch.tensor(0.5, device=device), "sgd", list(te.optim.SGD().hyperparameters)
-        )
+        step, skipped = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), 4))
+        rate, options = torch.tensor(0.5, device=device), list(te.optim.SGD().hyperparameters)
+        fused = FusedTables(local, [], [step], [skipped], rate, "sgd", options)
         sums = [torch.zeros_like(weight) for weight in local]
         with use_kernels(implementation):
             row_update_op.row_update_(fused, BatchGradient(grad, offsets, None, values, layout))
@@ -232,11 +211,7 @@ def test_pairs_of_32_and_33_bits_have_the_references_bits(bag_size):
     ids = torch.cat([torch.randint(rows - 200, rows, (num_bags * bag_size,)) for rows in num_rows.values()])
     batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.full((2 * num_bags,), bag_size))
     collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1))
-    twin, steps = copy.deepcopy(collection), [(batch, torch.randn(num_bags, 2))]
-    train(collection, steps)
-    with use_kernels("reference"):
-        train(twin, steps)
-    assert_same_bits(contents(collection), contents(twin))
+    check_against_reference(collection, [(batch, torch.randn(num_bags, 2))])
 
 
 DECAYS = {"none": 0.0, "l2": 0.1, "decoupled": 0.1}
@@ -247,19 +222,12 @@ DECAYS = {"none": 0.0, "l2": 0.1, "decoupled": 0.1}
 @pytest.mark.parametrize("mode", DECAYS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_decay_clipping_and_limit(name, mode, max_gradient, max_norm):
-    optimizer = OPTIMIZERS[name](
-        lr=0.1,
-        weight_decay=DECAYS[mode],
-        weight_decay_mode=mode,
-        max_gradient=max_gradient,
-        max_norm=max_norm,
-    )
+    limits = {"max_gradient": max_gradient, "max_norm": max_norm}
+    optimizer = OPTIMIZERS[name](lr=0.1, weight_decay=DECAYS[mode], weight_decay_mode=mode, **limits)
     configs = [te.TableConfig("a", 9, 7), te.TableConfig("b", 5, 16, features=["a", "b"], pooling="mean")]
-    check_against_reference(configs, optimizer, True, 3)
-    changed = make_collection(configs, optimizer)
-    plain = make_collection(configs, OPTIMIZERS[name](lr=0.1))
-    steps = random_steps(changed, 3, weighted=True)
-    train(changed, steps)
+    changed, plain = make_collection(configs, optimizer), make_collection(configs, OPTIMIZERS[name](lr=0.1))
+    steps = random_steps(changed, 4, batch_size=7, weighted=True, seed=3)
+    check_against_reference(changed, steps)
     train(plain, steps)
     differs = not torch.equal(contents(changed)["a.weight"], contents(plain)["a.weight"])
     has_effect = bool(DECAYS[mode]) or max_norm is not None or max_gradient is not None
@@ -268,10 +236,8 @@ def test_every_decay_clipping_and_limit(name, mode, max_gradient, max_norm):
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES)
 @pytest.mark.parametrize("implementation", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
-def test_cow_clip_bounds_a_gradient_by_the_rows_norm_and_occurrences(implementation, dtype, request):
+def test_cow_clip_bounds_a_gradient_by_the_rows_norm_and_occurrences(implementation, dtype):
     """Rows of norms 5, 5 and 0 that occur 1, 2 and 3 times, with zeros among the weights of bags."""
-    if implementation == "triton":
-        request.getfixturevalue("device")
     table = te.TableConfig("t", 4, 2, dtype=dtype)
     optimizer = te.optim.SGD(lr=1.0, cow_clip=1.0, cow_clip_floor=0.5, stochastic_rounding=False)
     collection = make_collection([table], optimizer)
@@ -289,8 +255,7 @@ def test_cow_clip_bounds_a_gradient_by_the_rows_norm_and_occurrences(implementat
 
 @pytest.mark.parametrize("optimizer", [te.optim.Adam, te.optim.LAMB])
 def test_cow_clip_counts_occurrences_in_all_accumulated_batches(optimizer):
-    collection = make_collection([te.TableConfig("t", 5, 8)], optimizer(lr=0.1, cow_clip=0.1))
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection([te.TableConfig("t", 5, 8)], optimizer(lr=0.1, cow_clip=0.1)) for _ in range(2))
     grad, lists = torch.randn(4, 8), [[0, 1], [1], [1, 2], [0, 1, 4]]
     train(twin, [(te.KeyedJaggedTensor.from_lists({"t": lists}), grad)])
     with collection.accumulate():
@@ -306,12 +271,7 @@ def test_a_16_bit_step_has_the_references_bits(optimizer, dtype, stochastic):
     optimizer = replace(optimizer, stochastic_rounding=stochastic)
     configs = [te.TableConfig("a", 300, 60, dtype=dtype), te.TableConfig("b", 40, 7, dtype=dtype)]
     collection = make_collection(configs, optimizer)
-    twin = copy.deepcopy(collection)
-    steps = random_steps(collection, 1, batch_size=100)
-    train(collection, steps)
-    with use_kernels("reference"):
-        train(twin, steps)
-    assert_same_bits(contents(collection), contents(twin))
+    check_against_reference(collection, random_steps(collection, 1, batch_size=100))
 
 
 @pytest.mark.parametrize("dtype", TABLE_DTYPES[:2])
@@ -332,9 +292,7 @@ class ByHand:
     def __init__(self, spec: Any, weight: torch.Tensor) -> None:
         self.spec, self.weight, self.t, self.num_clipped = spec, weight.double().numpy().copy(), 0, 0
         size = weight.shape[1]
-        self.states = [
-            {state.name: np.zeros(size) if state.per_element else np.zeros(1) for state in spec.states} for _ in weight
-        ]
+        self.states = [{s.name: np.zeros(size if s.per_element else 1) for s in spec.states} for _ in weight]
 
     def step(self, batch: te.KeyedJaggedTensor, grad: torch.Tensor, mean: bool, lr: float) -> None:
         self.t += 1
@@ -416,26 +374,6 @@ def test_rows_outside_the_batch_do_not_change(optimizer):
     assert not torch.equal(final["table.weight"][[3, 7, 49]], initial["table.weight"][[3, 7, 49]])
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_learning_rate_of_zero_leaves_weights(name):
-    collection = make_collection([te.TableConfig("table", 5, 16)], OPTIMIZERS[name](lr=0.0))
-    initial = contents(collection)
-    train(collection, random_steps(collection, 2))
-    assert_same_bits(
-        {"table.weight": contents(collection)["table.weight"]}, {"table.weight": initial["table.weight"]}, name
-    )
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_gradients_and_rows_of_zeros_stay_finite(name):
-    collection = make_collection([te.TableConfig("table", 5, 3, init=torch.nn.init.zeros_)], OPTIMIZERS[name](lr=0.1))
-    collection.tables[0].weight.data[:3] = 0.0
-    batch = te.KeyedJaggedTensor.from_lists({"table": [[0, 1], [1, 4]]})
-    for grad in (torch.zeros(2, 3), torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 2.0]])):
-        train(collection, [(batch, grad)])
-        assert all(tensor.isfinite().all() for tensor in contents(collection).values())
-
-
 ZERO_AND_NOT = torch.tensor([[0.0, 0.0, 0.0], [0.5, -1.0, 2.0], [0.0, 0.0, 0.0], [1.0, 1.0, -0.5]])
 
 
@@ -466,7 +404,8 @@ def test_squares_of_rows_of_any_width_are_added_in_one_order():
     """That of the reference and the Triton kernels."""
     dims = [*range(1, 66), 96, 127, 128, 129, 200, 255, 256, 257, 511, 513, 768, 1000, 1024, 2100]
     configs = [te.TableConfig(f"d{dim}", 5, dim) for dim in dims]
-    check_against_reference(configs, te.optim.RowWiseAdagrad(lr=0.1), weighted=False, seed=0, num_steps=2)
+    collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1))
+    check_against_reference(collection, random_steps(collection, 2, batch_size=7))
 
 
 @pytest.mark.parametrize("batch", [{"table": []}, {"table": [[], []]}], ids=["no samples", "no ids"])
@@ -478,15 +417,14 @@ def test_a_batch_without_ids_changes_nothing_but_the_step(optimizer, batch):
     assert_same_bits(contents(collection), initial | {"step": torch.tensor(1)})
 
 
-def check_triton_has_the_references_bits(device, configs, optimizer, steps, pooled=True):
+def check_triton_has_the_references_bits(device, configs, optimizer, steps, pooled=True, **options):
     """Sums over positions and over a row have one order, divisions and roots are IEEE's: bits, not tolerances.
 
     Training goes on from states of an earlier step, so that one step shows what becomes of them.
     """
     with use_kernels("reference"):
-        reference = make_collection(
-            [replace(config, init=torch.nn.init.zeros_) for config in configs], optimizer, pooled
-        )
+        zeros = [replace(config, init=torch.nn.init.zeros_) for config in configs]
+        reference = make_collection(zeros, optimizer, pooled, **options)
     for name, tensor in reference.state_dict().items():
         if name == "step":
             tensor.fill_(3)
@@ -584,15 +522,10 @@ def test_triton_updates_wide_rows(device, dim):
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_triton_takes_16_bit_gradients(device, dtype):
-    configs = [te.TableConfig("table", 9, 60)]
-    reference = make_collection(configs, te.optim.Adagrad(lr=0.1), output_dtype=dtype)
-    collection = copy.deepcopy(reference).to(device)
-    steps = [(batch, grad.to(dtype)) for batch, grad in random_steps(reference, 1)]
-    with use_kernels("triton"):
-        train(collection, [(batch.to(device), grad.to(device)) for batch, grad in steps])
-    with use_kernels("reference"):
-        train(reference, steps)
-    assert_same_bits({name: tensor.cpu() for name, tensor in contents(collection).items()}, contents(reference))
+    configs, optimizer = [te.TableConfig("table", 9, 60)], te.optim.Adagrad(lr=0.1)
+    steps = random_steps(make_collection(configs, optimizer), 1)
+    steps = [(batch, grad.to(dtype)) for batch, grad in steps]
+    check_triton_has_the_references_bits(device, configs, optimizer, steps, output_dtype=dtype)
 
 
 @pytest.mark.triton

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tests.formulas import custom
 from tests.helpers import fewer
 from tests.strategies import random_batch, random_weights
 from tritonemb import ops
+from tritonemb.kernels.cpu.row_update import row_update_ as cpu_row_update_
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_update_ as triton_row_update_
 from tritonemb.kernels.row_update import row_update_reference_
@@ -22,12 +23,6 @@ from tritonemb.layout import BatchGradient, FusedTables, make_layout
 STEPS = [7, 0, 3, 123_456_789]  # neighbours differ, and so do their corrections; the last one's are 1
 DIMS = [60, 8, 16, 1]
 NUM_ROWS = 30
-
-
-def cpu_row_update_(*args: Any) -> None:
-    from tritonemb.kernels.cpu.row_update import row_update_
-
-    row_update_(*args)
 
 
 UPDATES = {
@@ -63,14 +58,7 @@ def make_tables(optimizer: te.optim.Optimizer, dtype: torch.dtype, device: torch
     return Tables(configs, weights, states)
 
 
-def apply(
-    update: Update,
-    tables: Tables,
-    step: Tensor,
-    optimizer: te.optim.Optimizer,
-    batch: te.KeyedJaggedTensor,
-    grad: Tensor,
-) -> None:
+def apply(update, tables, step, optimizer, batch, grad):
     """One update of `tables` by their part of `batch` and `grad`; what is wrong is raised."""
     device = grad.device
     names = [config.name for config in tables.configs]
@@ -132,9 +120,7 @@ def test_tables_with_a_step_each_equal_updates_of_one_table_each(optimizer, dtyp
         results = [tables.weights[table], *tables.states[table :: len(DIMS)]]
         assert same_bits(results, [*single[table].weights, *single[table].states]), f"table {table}"
     # Another step would have been noticed, but where corrections are 1 and nothing is rounded.
-    notable = [
-        table for table in range(len(DIMS)) if not same_bits(tables.weights[table : table + 1], peers[table].weights)
-    ]
+    notable = [n for n in range(len(DIMS)) if not same_bits(tables.weights[n : n + 1], peers[n].weights)]
     assert notable == [table for table in range(len(DIMS)) if dtype != torch.float32 or STEPS[table] < 1000]
 
 

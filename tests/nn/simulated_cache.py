@@ -4,17 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from tests.kernels.test_row_cache import mixed
 from tritonemb.layout import WAYS
 from tritonemb.tables.cache_storage import CacheStatistics
-
-MASK = 2**64 - 1
-
-
-def mixed(row: int) -> int:
-    """The finaliser of SplitMix64."""
-    row = ((row ^ (row >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    row = ((row ^ (row >> 27)) * 0x94D049BB133111EB) & MASK
-    return row ^ (row >> 31)
 
 
 class Ways:

@@ -10,7 +10,7 @@ from torch import nn
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.nn.test_interaction import by_loop
+from tests.kernels.test_interaction import by_loop
 from tests.strategies import random_batch, rows_of
 
 pytestmark = pytest.mark.public
@@ -41,9 +41,7 @@ class Plain(nn.Module):
             )
             for c in TABLES
         )  # fmt: skip
-        self.layers = nn.ParameterDict(
-            {k.replace(".", "/"): v for k, v in state.items() if not k.startswith("embeddings.")}
-        )
+        self.layers = nn.ParameterDict({k.replace(".", "/"): v for k, v in state.items() if not k.startswith("emb")})
 
     def linear(self, name: str, inputs: torch.Tensor) -> torch.Tensor:
         bias = self.layers.get(f"{name}/bias")
@@ -67,9 +65,8 @@ class Plain(nn.Module):
             return self.mlp("top", by_loop(vector, pooled, 3), False)[:, 0]
         first = crossed = torch.cat([dense, pooled], dim=1)
         for layer in range(2):
-            low = (
-                self.linear(f"cross/down/{layer}", crossed) if f"cross/down/{layer}/weight" in self.layers else crossed
-            )
+            down = f"cross/down/{layer}"
+            low = self.linear(down, crossed) if f"{down}/weight" in self.layers else crossed
             crossed = first * self.linear(f"cross/up/{layer}", low) + crossed
         return self.mlp("top", crossed, False)[:, 0]
 
@@ -77,9 +74,8 @@ class Plain(nn.Module):
 def batch(seed: int = 0, weighted: bool = False) -> tuple[torch.Tensor, te.KeyedJaggedTensor]:
     generator = torch.Generator().manual_seed(seed)
     rows = rows_of(TABLES)
-    return torch.randn(BATCH, NUM_DENSE, generator=generator), random_batch(
-        rows, list(rows), BATCH, 4, weighted, seed=seed
-    )
+    dense = torch.randn(BATCH, NUM_DENSE, generator=generator)
+    return dense, random_batch(rows, list(rows), BATCH, 4, weighted, seed=seed)
 
 
 @pytest.fixture(params=["dlrm", "dcn", "dcn low rank"])

@@ -101,6 +101,10 @@ def test_bad_vectors():
         interaction(torch.ones(2, 4, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"dense must be \[B, D\] with D of at least 1, got \(2, 0\)"):
         interaction(torch.empty(2, 0), torch.empty(2, 0))
+    with pytest.raises(ValueError, match="num_features must be at least 1, got 0"):
+        te.nn.DotInteraction(0)
+    with pytest.raises(ValueError, match=r"sparse must be \[2, 3 \* 4\]"):
+        te.nn.DotInteraction(3)(dense, torch.randn(2, 13))
 
 
 def test_bad_layers():

@@ -14,20 +14,6 @@ from tritonemb.layout import DirectoryTensors, make_layout
 pytestmark = pytest.mark.public
 
 
-def test_rows_are_found_where_they_were_put():
-    cache = make_cache()
-    slots, evicted = serve(cache)
-    assert slots[2].item() == 2  # of the table that is not cached: the row itself
-    assert (evicted == -1).all()
-    assert (slots >= 0).all()
-    rows = cache.rows - torch.tensor([0, 0, 100, 107, 107, 107])
-    for first, group in ((0, 0), (0, 1), (32, 3), (32, 4), (32, 5)):
-        assert cache.directory.tags[first + slots[group]] == rows[group]
-    assert [int((pins > 0).sum()) for pins in cache.directory.pins.split([32, 70])] == [2, 3]
-    assert torch.equal(ops.row_cache_look_up_(*cache), slots)
-    assert [int(pins.sum()) for pins in cache.directory.pins.split([32, 70])] == [4, 6]
-
-
 def test_a_batch_reads_its_rows_through_the_cache():
     """Look up, allocate, bring rows in with their state, translate the ids, change rows: as if in the table itself."""
     weight, state = torch.randn(300, 5), torch.rand(300)

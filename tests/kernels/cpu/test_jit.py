@@ -54,20 +54,15 @@ def test_no_kernel_takes_the_address_of_its_own_memory_but_in_a_loop():
                 if isinstance(node, ast.Assign) and re.search(r"(?<!torch\.)\b(empty|zeros)\(", ast.unparse(node))
             ]
             local = {name.id for node in assigned for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
-            selection = [node for node in ast.walk(kernel) if isinstance(node, ast.Attribute) and node.attr == "ctypes"]
-            results = [
-                ast.unparse(node) for node in selection if ast.unparse(node.value) in local and node not in in_loops
-            ]
-            assert not results, f"{source.name}, {kernel.name}: {results}"
+            uses = [node for node in ast.walk(kernel) if isinstance(node, ast.Attribute) and node.attr == "ctypes"]
+            bad = [ast.unparse(node) for node in uses if ast.unparse(node.value) in local and node not in in_loops]
+            assert not bad, f"{source.name}, {kernel.name}: {bad}"
 
 
 def run(cache: Path, **environment: str) -> tuple[int, int, list[int], int]:
     """Cache hits and misses of a kernel, its results, and how many kernels were compiled, in a process of its own."""
     env = {**os.environ, "TRITONEMB_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
-    done = subprocess.run(
-        [sys.executable, "-c", COUNT_COMPILATIONS], env=env, capture_output=True, text=True, check=True
-    )
-    return tuple(json.loads(done.stdout))
+    return tuple(json.loads(subprocess.check_output([sys.executable, "-c", COUNT_COMPILATIONS], env=env, text=True)))
 
 
 @pytest.mark.more

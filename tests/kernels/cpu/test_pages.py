@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 
+from tests.kernels.test_row_cache import MASK64, mixed
 from tritonemb.kernels.cpu import pages
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, TRAILER_BYTES, check, identify, seal
-from tritonemb.kernels.cpu.row_cache import move_rows_
 from tritonemb.storage import page_table
 from tritonemb.storage.aio import IoBuffer
-
-
-def mix(x: int) -> int:
-    """splitmix64's finaliser, by Python's integers."""
-    mask = (1 << 64) - 1
-    x = ((x & mask) ^ (x & mask) >> 30) * 0xBF58476D1CE4E5B9 & mask
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-    return x ^ x >> 31
 
 
 def reference(page: np.ndarray, seed: int) -> int:
@@ -29,7 +20,7 @@ def reference(page: np.ndarray, seed: int) -> int:
         for shift in (0, 1):
             key = keys[number + shift]
             sums[shift] += (((word & low) + (key & low)) & low) * (((word >> 32) + (key >> 32)) & low)
-    return mix(mix(sums[0] ^ seed) + sums[1]) or 1
+    return mixed(mixed((sums[0] ^ seed) & MASK64) + sums[1] & MASK64) or 1
 
 
 @pytest.fixture(params=[4096, 512])
@@ -128,20 +119,3 @@ def test_pages_of_two_versions_make_no_block(three, page_bytes):
         three.array[page * page_bytes : (page + 1) * page_bytes] = 0
         assert check(three.address, numbers, 3, page_bytes) == 0
         three.array[:] = old
-
-
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
-@pytest.mark.parametrize("num_bytes", [1, 5, 516, 5000])
-def test_records_move_between_tables_and_batches(num_bytes, num_threads):
-    torch.set_num_threads(num_threads)
-    random = np.random.default_rng(0)
-    table = torch.from_numpy(random.integers(0, 256, (3000, num_bytes), dtype=np.uint8))
-    for count in (0, 1, 700):
-        rows, places = torch.from_numpy(np.sort(random.permutation(3000)[:count])), torch.arange(count)
-        actual = torch.zeros(count, num_bytes, dtype=torch.uint8)
-        move_rows_([actual], [table], places, rows)
-        assert torch.equal(actual, table[rows])
-        expected, actual = table.clone(), actual + 1
-        expected[rows] = actual
-        move_rows_([table], [actual], rows, places)
-        assert torch.equal(table, expected)
