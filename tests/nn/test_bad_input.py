@@ -136,38 +136,30 @@ def test_a_batch_that_is_none():
 
 
 def test_tables_that_do_not_go_together():
-    table = te.TableConfig("t", 3, 2)
-    both = (te.nn.EmbeddingBagCollection, te.nn.EmbeddingCollection)
-    for kind in both:
-        with pytest.raises(ValueError, match="at least one table"):
-            kind([])
-        with pytest.raises(ValueError, match=r"\['t'\] are not on embedding servers, but others .* are"):
-            kind([table, te.TableConfig("u", 3, 2, placement="server")])
-        with pytest.raises(TypeError, match=r"optimizer must be one of tritonemb\.optim"):
-            kind([table], optimizer="adam")
-        with pytest.raises(TypeError, match=r"optimizer must be one of tritonemb\.optim"):
-            kind([table], optimizer=te.optim.Adam)
-        with pytest.raises(ValueError, match="bounds_check must be one of"):
-            kind([table], bounds_check="warn")
-        for dtype in ("float32", 1.0, []):
-            with pytest.raises(TypeError, match=r"output_dtype must be a torch\.dtype, got"):
-                kind([table], output_dtype=dtype)
-    with pytest.raises(ValueError, match="duplicate table 't'"):
-        both[0]([table, te.TableConfig("t", 5, 2, ["other"])])
-    for kind in both:
-        with pytest.raises(TypeError, match="tables must be TableConfig, got 't'"):
-            kind(["t"])
-        for single in (table, None):
-            with pytest.raises(TypeError, match=r"tables must be a list of TableConfig, got (TableConfig|None)"):
-                kind(single)
-    with pytest.raises(ValueError, match="'t' has pooling 'none'; use EmbeddingCollection"):
-        both[0]([te.TableConfig("t", 3, 2, pooling="none")])
-    with pytest.raises(ValueError, match="'t' has pooling 'mean'; use EmbeddingBagCollection"):
-        both[1]([te.TableConfig("t", 3, 2, pooling="mean")])
-    with pytest.raises(ValueError, match=r"need one embedding_dim, got \{'t': 2, 's': 3\}"):
-        both[1]([table, te.TableConfig("s", 3, 3)])
-    with pytest.raises(ValueError, match="feature 't' is in tables 't' and 's'; expected one table"):
-        both[1]([table, te.TableConfig("s", 3, 2, ["t"])])
+    table, (bags, rows) = te.TableConfig("t", 3, 2), (te.nn.EmbeddingBagCollection, te.nn.EmbeddingCollection)
+    none, mean = (te.TableConfig("t", 3, 2, pooling=pooling) for pooling in ("none", "mean"))
+    served, other_dim = te.TableConfig("u", 3, 2, placement="server"), te.TableConfig("s", 3, 3)
+    unknown, single = r"optimizer must be one of tritonemb\.optim", "tables must be a list of TableConfig, got"
+    for kinds, tables, options, error, message in (
+        ((bags, rows), [], {}, ValueError, "at least one table"),
+        ((bags, rows), [table, served], {}, ValueError, r"\['t'\] are not on embedding servers, but others .* are"),
+        ((bags, rows), [table], {"optimizer": "adam"}, TypeError, unknown),
+        ((bags, rows), [table], {"optimizer": te.optim.Adam}, TypeError, unknown),
+        ((bags, rows), [table], {"bounds_check": "warn"}, ValueError, "bounds_check must be one of"),
+        ((bags, rows), [table], {"output_dtype": "float32"}, TypeError, r"output_dtype must be a torch\.dtype, got"),
+        ((bags, rows), [table], {"output_dtype": []}, TypeError, r"output_dtype must be a torch\.dtype, got"),
+        ((bags, rows), ["t"], {}, TypeError, "tables must be TableConfig, got 't'"),
+        ((bags, rows), table, {}, TypeError, f"{single} TableConfig"),
+        ((bags, rows), None, {}, TypeError, f"{single} None"),
+        ([bags], [table, te.TableConfig("t", 5, 2, ["other"])], {}, ValueError, "duplicate table 't'"),
+        ([bags], [none], {}, ValueError, "'t' has pooling 'none'; use EmbeddingCollection"),
+        ([rows], [mean], {}, ValueError, "'t' has pooling 'mean'; use EmbeddingBagCollection"),
+        ([rows], [table, other_dim], {}, ValueError, r"need one embedding_dim, got \{'t': 2, 's': 3\}"),
+        ([rows], [table, te.TableConfig("s", 3, 2, ["t"])], {}, ValueError, "feature 't' is in tables 't' and 's'"),
+    ):
+        for kind in kinds:
+            with pytest.raises(error, match=message):
+                kind(tables, **options)
 
 
 @pytest.mark.parametrize("bad", fewer([float("nan"), float("inf"), -float("inf")], [-float("inf")]))
@@ -260,9 +252,8 @@ def test_gradients_that_are_not_finite_are_written_where_they_are_ignored():
 
 
 def test_clipping_comes_before_the_check_but_does_not_hide_nan():
-    collection = make_collection(
-        [te.TableConfig("t", 3, 2)], te.optim.SGD(lr=1.0, on_nonfinite="raise", max_gradient=0.5)
-    )
+    optimizer = te.optim.SGD(lr=1.0, on_nonfinite="raise", max_gradient=0.5)
+    collection = make_collection([te.TableConfig("t", 3, 2)], optimizer)
     initial = contents(collection)["t.weight"]
     batch = te.KeyedJaggedTensor.from_lists({"t": [[0]]})
     collection(batch).backward(torch.tensor([[float("inf"), -float("inf")]]))

@@ -5,7 +5,6 @@ Most graphs run as AOTAutograd made them: Inductor calls the same ops.
 
 from __future__ import annotations
 
-import copy
 import re
 
 import pytest
@@ -15,17 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_fw_bw_and_get_code
 
 import tritonemb as te
-from tests.helpers import (
-    assert_close,
-    assert_same_bits,
-    configurations,
-    contents,
-    fewer,
-    make_collection,
-    output_of,
-    random_steps,
-    train,
-)
+from tests.helpers import assert_close, assert_same_bits, contents, fewer, make_collection, random_steps, train
 from tests.strategies import random_batch
 from tritonemb.ops.registry import use_kernels
 from tritonemb.optim import OPTIMIZERS
@@ -50,7 +39,7 @@ CONFIGS = [te.TableConfig("a", 30, 7), te.TableConfig("b", 11, 16, features=["a"
 
 
 @pytest.mark.parametrize("mode", ["none", "l2", "decoupled"])
-@pytest.mark.few(1)
+@pytest.mark.more
 def test_compiled_steps_equal_the_references(mode):
     """Every optimizer, with each decay; clipping, limits of norms and CowClip with a third of them each."""
     decay = {"weight_decay": 0.0 if mode == "none" else 0.1, "weight_decay_mode": mode}
@@ -78,8 +67,7 @@ def test_compiled_steps_equal_the_references(mode):
 
 
 def test_gradients_without_an_optimizer():
-    collection = make_collection(CONFIGS, None)
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(CONFIGS, None) for _ in range(2))
     compiled = torch.compile(collection, fullgraph=True, backend="aot_eager")
     for batch, grad in random_steps(collection, 3, weighted=True):
         collection.zero_grad()
@@ -102,8 +90,7 @@ def counter():
 def test_one_graph_serves_all_learning_rates_and_numbers_of_ids(pooled, counter):
     """The first batch is used twice: that it keeps its offsets must not look like another kind of batch."""
     configs = CONFIGS if pooled else [te.TableConfig(name, 30, 7, pooling="none") for name in "ab"]
-    collection = make_collection(configs, te.optim.Adam(lr=0.1), pooled)
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(configs, te.optim.Adam(lr=0.1), pooled) for _ in range(2))
     compiled = torch.compile(collection, fullgraph=True, backend=counter)
     counts = []
     scheduler = torch.optim.lr_scheduler.ExponentialLR(collection.fused_optimizer, 0.9)
@@ -129,8 +116,7 @@ def test_one_graph_serves_all_learning_rates_and_numbers_of_ids(pooled, counter)
 
 
 def test_one_graph_serves_all_batch_sizes(counter):
-    collection = make_collection(CONFIGS, te.optim.Adagrad(lr=0.1))
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(CONFIGS, te.optim.Adagrad(lr=0.1)) for _ in range(2))
     compiled = torch.compile(collection, fullgraph=True, backend=counter)
     for index, size in enumerate((16, 9, 5, 33, 2)):
         step = random_steps(collection, 1, batch_size=size, seed=index)
@@ -145,16 +131,13 @@ def test_one_graph_serves_all_batch_sizes(counter):
     assert counter.frame_count <= 4
     train(twin, random_steps(collection, 1, batch_size=7))
     assert int(collection.step) == 8
-    weights = [
-        {name: tensor for name, tensor in contents(module).items() if name != "step"} for module in (collection, twin)
-    ]
+    weights = [{k: value for k, value in contents(module).items() if k != "step"} for module in (collection, twin)]
     assert_same_bits(*weights)
 
 
 @pytest.mark.more
 def test_keys_in_another_order_and_unused_ones():
-    collection = copy.deepcopy(make_collection(CONFIGS, te.optim.Adam(lr=0.1)))
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(CONFIGS, te.optim.Adam(lr=0.1)) for _ in range(2))
     rows = {"a": 11, "b": 11}
     for keys in (["b", "unused\nkey", "a"], ["a", "b"]):
         batch = random_batch(rows, keys, 6, 3, weighted=True)
@@ -175,9 +158,9 @@ def table_copies(code: str) -> list[str]:
     return [line for line in lines if allocations.search(line) or (shape.search(line) and not line.startswith("#"))]
 
 
-def generated_code(module, batch) -> tuple[torch.Tensor, str]:
-    result, codes = run_fw_bw_and_get_code(lambda: output_of(torch.compile(module, fullgraph=True), batch))
-    return result, "\n".join(codes)
+def generated_code(module, batch) -> str:
+    _, codes = run_fw_bw_and_get_code(lambda: torch.compile(module, fullgraph=True)(batch))
+    return "\n".join(codes)
 
 
 @pytest.mark.parametrize("optimizer", [te.optim.SGD(), te.optim.Adam()], ids=["sgd", "adam"])
@@ -187,7 +170,7 @@ def test_no_table_is_copied_in_the_graph(optimizer):
     pointers = [tensor.data_ptr() for tensor in collection.state_dict().values()]
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [2]]})
     initial = contents(collection)
-    _, code = generated_code(collection, batch)
+    code = generated_code(collection, batch)
     assert "embedding_bag_fused" in code
     assert "row_update_" in code
     assert table_copies(code) == []
@@ -207,7 +190,7 @@ def test_a_copied_table_would_be_noticed():
             table[batch.values()] += 1
             return (table[batch.values() + 1] * self.table[batch.values()]).sum()
 
-    _, code = generated_code(Copying(), te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [2]]}))
+    code = generated_code(Copying(), te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [], [2]]}))
     assert table_copies(code)
 
 
@@ -222,8 +205,7 @@ def test_two_lookups_in_one_compiled_region():
         def forward(self, first, second):
             return self.collection(first), self.collection(second)
 
-    collection = make_collection(CONFIGS, te.optim.SGD(lr=0.1))
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(CONFIGS, te.optim.SGD(lr=0.1)) for _ in range(2))
     (batch1, grad1), (batch2, grad2) = random_steps(collection, 2)
     out = torch.compile(Twice(collection), fullgraph=True, backend="aot_eager")(batch1, batch2)
     expected = (twin(batch1), twin(batch2))
@@ -234,17 +216,3 @@ def test_two_lookups_in_one_compiled_region():
     assert int(collection.step) == int(twin.step) == 2
     # The two updates may be applied in either order.
     assert_close(contents(collection), contents(twin), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.more
-def test_every_optimizer_and_dtype_compiles_to_the_same_bits():
-    dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    tables = [te.TableConfig(f"t{i}", 20, 9, dtype=dtype) for i, dtype in enumerate(dtypes)]
-    model = Several([make_collection(tables, spec) for spec in configurations()])
-    twin = copy.deepcopy(model)
-    compiled = torch.compile(model, fullgraph=True)
-    for batch, grad in random_steps(model.collections[0], fewer(5, 2), weighted=True):
-        for module in (compiled, twin):
-            module(batch).backward(grad.repeat(1, len(model.collections)))
-    for actual, expected in zip(model.collections, twin.collections, strict=True):
-        assert_same_bits(contents(actual), contents(expected), actual.optimizer.name)

@@ -35,7 +35,7 @@ class Several(nn.Module):
         return torch.cat([collection(batch) for collection in self.collections], dim=1)
 
 
-def trained(num_steps: int, num_threads: int, compiled: bool) -> dict[str, torch.Tensor]:
+def trained(num_threads: int, num_steps: int = NUM_STEPS, compiled: bool = False) -> dict[str, torch.Tensor]:
     torch.set_num_threads(num_threads)
     model = Several()
     steps = random_steps(model.collections[0], num_steps, **SHAPE)
@@ -48,8 +48,8 @@ def trained(num_steps: int, num_threads: int, compiled: bool) -> dict[str, torch
         for collection in model.collections:
             train(collection, steps)
     return {
-        f"{collection.optimizer.name} {name}": tensor
-        for collection in model.collections
+        f"{collection.optimizer.name} {index} {name}": tensor
+        for index, collection in enumerate(model.collections)
         for name, tensor in contents(collection).items()
     }
 
@@ -57,41 +57,21 @@ def trained(num_steps: int, num_threads: int, compiled: bool) -> dict[str, torch
 @pytest.fixture(scope="module")
 def on_one_thread() -> dict[str, torch.Tensor]:
     initial = torch.get_num_threads()
-    result = trained(NUM_STEPS, 1, compiled=False)
+    result, untrained = trained(1), trained(1, num_steps=0)
     torch.set_num_threads(initial)
+    assert not [name for name, tensor in untrained.items() if torch.equal(tensor, result[name])]
     return result
-
-
-def test_the_tables_move(on_one_thread):
-    untrained = Several()
-    for collection in untrained.collections:
-        for name, tensor in contents(collection).items():
-            moved = on_one_thread[f"{collection.optimizer.name} {name}"]
-            assert not torch.equal(moved, tensor), f"{collection.optimizer.name} {name}"
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
 def test_any_number_of_threads_gives_the_same_bits(num_threads, on_one_thread):
-    assert_same_bits(trained(NUM_STEPS, num_threads, compiled=False), on_one_thread)
+    assert_same_bits(trained(num_threads), on_one_thread)
 
 
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.more
 def test_compiled_on_any_number_of_threads_gives_the_same_bits(on_one_thread):
-    assert_same_bits(trained(NUM_STEPS, 4, compiled=True), on_one_thread)
-
-
-def test_a_changing_number_of_threads_gives_the_same_bits():
-    for spec in configurations():
-        collection = make_collection(TABLES, spec)
-        twin = copy.deepcopy(collection)
-        steps = random_steps(collection, 6, **SHAPE)
-        for index, step in enumerate(steps):
-            torch.set_num_threads(THREADS[index % 3])
-            train(collection, [step])
-        torch.set_num_threads(2)
-        train(twin, steps)
-        assert_same_bits(contents(collection), contents(twin), spec.name)
+    assert_same_bits(trained(4, compiled=True), on_one_thread)
 
 
 @pytest.mark.public

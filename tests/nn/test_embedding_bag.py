@@ -12,19 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
-from tests.nn.twins import (
-    BAG,
-    IDS,
-    TOLERANCE,
-    assert_same_error,
-    compare,
-    dense,
-    few_examples,
-    random_bags,
-    random_ids,
-    twins,
-)
+from tests.nn.twins import BAG, IDS, TOLERANCE, assert_same_error, compare, few_examples, random_bags, random_ids, twins
 
 pytestmark = pytest.mark.public
 ROWS, DIM = 11, 6
@@ -72,9 +60,8 @@ def test_any_options(
     mode, rows, dim, sizes, last, padding, sparse, weighted, max_norm, norm_type, by_frequency, dtype, id_dtypes, seed
 ):
     sparse, by_frequency = sparse and mode != "max", by_frequency and mode != "max"
-    pair = twins(
-        BAG, rows, dim, max_norm, norm_type, by_frequency and not sparse, mode, sparse, None, last, padding, dtype=dtype
-    )
+    options = max_norm, norm_type, by_frequency and not sparse, mode, sparse, None, last, padding
+    pair = twins(BAG, rows, dim, *options, dtype=dtype)
     ids, offsets = random_bags(sizes, rows, id_dtypes[0], last, seed)
     weights = torch.randn(ids.shape, dtype=dtype) if weighted and mode == "sum" else None
     if not sizes or not ids.numel():  # PyTorch's gradients of nothing: not for every option
@@ -267,7 +254,7 @@ def looked_up(module, call, ids, offsets, *weights):
     weights = [weight.clone().requires_grad_() for weight in weights]
     output = call(ids, offsets, *weights)
     output.square().sum().backward()
-    gradient = module.weight if module.weight.grad is None else dense(module.weight.grad)
+    gradient = module.weight if module.weight.grad is None else module.weight.grad.to_dense()
     return {"output": output, "gradient": gradient.detach(), **({"weights": weights[0].grad[:3]} if weights else {})}
 
 
@@ -355,28 +342,17 @@ def test_nested_input():
     torch.testing.assert_close(fused(nested, None, weights), reference(nested, None, weights), **TOLERANCE)
 
 
-class TestFused:
-    def test_state_dict_restores_a_run(self):
-        modules = [te.nn.EmbeddingBag(ROWS, DIM, optimizer=te.optim.Adam(lr=0.1)) for _ in range(2)]
-        ids = torch.tensor([[1, 2], [3, 1]])
-        assert set(modules[0].state_dict()) == {"weight", "exp_avg", "exp_avg_sq", "step"}
-        modules[0](ids).sum().backward()
-        modules[1].load_state_dict(modules[0].state_dict())
-        for module in modules:
-            module(ids).sum().backward()
-        assert_same_bits(dict(modules[0].state_dict()), dict(modules[1].state_dict()))
-
-    def test_weights_get_their_gradient_before_the_update(self):
-        module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", optimizer=te.optim.SGD(lr=1.0))
-        twin = nn.EmbeddingBag(ROWS, DIM, mode="sum")
-        twin.load_state_dict(module.state_dict(), strict=False)
-        weights = [torch.rand(2, 3, requires_grad=True) for _ in range(2)]
-        weights[1].data.copy_(weights[0])
-        ids = random_ids(2, 3, rows=ROWS)
-        for lookup, weight in zip((module, twin), weights, strict=True):
-            lookup(ids, per_sample_weights=weight).sum().backward()
-        torch.testing.assert_close(weights[0].grad, weights[1].grad, **TOLERANCE)
-        torch.testing.assert_close(module.weight, twin.weight - twin.weight.grad, **TOLERANCE)
+def test_weights_get_their_gradient_before_the_update():
+    module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", optimizer=te.optim.SGD(lr=1.0))
+    twin = nn.EmbeddingBag(ROWS, DIM, mode="sum")
+    twin.load_state_dict(module.state_dict(), strict=False)
+    weights = [torch.rand(2, 3, requires_grad=True) for _ in range(2)]
+    weights[1].data.copy_(weights[0])
+    ids = random_ids(2, 3, rows=ROWS)
+    for lookup, weight in zip((module, twin), weights, strict=True):
+        lookup(ids, per_sample_weights=weight).sum().backward()
+    torch.testing.assert_close(weights[0].grad, weights[1].grad, **TOLERANCE)
+    torch.testing.assert_close(module.weight, twin.weight - twin.weight.grad, **TOLERANCE)
 
 
 @pytest.mark.gpu
@@ -394,7 +370,7 @@ class TestOnAGpu:
             outputs.append(module(ids, offsets, weights))
             outputs[-1].pow(2).sum().backward()
         torch.testing.assert_close(*outputs, **TOLERANCE)
-        torch.testing.assert_close(dense(pair[1].weight.grad), dense(pair[0].weight.grad), **TOLERANCE)
+        torch.testing.assert_close(pair[1].weight.grad.to_dense(), pair[0].weight.grad.to_dense(), **TOLERANCE)
 
     @pytest.mark.parametrize("padding_idx", [None, 1])
     def test_a_bad_id_is_reported_and_reads_as_zero(self, padding_idx):

@@ -33,9 +33,7 @@ def test_rows_under_the_batchs_keys_and_offsets(problem):
 
 def test_a_fused_step_is_that_of_bags_of_one():
     names = ("a", "b")
-    unpooled = make_collection(
-        [te.TableConfig(n, 9, 5, pooling="none") for n in names], te.optim.Adam(lr=0.1), pooled=False
-    )
+    unpooled = make_collection([te.TableConfig(n, 9, 5, pooling="none") for n in names], te.optim.Adam(lr=0.1), False)
     pooled = make_collection([te.TableConfig(n, 9, 5) for n in names], te.optim.Adam(lr=0.1))
     for seed in range(5):
         values = torch.randint(0, 9, (24,), generator=torch.Generator().manual_seed(seed))

@@ -24,6 +24,7 @@ def test_it_is_one_optimizer_and_its_step_does_nothing():
     optimizer = collection.fused_optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
     assert collection.fused_optimizer is optimizer
+    assert make(te.optim.SGD(lr=0.1)).fused_optimizer.param_groups[0]["lr"] == 0.1
     assert [list(group["params"]) for group in optimizer.param_groups] == [[t.weight for t in collection.tables]]
     train(collection, random_steps(collection, 1))
     initial = contents(collection)
@@ -31,14 +32,6 @@ def test_it_is_one_optimizer_and_its_step_does_nothing():
     assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
     optimizer.zero_grad()
     assert_same_bits(contents(collection), initial)
-
-
-def test_the_learning_rate_is_the_one_that_was_given():
-    collection = make(te.optim.SGD(lr=0.1))
-    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.1
-    collection.set_learning_rate(0.3)
-    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.3
-    assert float(collection.learning_rate) == pytest.approx(0.3)
 
 
 def make_bag() -> te.nn.EmbeddingBag:
@@ -53,9 +46,8 @@ def step_size(module: torch.nn.Module) -> float:
     weight = next(module.parameters())
     initial = weight.detach()[0].clone()
     is_bag = isinstance(module, te.nn.EmbeddingBag)
-    module(
-        torch.tensor([[0]]) if is_bag else te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]})
-    ).sum().backward()
+    batch = torch.tensor([[0]]) if is_bag else te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]})
+    module(batch).sum().backward()
     return float((initial - weight[0]).mean())
 
 
@@ -96,8 +88,9 @@ def test_schedulers_set_the_rate_of_the_next_backward(name, make):
 @modules
 def test_a_rate_may_be_set_from_either_side(make):
     module, other = make(), make()
-    module.set_learning_rate(0.25)
-    assert module.fused_optimizer.param_groups[0]["lr"] == 0.25
+    module.set_learning_rate(0.3)  # which float32 rounds
+    assert module.fused_optimizer.param_groups[0]["lr"] == 0.3
+    assert float(module.learning_rate) == pytest.approx(0.3)
     module.set_learning_rate(0.125)
     assert module.fused_optimizer.param_groups[0]["lr"] == 0.125
     assert step_size(module) == pytest.approx(0.125, **near)
@@ -159,15 +152,6 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     with pytest.raises(ValueError, match=r"table 'b': state 'exp_avg' .* got nothing"):
         collection.fused_optimizer.load_state_dict(saved)
     assert_same_bits(contents(collection), initial)
-
-
-def test_its_states_are_the_collections():
-    collection = make(te.optim.Adam())
-    optimizer = collection.fused_optimizer
-    train(collection, random_steps(collection, 2))
-    state = optimizer.state_dict()["state"]
-    assert torch.equal(state[1]["exp_avg"], collection.state_dict()["b.exp_avg"])
-    assert int(state[0]["step"]) == 2
 
 
 def test_it_stays_true_when_the_collection_is_moved():

@@ -6,12 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents, fewer, output_of
-from tests.nn.tiers import outputs_of, same, seeded, stored, streams, train_ahead, varied_steps
+from tests.nn.tiers import outputs_of, same, seeded, stored, train_ahead, varied_steps
 from tests.storage.test_int8_rows import slow_round
 from tritonemb.kernels.random import philox_by_torch
 from tritonemb.layout import mix64
@@ -25,7 +23,6 @@ CONFIGS = [
     te.TableConfig("country", 40, 8),
 ]
 OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.1)
-PLACES = ("host", "host", "device")
 
 
 def int8_collection(optimizer=OPTIMIZER, placement="host", cache=SMALL, configs=CONFIGS):
@@ -76,20 +73,6 @@ def test_cache_tier_and_prefetch_do_not_show_in_the_bits(placement, cache):
     steps = varied_steps(expected, 8)
     same(train_ahead(collection, steps, 3), outputs_of(expected, steps))
     assert_same_bits(contents(collection), contents(expected), "after")
-
-
-@settings(max_examples=fewer(20, 3))
-@given(streams(), st.sampled_from(("host", "disk")), st.sampled_from(("lru", "lfu")), st.integers(0, 4))
-def test_any_stream_of_ids(stream, placement, policy, depth):
-    rows, ids = stream
-    configs = [te.TableConfig("t", 1000, 4, dtype=torch.int8, placement="host")]
-    expected = seeded(configs, te.optim.Adagrad(lr=0.1), True, ("host",), CacheConfig(rows=1000))
-    cache = CacheConfig(rows=rows, policy=policy)
-    collection = seeded(configs, te.optim.Adagrad(lr=0.1), True, (placement,), cache)
-    batches = [te.KeyedJaggedTensor.from_lists({"t": [[i] for i in step]}) for step in ids]
-    steps = [(batch, torch.randn(batch.stride(), 4)) for batch in batches]
-    same(train_ahead(collection, steps, depth), outputs_of(expected, steps))
-    assert_same_bits(contents(collection), contents(expected))
 
 
 def test_evaluation_and_saving_change_nothing():
@@ -193,10 +176,7 @@ def test_init_is_rounded_and_tables_are_exported_as_floats():
     ("options", "message"),
     [
         ({}, "'t': int8 rows need placement host or disk, got 'device'"),
-        (
-            {"placement": "server"},
-            "'t': int8 rows need placement host or disk, got 'server'",
-        ),
+        ({"placement": "server"}, "'t': int8 rows need placement host or disk, got 'server'"),
         ({"num_embeddings": None, "capacity": 9, "placement": "host"}, "the dtype of a dynamic table must be one of"),
     ],
 )

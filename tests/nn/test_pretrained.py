@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
+from tests.helpers import Calls, assert_same_bits
 from tests.sharding.models import whole_state
 from tritonemb.serving.package import write_tensors
 from tritonemb.sharding import ColumnWise, RowWise, ShardingPlan
@@ -147,23 +147,13 @@ def test_each_rank_loads_its_shards(tmp_path, ranks):
             assert torch.equal(state["t.weight"], torch.from_numpy(some)[ids.sort()[1]])
 
 
-class Touch:
-    """Object whose pickle makes a file when it is loaded."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)
-
-
 @pytest.mark.parametrize("is_raw", [True, False])
 def test_no_file_runs_code(tmp_path, is_raw):
     path, touched = tmp_path / "rows.npy", tmp_path / "touched"
     if is_raw:
-        path.write_bytes(pickle.dumps(Touch(touched)))
+        path.write_bytes(pickle.dumps(Calls(Path.touch, touched)))
     else:
-        np.save(path, np.array([Touch(touched)], dtype=object), allow_pickle=True)
+        np.save(path, np.array([Calls(Path.touch, touched)], dtype=object), allow_pickle=True)
     with pytest.raises(ValueError, match=r"table 't': init '.*rows\.npy' cannot be read"):
         collection(static(path))
     assert not touched.exists()
@@ -172,12 +162,7 @@ def test_no_file_runs_code(tmp_path, is_raw):
 def test_files_that_do_not_fit_are_named(tmp_path):
     two = numbers(2)
     cases: list[tuple[str, Any, Any, str]] = [
-        (
-            "a.npy",
-            numbers(ROWS - 1),
-            None,
-            rf"has rows of shape \[89, 6\] and .*; expected \[{ROWS}, {DIM}\] of a float",
-        ),
+        ("a.npy", numbers(ROWS - 1), None, rf"has rows of shape \[89, 6\] .*; expected \[{ROWS}, {DIM}\] of a float"),
         ("b.npy", numbers(ROWS)[:, :5], None, r"has rows of shape \[90, 5\]"),
         ("c.npy", numbers(ROWS).astype(np.int32), None, r"dtype torch\.int32; expected"),
         ("d.npz", two, [1, ROWS], r"has 1 ids outside of 0 to 89, such as 90"),

@@ -80,9 +80,7 @@ def run_alone(command: str, **variables: str) -> str:
     """What a process of its own prints that knows this file's names."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     command = f"from tests.nn.test_processes import *; {command}"
-    return subprocess.run(
-        [sys.executable, "-c", command], env=env, stdout=subprocess.PIPE, text=True, check=True
-    ).stdout
+    return subprocess.check_output([sys.executable, "-c", command], env=env, text=True)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")

@@ -53,19 +53,6 @@ def test_sparse_gradients_are_pytorchs(kinds):
     torch.testing.assert_close(module.weight.grad.to_dense(), 2 * gradient.to_dense())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
-def test_pytorchs_sparse_optimizers_train_it(kinds, kind):
-    pair = twins(kinds, ROWS, DIM, sparse=True, **summing(kinds))
-    optimizers = [kind(module.parameters(), lr=0.1) for module in pair]
-    for seed in range(4):
-        ids = random_ids(5, 4, rows=ROWS, seed=seed)
-        for module, optimizer in zip(pair, optimizers, strict=True):
-            optimizer.zero_grad()
-            module(ids).pow(2).sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(pair[1].weight, pair[0].weight, **TOLERANCE)
-
-
 @pytest.mark.parametrize(
     ("kinds", "rows", "layouts"),
     [(BAG, 50, [False]), (BAG, 50, [True]), (ROW, 90, [False, True]), (ROW, 5, [False])],
@@ -85,18 +72,6 @@ def test_the_same_call_has_the_same_bits(kinds, rows, layouts):
             results.append({"output": output.detach(), "gradient": dense(module.weight.grad)})
     for result in results[1:]:
         assert_same_bits(result, results[0])
-
-
-@pytest.mark.parametrize(
-    ("kinds", "options"), [*((BAG, {"mode": mode}) for mode in ("sum", "mean", "max")), (ROW, {"padding_idx": 2})]
-)
-def test_max_norm_scales_the_table_in_place(kinds, options):
-    reference, fused = twins(kinds, ROWS, DIM, max_norm=1.0, **options)
-    initial = fused.weight.detach().clone()
-    compare(reference, fused, torch.tensor([[1, 2], [2, 5]]))
-    assert (fused.weight[[1, 2, 5]].norm(dim=1) <= 1 + 1e-5).all()
-    unused = [row for row in range(ROWS) if row not in (1, 2, 5)]
-    assert torch.equal(fused.weight[unused], initial[unused])
 
 
 @pytest.mark.parametrize(
@@ -223,9 +198,7 @@ def test_functional_transforms(kinds):
             options = {} if scales is None else {"per_sample_weights": scales}
             return torch.func.functional_call(module, {"weight": weight}, (ids,), options).pow(2).sum()
 
-        by_sample = torch.func.vmap(
-            lambda weight, row, loss=loss: torch.func.grad(loss)(weight, row[None]), in_dims=(None, 0)
-        )
+        by_sample = torch.func.vmap(lambda w, row, loss=loss: torch.func.grad(loss)(w, row[None]), in_dims=(None, 0))
         result = [torch.func.grad(loss)(weight, ids), by_sample(weight, ids)]
         if kinds is BAG:
             result += torch.func.grad(loss, argnums=(0, 2))(weight, ids, scales)
@@ -370,9 +343,7 @@ class Inner(nn.Module):
         ("bag", [[1, 2, 50, 3], [0, 0, 1]], 2, RuntimeError),
     ],
 )
-def test_an_id_out_of_range_names_the_fused_module_and_the_sample(
-    name, batch, sample, error, optimizer, size_of_calls, request
-):
+def test_an_id_out_of_range_names_module_and_sample(name, batch, sample, error, optimizer, size_of_calls, request):
     if size_of_calls == "small":
         request.getfixturevalue("small_calls")
     model = nn.ModuleDict({"emb": Inner()})

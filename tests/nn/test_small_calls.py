@@ -102,9 +102,7 @@ def test_16_bit_rows_are_summed_in_float32():
 
 
 @pytest.mark.parametrize("kind", [te.nn.Embedding, te.nn.EmbeddingBag])
-@pytest.mark.parametrize(
-    "change", [lambda weight: weight[:, :4].contiguous(), lambda weight: weight.t().contiguous().t()]
-)
+@pytest.mark.parametrize("change", [lambda rows: rows[:, :4].contiguous(), lambda rows: rows.t().contiguous().t()])
 def test_a_fused_weight_of_another_form_is_refused(kind, change):
     """Its optimizer's states are of the shape that it was made for, and rows are updated where they lie."""
     options = {} if kind is te.nn.Embedding else {"mode": "sum"}

@@ -15,7 +15,6 @@ from tests.nn.tiers import (
     ELSEWHERE,
     HostReads,
     directory_of,
-    ids_of_one_set,
     not_interpreted,
     outputs_of,
     same,
@@ -97,32 +96,18 @@ def test_every_size_of_cache(rows, share):
 
 @not_interpreted
 @settings(max_examples=fewer(40, 3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 @given(streams(), st.sampled_from((*ELSEWHERE, CACHED)), st.sampled_from(("lru", "lfu")), st.integers(0, 4))
-def test_any_stream_of_ids(stream, placement, policy, depth):
+def test_any_stream_of_ids(dtype, stream, placement, policy, depth):
     rows, ids = stream
-    configs = [te.TableConfig("t", 1000, 4)]
-    twin = seeded(configs, te.optim.Adagrad(lr=0.1))
-    tiered = seeded(configs, te.optim.Adagrad(lr=0.1), True, (placement,), CacheConfig(rows=rows, policy=policy))
+    configs, adagrad = [te.TableConfig("t", 1000, 4, dtype=dtype, placement="host")], te.optim.Adagrad(lr=0.1)
+    where = "host" if dtype == torch.int8 else "device"
+    twin = seeded(configs, adagrad, True, (where,), CacheConfig(rows=1000))
+    tiered = seeded(configs, adagrad, True, (placement,), CacheConfig(rows=rows, policy=policy))
     batches = [te.KeyedJaggedTensor.from_lists({"t": [[i] for i in step]}) for step in ids]
     steps = [(batch, torch.randn(batch.stride(), 4)) for batch in batches]
     same(train_ahead(tiered, steps, depth), outputs_of(twin, steps))
     assert_same_bits(contents(tiered), contents(twin))
-
-
-@not_interpreted
-def test_ids_of_one_set_use_the_overflow_and_leave_it(placement):
-    """Their set has 32 ways; the other 61 sets stay empty."""
-    ids = ids_of_one_set(20_000, 62)[:100]
-    configs = [te.TableConfig("t", 20_000, 4)]
-    tiered = seeded(configs, te.optim.SGD(), True, (placement,), CacheConfig(rows=62 * 32))
-    batch = te.KeyedJaggedTensor.from_lists({"t": [ids.tolist()]})
-    for _ in range(3):
-        tiered(batch).sum().backward()
-    result = tiered.cache_statistics()["t"]
-    assert (result.lookups, result.hits, result.overflows) == (300, 200, 68)
-    other = ids_of_one_set(20_000, 62)[100:132].tolist()
-    tiered(te.KeyedJaggedTensor.from_lists({"t": [other]})).sum().backward()
-    assert tiered.cache_statistics()["t"].evictions == 100  # 32 of the set, 68 of the overflow
 
 
 def accumulated(collection, steps):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from tests.helpers import CACHED, assert_same_bits, contents
 from tests.nn.tiers import not_interpreted, outputs_of, seeded, varied_steps
 from tritonemb import ops
 from tritonemb.tables.cache import Pins
+from tritonemb.tables.cache_storage import RowMoves, RowTransfer
+from tritonemb.tables.server_table import make_table
 
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
@@ -183,9 +186,7 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
     tiered = make("host")
     sent = [tiered.group(batch_of([1, 2], [3]))]
     sent[0].pins.ready = Stream()
-    monkeypatch.setattr(
-        torch.cuda, "current_stream", lambda _device: reader if threading.get_ident() == main else other
-    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: reader if threading.get_ident() == main else other)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
     monkeypatch.setattr(tiered.cache, "device", torch.device("cuda"))
     sent[0].acquire(tiered.table_set)
@@ -193,3 +194,32 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
         thread.submit(sent.clear).result()  # the last that refers to it
         thread.submit(tiered.cache._unpin_released).result()
     assert other.waited == [other, reader]
+
+
+class Slow:
+    """Writes that have ended when somebody waits for them, in a store that takes them all."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.waited: list[int] = []
+
+    def transfer(self, requests, write):
+        ((_, rows, _),), number = requests, len(self.asked)
+        self.asked.append(rows.tolist())
+        return [SimpleNamespace(wait=lambda: self.waited.append(number))]
+
+
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_writes_that_nobody_waits_for_take_little_memory(size):
+    """As of a table whose rows only leave, while only others' are read."""
+    store, tables = Slow(), [make_table(te.TableConfig(name, 20, 4, placement="host"), ()) for name in "ab"]
+    tables[1].rows.store = store
+    transfer = RowTransfer(tables, torch.tensor([0, 20]))
+    rows = torch.randperm(20)[:size]
+    moves = RowMoves([0, size], torch.tensor([0, 0, size]), torch.ones_like(rows), rows, rows)
+    for number in range(50):
+        transfer.write(moves)
+        assert store.waited == list(range(number))  # the writes of one batch are pending
+    transfer.finish_writes()
+    assert store.waited == list(range(50))
+    assert store.asked == [rows.sort()[0].tolist()] * 50

@@ -49,9 +49,7 @@ def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypa
     """Batches grow, so that slots move to larger memory again and again, all four batches that are held with them."""
     grown = []
     whole = CacheStorage._resize
-    monkeypatch.setattr(
-        CacheStorage, "_resize", lambda self, *args: (grown.append(threading.get_ident()), whole(self, *args))
-    )
+    monkeypatch.setattr(CacheStorage, "_resize", lambda *args: (grown.append(threading.get_ident()), whole(*args)))
     twin, tiered = seeded(TABLES, optimizer), seeded(TABLES, optimizer, True, (placement,), CacheConfig(rows=64))
     steps = list(growing_steps(fewer(20, 4), 20, 4))
     expected = outputs_of(twin, steps)
@@ -82,9 +80,7 @@ def test_overflows_of_many_tables_grow_at_once(monkeypatch):
     grown, grow = [], CacheDirectory.grow
     monkeypatch.setattr(CacheDirectory, "grow", lambda self, more: (grown.append(list(more)), grow(self, more)))
     batches = [
-        te.KeyedJaggedTensor.from_lists(
-            {table.name: [list(range(size(number)))] for number, table in enumerate(tables)}
-        )
+        te.KeyedJaggedTensor.from_lists({table.name: [list(range(size(n)))] for n, table in enumerate(tables)})
         for size in (lambda number: 20, lambda number: 60 if number % 2 else 1, lambda number: 60 + 20 * number)
     ]
     for collection in (tiered, twin):

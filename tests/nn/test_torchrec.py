@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -20,12 +18,10 @@ sparse = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="torchrec i
 @pytest.mark.parametrize("pooled", [True, False])
 def test_a_torchrec_batch_gives_the_same_result(pooled, optimizer, weighted, by):
     configs = [te.TableConfig(name, 9, 5, pooling="sum" if pooled else "none") for name in "ab"]
-    collection = make_collection(configs, optimizer, pooled)
-    twin = copy.deepcopy(collection)
+    collection, twin = (make_collection(configs, optimizer, pooled) for _ in range(2))
     for batch, grad in random_steps(collection, 3, weighted=weighted):
-        reference = sparse.KeyedJaggedTensor(
-            batch.keys(), batch.values(), batch.weights_or_none(), **{by: getattr(batch, by)()}
-        )
+        sizes = {by: getattr(batch, by)()}
+        reference = sparse.KeyedJaggedTensor(batch.keys(), batch.values(), batch.weights_or_none(), **sizes)
         result, expected = output_of(collection, reference), output_of(twin, batch)
         assert torch.equal(result, expected)
         result.backward(grad)
@@ -37,8 +33,8 @@ def test_a_torchrec_batch_gives_the_same_result(pooled, optimizer, weighted, by)
 
 
 def test_accumulating_torchrec_batches():
-    collection = make_collection([te.TableConfig(name, 9, 5) for name in "ab"], te.optim.Adagrad())
-    twin = copy.deepcopy(collection)
+    configs = [te.TableConfig(name, 9, 5) for name in "ab"]
+    collection, twin = (make_collection(configs, te.optim.Adagrad()) for _ in range(2))
     with collection.accumulate(), twin.accumulate():
         for batch, grad in random_steps(collection, 3):
             collection(sparse.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths())).backward(grad)
