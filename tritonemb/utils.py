@@ -230,6 +230,8 @@ def new_folder(path: Path) -> Iterator[Path]:
     with on_error(lambda: shutil.rmtree(temporary, ignore_errors=True)):
         temporary.mkdir()
         yield temporary
+        for file in temporary.rglob("*"):
+            sync(file)
         publish(temporary, path)
 
 

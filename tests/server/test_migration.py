@@ -297,6 +297,8 @@ def test_a_client_that_was_away_finds_its_tablets():
             initial = reader(next(batches(1)))
             rebalance(transports, ["server-1"])
             assert torch.equal(reader(next(batches(1))), initial)
+            with pytest.raises(ValueError, match=r"is read by id from embedding servers; load its checkpoint"):
+                te.quantize(reader)
         results.append(train(model, 3))
         flush(model)
         same((results, model.state_dict()), (list(expected), expected_state))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
+from tests.helpers import DEADLINE, assert_same_bits
 from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
 from tritonemb.server import Servers, attach, connection, durable, flush
 from tritonemb.server.connection import HEARTBEAT
@@ -75,6 +75,51 @@ def test_a_server_that_is_gone_ends_training(tmp_path):
         local[0].receive = lambda message, reply: None
         with pytest.raises(ConnectionError, match=r"server-0 has not answered for 3 seconds"):
             train(model, 1)
+
+
+def test_a_server_that_was_closed_is_gone():
+    server = EmbeddingServer("s")
+    with Servers([LocalTransport(server)], patience=0.5) as servers:
+        server.close()
+        with pytest.raises(ConnectionError, match="has not answered for"):
+            servers.connections[0].submit("save", {}).result(DEADLINE)
+
+
+def test_connections_are_closed_if_another_server_does_not_answer():
+    server, channels = EmbeddingServer("s"), []
+
+    class Recorded(LocalTransport):
+        def open(self, receive, lost):
+            if channels:
+                raise ConnectionError("refused")
+            channels.append(super().open(receive, lost))
+            return channels[0]
+
+    with pytest.raises(ConnectionError, match="refused"):
+        Servers([Recorded(server), Recorded(server)], [server])
+    with pytest.raises(ConnectionError, match="closed"):
+        channels[0].send(({}, []))
+    assert not server._thread.is_alive()
+
+
+def test_a_connection_that_is_closed_while_it_opens():
+    server, opened = EmbeddingServer("s"), []
+    with Servers([LocalTransport(server)], [server]) as servers:
+        (client,) = servers.connections
+        transport = client.transport
+
+        class ClosedMeanwhile:
+            address = "s"
+
+            def open(self, receive, lost):
+                client.close()
+                opened.append(transport.open(receive, lost))
+                return opened[0]
+
+        client.transport = ClosedMeanwhile()
+        client._open()
+    with pytest.raises(ConnectionError, match="closed"):
+        opened[0].send(({}, []))
 
 
 def test_a_torn_record_is_left_out_and_a_damaged_one_is_not(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.server.jobs import ALONE, KEYS, Faults, batches, local_servers, make, same, train, train_all
 from tritonemb.data import make_synthetic
-from tritonemb.server import AtMost, EmbeddingServer, Servers, attach, flush
+from tritonemb.server import AtMost, EmbeddingServer, Servers, attach, flush, node
 from tritonemb.server.transport import LocalTransport
 
 OPTIMIZERS = [
@@ -252,6 +253,17 @@ def test_tables_that_find_no_room_are_put_on_disk(how, tmp_path):
     server = EmbeddingServer("small", memory=200_000)
     message = r"small has 200,000 bytes left for tables, and those of 'tables' need .* over_memory=\"spill\""
     with Servers([LocalTransport(server, "small")], [server]) as servers, pytest.raises(ValueError, match=message):
+        make(servers)
+
+
+def test_tables_that_cannot_be_created_reserve_no_memory(monkeypatch):
+    server = EmbeddingServer("small", memory=10_000_000)
+    with Servers([LocalTransport(server, "small")], [server]) as servers:
+        with monkeypatch.context() as patch:
+            patch.setattr(node, "ServedTables", Mock(side_effect=OSError("no memory")))
+            with pytest.raises(OSError, match="no memory"):
+                make(servers)
+        assert server.quota.reserved_bytes == {}
         make(servers)
 
 

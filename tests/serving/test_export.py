@@ -20,6 +20,7 @@ from torch import nn
 from torch.export.pt2_archive._package import PT2ArchiveWriter
 
 import tritonemb as te
+from tests import durability
 from tests.strategies import random_batch
 from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
 from tritonemb.data.files import pa
@@ -137,7 +138,7 @@ def test_a_run_is_exported_with_its_vocabulary(tmp_path):
     run = trained(tmp_path / "run", replace(SCHEMA, num_embeddings=100_000, vocabulary=vocabulary))
     expected, ids = run.predict(FRAME), run.ids("user", ["u1", "?"])
     te.export(run, tmp_path / "export")
-    vocabulary.unlink()
+    vocabulary.write_text("edited in place")
     (tmp_path / "export").rename(tmp_path / "moved")
     loaded = te.load_run(tmp_path / "moved", model=run.model)
     assert np.array_equal(loaded.predict(FRAME), expected)
@@ -451,3 +452,58 @@ def test_a_full_disk_of_a_program(target, tmp_path, monkeypatch):
         with pytest.raises(StorageError, match="could not be written: No space left on device; make room there"):
             te.export(run, tmp_path / "new", target)
         assert not [*tmp_path.iterdir()]
+
+
+class Twice(nn.Module):
+    """A collection and a layer under two names each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = self.again = te.nn.EmbeddingBagCollection([config("a", "x")])
+        self.first = self.second = nn.Linear(8, 8)
+
+    def forward(self, batch: te.KeyedJaggedTensor) -> torch.Tensor:
+        return self.second(self.first(self.again(batch)))
+
+
+def test_modules_under_two_names(tmp_path):
+    model = Twice()
+    loaded = te.load_run(te.export(model, tmp_path / "model"), model=Twice).model
+    assert same_bits(model, loaded)
+    assert (loaded.again, loaded.second) == (loaded.tables, loaded.first)
+
+
+def test_a_table_that_is_replaced_while_it_is_mapped(tmp_path, monkeypatch):
+    """Rows and ids are of one of the files."""
+    for name, size in (("old", 3), ("new", 5)):
+        rows, ids = torch.full((size, 4), float(size)), torch.arange(size)
+        sources = {"rows": (rows.dtype, (*rows.shape,), [rows]), "ids": (ids.dtype, (size,), [ids])}
+        package.write_tensors(tmp_path / name, sources, {})
+    read_header = package.read_header
+
+    def replace_after(path: Path, *args: Any) -> Any:
+        tensors = read_header(path, *args)
+        (tmp_path / "new").rename(path)
+        return tensors
+
+    monkeypatch.setattr(package, "read_header", replace_after)
+    tensors, _ = package.map_tensors(tmp_path / "old")
+    assert tensors["rows"].tolist() == [[3.0] * 4] * 3
+    assert tensors["ids"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("bits", "dim"), [("int4", 3), ("int2", 5), ("int2", 7)])
+def test_programs_have_rows_that_do_not_fill_bytes(bits, dim):
+    collection = te.quantize(te.nn.EmbeddingBagCollection([te.TableConfig("a", 40, dim, pooling="mean")]), bits)
+    ids, offsets = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([0, 2, 2])
+    expected = collection(te.KeyedJaggedTensor(["a"], ids, lengths=torch.tensor([2, 0, 3])))
+    torch.testing.assert_close(PROGRAMS.AtenTable(collection["a"])(ids, offsets), expected, rtol=0, atol=1e-6)
+
+
+@durability.LINUX
+@pytest.mark.parametrize("target", ["tritonemb", "aten"])
+def test_a_folder_with_its_name_is_on_the_disk(target, tmp_path, monkeypatch):
+    monkeypatch.setitem(PROGRAMS._WRITERS, "aten", lambda folder, *_: (folder / "model.pt2").write_bytes(b"program"))
+    disk = durability.Durability(monkeypatch, tmp_path)
+    te.export(Model(KINDS["device"]), tmp_path / "model", target)
+    assert disk.check() == []

@@ -321,3 +321,71 @@ def test_a_full_disk(small_disk, kind, file, monkeypatch):
         chains = [manifest["model"], *manifest["servers"].values()]
         names = {file for entries in chains for entry in entries for file in entry["files"]}
         assert names >= {path.name for path in (small_disk / "p").iterdir()} - {PUBLISHED} - previous
+
+
+class Shared(nn.Module):
+    """A collection and a layer under two names each."""
+
+    def __init__(self, seed: int = 0, **place: object) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.tables = self.again = te.nn.EmbeddingBagCollection([te.TableConfig("a", 300, 8, **place)])
+        self.first = self.second = nn.Linear(8, 8)
+
+    def forward(self, batch: te.KeyedJaggedTensor) -> torch.Tensor:
+        return self.second(self.first(self.again(batch)))
+
+
+EACH_ROW = te.KeyedJaggedTensor(["a"], torch.arange(300), lengths=torch.ones(300, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_modules_under_two_names(quantized, tmp_path):
+    model, served = Shared(), te.quantize(Shared(seed=1)) if quantized else Shared(seed=1)
+    Publisher(tmp_path).publish(model)
+    assert ModelFollower(served, tmp_path, poll=None).problem is None
+    with torch.no_grad():
+        assert torch.equal(served(EACH_ROW), (te.quantize(model) if quantized else model)(EACH_ROW))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("source", ["fp32", "int8", "checkpoint"])
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_rows_that_are_trained_as_int8(placement, source, quantized, tmp_path):
+    """Their codes are not published, nor read from checkpoints, as if they were values."""
+    cache = te.CacheConfig(rows=64, folder=tmp_path if placement == "disk" else None)
+    model = Shared(placement=placement, dtype=torch.int8, cache=cache)
+    if source == "checkpoint":
+        save(model, tmp_path / "p", 1)
+    else:
+        Publisher(tmp_path / "p", rows=source).publish(model)
+    served = te.quantize(Shared(seed=1)) if quantized else Shared(seed=1)
+    assert ModelFollower(served, tmp_path / "p", poll=None).problem is None
+    with torch.no_grad():
+        expected = (te.quantize(model) if quantized or source == "int8" else model)(EACH_ROW)
+        assert torch.equal(served(EACH_ROW), expected)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_an_export_follows(quantized, tmp_path):
+    """Its mapped rows change in this process alone."""
+    model = Model()
+    served = te.export(te.quantize(model) if quantized else model, tmp_path / "export")
+    before = [path.read_bytes() for path in sorted((served / "tables").iterdir())]
+    for step in range(3):
+        train(model, step)
+    Publisher(tmp_path / "p").publish(model)
+    loaded, other = (te.load_run(served, model=Model).model for _ in range(2))
+    expected = scores(other)
+    assert ModelFollower(loaded, tmp_path / "p", poll=None).problem is None
+    assert torch.equal(scores(loaded), scores(te.quantize(model) if quantized else model))
+    assert torch.equal(scores(other), expected)
+    assert [path.read_bytes() for path in sorted((served / "tables").iterdir())] == before
+
+
+def test_an_export_takes_no_new_ids(tmp_path):
+    model = Model("dynamic")
+    train(model, 1)
+    loaded = te.load_run(te.export(model, tmp_path / "export"), model=lambda: Model("dynamic")).model
+    with pytest.raises(ValueError, match=r"'tables.b' takes no new ids: .*exported"):
+        ModelFollower(loaded, tmp_path, poll=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from itertools import pairwise
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.serving.models import KINDS, Model, publish, published_rows, scores, train
+from tritonemb.server import snapshot
 from tritonemb.server.snapshot import read_snapshot
 from tritonemb.serving import ModelFollower, Publisher
 from tritonemb.serving import publisher as publishing
@@ -174,3 +176,22 @@ def test_a_trainer_publishes(ranks, size, tmp_path):
     assert {name: torch.equal(value, states[0][name]) for name, value in dense.items()} == dict.fromkeys(
         states[0], True
     )
+
+
+def test_a_failure_releases_the_tables(tmp_path, monkeypatch):
+    """Training continues after a full disk: its thread can lock the dynamic table whose rows were being written."""
+    model, publisher, write = Model("dynamic"), Publisher(tmp_path), snapshot.write_record
+    train(model, 1)
+
+    def write_or_fail(file, message):
+        if message[0].get("kind") == "rows" and message[0]["table"] == "tables.b":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, message)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "write_record", write_or_fail)
+        with pytest.raises(StorageError, match="No space left on device"):
+            publisher.publish(model)
+    assert model.tables["b"].index.lock._lock.acquire(timeout=5)
+    model.tables["b"].index.lock._lock.release()
+    publisher.publish(model)

@@ -69,7 +69,10 @@ class Servers(Closeable):
     ) -> None:  # fmt: skip
         self._local_servers, self.token, self._options = list(local_servers), token, (tablets, patience)
         self.clients: list[TableClient] = []
-        self.connections = [Connection(transport, patience) for transport in transports]
+        self.connections = list[Connection]()
+        with on_error(self.close):
+            for transport in transports:
+                self.connections.append(Connection(transport, patience))
 
     @cached_property
     def directory(self) -> TabletDirectory:

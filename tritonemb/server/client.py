@@ -263,6 +263,10 @@ class ReadOnlyClient(CollectionClient):
         """ValueError: this client cannot train."""
         raise ValueError(f"tables of {self._name!r} are read-only here: they are read from embedding servers")
 
+    def tensors(self, table: str) -> dict[str, Tensor]:
+        """ValueError: this client reads rows by id."""
+        raise ValueError(f"table {table!r} is read by id from embedding servers; load its checkpoint without servers=")
+
     def _submit(self, target: int, op: str, values: Values, tensors: Sequence[Tensor] = ()) -> Future[Message]:
         # A query: servers do not log it, and it needs no registered trainer.
         future: Future[Message] = Future()

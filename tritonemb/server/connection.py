@@ -127,6 +127,8 @@ class Connection(Closeable):
         channel = self.transport.open(self._receive, partial(self._channel_lost, channel_id))
         with self._lock:
             self._channel, self._channel_id = channel, channel_id
+        if self._closed.is_set():  # meanwhile
+            channel.close()
 
     def close(self) -> None:
         self._closed.set()

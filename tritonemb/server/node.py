@@ -33,7 +33,7 @@ from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.tables.dynamic_table import row_fields
-from tritonemb.utils import Closeable
+from tritonemb.utils import Closeable, on_error
 
 MAX_REQUESTS_PER_APPEND = 64  # to the log
 HandlerT = TypeVar("HandlerT")
@@ -94,7 +94,7 @@ class EmbeddingServer(Closeable):
         for name in ("number", "received") if is_request else ("query",):
             index(values[name])
         self.clients.last_seen[values["client"] if is_request else values.get("client")] = time.monotonic()
-        if values["op"] == "ping":
+        if values["op"] == "ping" and self._thread.is_alive():  # else the server is closed
             reply(({"query": values["query"]}, []))
         else:
             self._queue.put((message, reply))
@@ -222,7 +222,8 @@ class EmbeddingServer(Closeable):
 
     def add_tables(self, name: str, spec: CollectionSpec, server: int) -> ServedTables:
         cache = self.quota.reserve(self.name, name, spec, server)
-        served = self.collections[name] = ServedTables(spec, server, cache)
+        with on_error(lambda: self.quota.reserved_bytes.pop(name)):
+            served = self.collections[name] = ServedTables(spec, server, cache)
         return served
 
     def remove_tables(self, name: str) -> None:

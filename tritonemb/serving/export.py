@@ -56,7 +56,7 @@ class AtenTable(nn.Module):
         rows, known_ids = (self._buffers[name] for name in ("rows", "ids"))
         assert rows is not None
         if self.bits:
-            pooled = aten_bag(rows, ids, offsets, self.bits)
+            pooled = aten_bag(rows, ids, offsets, self.bits)[:, : self.config.embedding_dim]  # they fill whole bytes
         elif known_ids is None:
             return nn.functional.embedding_bag(ids, rows, offsets, mode=self.config.pooling)
         else:

@@ -81,7 +81,9 @@ class ModelFollower(Closeable):
         kinds = Table, QuantizedTable, FusedModule
         self._tables: Mapping[str, FollowedTable]
         self._tables = {path: FollowedTable(path, module) for path, module in tables if isinstance(module, kinds)}
-        prefixes, tensors = tuple(f"{path}." for path in self._tables), contents_of(self.model)[0]
+        modules = ((p, m) for p, m in self.model.named_modules(remove_duplicate=False) if isinstance(m, kinds))
+        self._paths = [path for path, m in modules if "weight" in {**m._parameters, **m._buffers}]  # also second ones
+        prefixes, tensors = tuple(f"{path}." for path in self._paths), contents_of(self.model)[0]
         self._dense = {name: value for name, value in tensors.items() if not name.startswith(prefixes)}
         self.refresh()
         self.apply()
@@ -174,7 +176,7 @@ class ModelFollower(Closeable):
             for file, header in reversed(chain or []):
                 update.read(file, header, names_of_tables)
         if is_checkpoint:
-            update.read_checkpoint(path, self._dense)
+            update.read_checkpoint(path, self._dense, self._paths)
         update.finish()
         # Check dense layers.
         kinds = [

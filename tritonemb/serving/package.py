@@ -12,7 +12,6 @@ import itertools
 import json
 import mmap
 import shutil
-import warnings
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -41,12 +40,14 @@ from tritonemb.tables.dynamic_table import sorted_table
 from tritonemb.tables.table import Table
 from tritonemb.training.doctor import versions
 from tritonemb.types import CacheConfig, TableConfig
-from tritonemb.utils import atomic_path, sync
+from tritonemb.utils import atomic_path
 
 MANIFEST, DENSE, TABLES = "export.json", "dense.safetensors", "tables"
 Collection = TableCollection | QuantizedCollection
 Source = tuple[torch.dtype, tuple[int, ...], Iterable[Tensor]]  # dtype, shape and blocks of a tensor to write
 PAGE_BYTES = 4096  # alignment of tensors in a file, so that a row of up to a page touches two at most
+# Without a reservation (MAP_NORESERVE, which Python 3.11 lacks), as a file may be larger than the memory.
+COPY_ON_WRITE = mmap.MAP_PRIVATE | 0x4000, mmap.PROT_READ | mmap.PROT_WRITE
 NO_DIGEST, NO_IDS = "0" * 64, torch.empty(0, dtype=torch.int64)
 
 
@@ -62,7 +63,7 @@ def write_package(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> 
     for key, table in tables.items():
         write_table(folder / names[key], table)
     dense: dict[str, Tensor] = {}
-    for path, part in model.named_modules():
+    for path, part in model.named_modules(remove_duplicate=False):
         if not isinstance(part, Table | QuantizedTable | Collection):
             part._save_to_state_dict(dense, f"{path}." if path else "", False)
     write_tensors(folder / DENSE, {name: (t.dtype, tuple(t.shape), [t.detach()]) for name, t in dense.items()}, {})
@@ -71,7 +72,7 @@ def write_package(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> 
     schema = (reading.get("read") or {}).get("schema") or {}
     if vocabulary := schema.get("vocabulary"):
         schema["vocabulary"] = f"vocabulary{Path(vocabulary).suffix}"
-        checkpoint.link_or_copy(Path(vocabulary), folder / schema["vocabulary"])
+        shutil.copyfile(vocabulary, folder / schema["vocabulary"])  # not a link, as its user may edit it
         files.append(schema["vocabulary"])
     checksums = {name: checkpoint.size_and_checksum(folder / name) for name in files}
     entries = {"reading": reading, "versions": versions(), "tables": names, "files": checksums}
@@ -102,14 +103,14 @@ def load_package(folder: Path, model: nn.Module, manifest: Mapping[str, Any]) ->
         raise ValueError(f"{folder} has the tables {sorted(names)}, the model {sorted(keys)}; use that of the export")
     for path, collection in parts.items():
         loaded = _with_tables(collection, map_tables(path, collection, folder, names))
-        parent, _, name = path.rpartition(".")
-        if path:
-            model.get_submodule(parent)._modules[name] = loaded
-        else:
-            model = loaded
+        for parent in list(model.modules()):
+            parent._modules.update({name: loaded for name, child in parent._modules.items() if child is collection})
+        model = model if path else loaded
     dense = {name: tensor.clone() for name, tensor in map_tensors(folder / DENSE)[0].items()}
     missing, unexpected = model.load_state_dict(dense, strict=False, assign=True)
-    missing = [name for name in missing if not name.startswith(tuple(f"{key}." for key in keys))]
+    parts_by_path = model.named_modules(remove_duplicate=False)
+    tables = tuple(f"{path}.".lstrip(".") for path, part in parts_by_path if isinstance(part, Collection))
+    missing = [name for name in missing if not name.startswith(tables)]
     for name in [*missing, *unexpected]:
         lacking, having = ("the package", "the model") if name in missing else ("the model", "the package")
         raise ValueError(f"{folder}: {lacking} lacks {name!r} of {having}; use the model that was exported")
@@ -232,7 +233,7 @@ def _with_tables(collection: Any, loaded: list[Any]) -> nn.Module:
 
 
 def write_tensors(path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str]) -> None:
-    """Write a safetensors file with checksums, and sync it; larger elements come first, so that all are aligned."""
+    """Write a safetensors file with checksums; larger elements come first, so that all are aligned."""
     sources, crc, end = dict(sorted(sources.items(), key=lambda entry: -entry[1][0].itemsize)), 0, 0
     names, entries = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}, dict[str, Any]()
     for name, (dtype, shape, _) in sources.items():
@@ -246,7 +247,6 @@ def write_tensors(path: Path, sources: Mapping[str, Source], metadata: Mapping[s
                 crc = zlib.crc32(data, crc)
         file.seek(0)
         file.write(encode_header(entries, {**metadata, "crc32": f"{crc:08x}"}))
-    sync(path)
 
 
 def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
@@ -258,18 +258,18 @@ def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> by
 
 
 def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Map a file read-only; return its tensors, which must not be written to, and its metadata.
+    """Map a file, copy on write; return its tensors and its metadata.
 
-    Pages are shared with the page cache and with other processes. The file may be replaced meanwhile. ValueError if the
-    header is damaged, or not of `write_tensors`.
+    Pages are shared with the page cache and with other processes until a follower writes to them. The file may be
+    replaced meanwhile. ValueError if the header is damaged, or not of `write_tensors`.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist; export the model again")
-    tensors = read_header(path)
-    with path.open("rb") as file, warnings.catch_warnings():
+    with path.open("rb") as file:
+        tensors = read_header(path, file)
+        file.seek(0)
         text = file.read(int.from_bytes(file.read(8), "little")).decode().rstrip()
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        data = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8))
+        data = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0, *COPY_ON_WRITE), np.uint8))
     metadata = json.loads(text).get("__metadata__") or {}
     digest = metadata.get("sha256") or NO_DIGEST
     if hashlib.sha256(text.replace(digest, NO_DIGEST).encode()).hexdigest() != digest:

@@ -12,9 +12,9 @@ pages of tables on disk are counted since the last checkpoint. Fingerprints see 
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -35,7 +35,7 @@ from tritonemb.server.transport import Message
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.storage.store import StorageError, storage_errors
+from tritonemb.storage.store import SCALE, StorageError, decode_rows, storage_errors
 from tritonemb.tables.cached_rows import DiskTensor, metadata_only
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.table import WEIGHT
@@ -134,29 +134,36 @@ def contents_of(model: nn.Module, rank: int = 0) -> tuple[dict[str, Tensor], lis
     """
     with metadata_only(parameters=True):
         state = model.state_dict()
-    modules = (model.module if isinstance(model, HybridParallel) else model).named_modules()
-    collections: dict[str, Any] = {path: m for path, m in modules if isinstance(m, FusedModule | ShardedCollection)}
-    prefixes = tuple(f"{path}." if path else "" for path in collections)
+    root, kinds = model.module if isinstance(model, HybridParallel) else model, FusedModule | ShardedCollection
+    modules = root.named_modules(remove_duplicate=False)
+    prefixes = tuple(f"{path}.".lstrip(".") for path, module in modules if isinstance(module, kinds))
     dense = {name: value.detach() for name, value in state.items() if not name.startswith(prefixes)}
     dense = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in dense.items()}
     tables = list[TableRows]()
-    for path, prefix in zip(collections, prefixes, strict=True):
-        configs = getattr(collections[path], "configs", None)  # a single table has none
-        for name in [path] if configs is None else [f"{prefix}{config.name}" for config in configs]:
-            value = state.get(f"{name}.weight".lstrip("."), torch.empty(0))
-            for shard in value.shards if isinstance(value, TableShards) else [LocalShard(value, is_primary=rank == 0)]:
+    for path, module in ((path, module) for path, module in root.named_modules() if isinstance(module, kinds)):
+        configs = getattr(module, "configs", None)  # a single table has none
+        for name in [path] if configs is None else [f"{path}.{config.name}".lstrip(".") for config in configs]:
+            value, scale = state.get(f"{name}.weight".lstrip("."), torch.empty(0)), state.get(f"{name}.{SCALE}")
+            shards = value.shards if isinstance(value, TableShards) else [LocalShard(value, is_primary=rank == 0)]
+            for number, shard in enumerate(shards):
                 if shard.is_primary and shard.tensor.dim() == 2:
-                    tables.append(TableRows(name, len(shard.tensor), _reader(shard.tensor), *shard[1:3]))
+                    part = scale.shards[number].tensor if isinstance(scale, TableShards) else scale
+                    tables.append(TableRows(name, len(shard.tensor), _reader(shard.tensor, part), *shard[1:3]))
     for name, table in dynamic_tables(model):
         if table is not None and (rank == 0 or isinstance(model, HybridParallel)):
             tables.append(TableRows(name, table.index.capacity, _dynamic_reader(table), dynamic=table))
     return (dense if rank == 0 else {}), tables
 
 
-def _reader(weight: Tensor) -> Callable[[Tensor], Tensor]:
+def _reader(weight: Tensor, scale: Tensor | None) -> Callable[[Tensor], Tensor]:
     if isinstance(weight, DiskTensor):
         return lambda rows: weight.rows.read(cast(Any, None), rows, WEIGHT)["weight"]
-    return lambda rows: weight.detach()[int(rows[0]) : int(rows[-1]) + 1].cpu()
+
+    def read(rows: Tensor) -> Tensor:
+        span = slice(int(rows[0]), int(rows[-1]) + 1)
+        return weight.detach()[span].cpu() if scale is None else decode_rows(weight[span], scale[span])  # int8 codes
+
+    return read
 
 
 def _dynamic_reader(table: DynamicTable) -> Callable[[Tensor], Tensor]:
@@ -165,7 +172,7 @@ def _dynamic_reader(table: DynamicTable) -> Callable[[Tensor], Tensor]:
 
 def model_records(
     dense: dict[str, Tensor], tables: Iterable[tuple[TableRows, Published]], bits: int = 32, limit: int | None = None
-) -> Iterator[Message]:
+) -> Generator[Message, None, None]:
     """Yield the records of a model after the header: dense tensors, then the changes of each table."""
     if dense:
         yield {"kind": "dense", "names": list(dense)}, [tensor.cpu().clone() for tensor in dense.values()]
@@ -255,7 +262,7 @@ class Publisher(Callback):
             records: Iterable[Message] = chain([(header | {"time": time.time()}, [])], contents, [({"end": after}, [])])
             # Training waits for a full snapshot, which would need memory for a copy of the model.
             records = records if is_full else on_each_rank(group, lambda: list(records))
-            self._running = self._thread.submit(self._write, records, is_full)
+            self._running = self._thread.submit(self._write, records, contents, is_full)
             if wait or is_full:
                 self.finish()
 
@@ -308,10 +315,11 @@ class Publisher(Callback):
         files = [f"{stem.name}{server}.server" for server in range(len(headers))]
         return _extended(previous if changes_only else [], headers, files)
 
-    def _write(self, records: Iterable[Message], is_full: bool) -> None:
+    def _write(self, records: Iterable[Message], contents: Generator[Message, None, None], is_full: bool) -> None:
         """Write this rank's file, then on rank 0 the manifest, and remove files that no follower needs."""
         group, path = self._group, self._folder / f"{uuid.uuid4().hex}-{self._group.rank}.update"
-        written = on_all_ranks(group, lambda: (write_snapshot(path, records), path.name), StorageError)
+        with closing(contents):  # in this thread, which holds the lock of the table that is being written
+            written = on_all_ranks(group, lambda: (write_snapshot(path, records), path.name), StorageError)
         self._model_chains[:] = _extended([] if is_full else self._model_chains, *zip(*written, strict=True))
         on_rank_zero(group, self._write_manifest, StorageError)
 

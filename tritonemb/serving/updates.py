@@ -14,7 +14,7 @@ from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.spec import TableSpec
 from tritonemb.server.transport import Values
 from tritonemb.serving.quantized_tables import QuantizedTable, plain_table
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.store import SCALE, StorageError, decode_rows
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.table import BLOCK_ELEMENTS, WEIGHT, Table
 from tritonemb.training.checkpoint import load_tensors, read_manifest, stored_tensors
@@ -25,7 +25,7 @@ Change = tuple[Tensor, Tensor | None, int]
 Parts = Sequence[Mapping[str, Tensor]]
 """Seed and fallback rows of a dynamic table, by rank or server."""
 # Tensors of a table in checkpoints that followers read; those of a dynamic table on disk are in the order of its file.
-ROW_FIELDS = ("weight", "ids", "seed", f"{FALLBACK}weight", "row", "rows.weight", "rows.id")
+ROW_FIELDS = ("weight", SCALE, "ids", "seed", f"{FALLBACK}weight", "row", "rows.weight", "rows.id")
 
 
 class FollowedTable:
@@ -34,9 +34,10 @@ class FollowedTable:
     def __init__(self, name: str, table: Any, num_rows: int | None = None) -> None:
         self.name, self.dynamic = name, table if isinstance(table, DynamicTable) else None
         self.bits = table.bits if isinstance(table, QuantizedTable) else 32
-        if self.bits == INDEXED:
-            raise ValueError(f"table {name!r} is dynamic or quantized by frequency; quantize a new model instead")
         config = getattr(table, "config", table)  # a single table has none
+        if self.bits == INDEXED or (config.num_embeddings is None and self.dynamic is None):
+            text = "it is quantized by frequency, or dynamic and quantized, exported, or outside of a collection"
+            raise ValueError(f"table {name!r} takes no new ids: {text}; use the model of a checkpoint")
         self.num_rows, self.dim = num_rows or config.num_embeddings, config.embedding_dim
         self.table: Any = table if isinstance(table, Table) else plain_table(table, config)
 
@@ -154,11 +155,11 @@ class Update:
             self._add(name, ids, None, 0)
         self._newer_ids = {key: torch.cat(ids) for key, ids in self._ids.items()}
 
-    def read_checkpoint(self, path: Path, dense: Container[str]) -> None:
+    def read_checkpoint(self, path: Path, dense: Container[str], tables: Iterable[str]) -> None:
         """Read a run's checkpoint, but for tables on servers: dense tensors, those of the model at least, and all rows.
-        ValueError if it is damaged."""
+        `tables` are all paths of the model's tables. ValueError if it is damaged."""
         read_manifest(path)
-        prefix, collections = "model.", tuple(name[: name.rfind(".") + 1] for name in self.tables)
+        prefix, collections = "model.", tuple(name[: name.rfind(".") + 1] for name in tables)
         stored = {name[len(prefix) :]: e for name, e in stored_tensors(path).items() if name.startswith(prefix)}
 
         def load(names: Iterable[str]) -> dict[str, Tensor]:
@@ -176,6 +177,7 @@ class Update:
                 raise ValueError(f"table {name!r} is dynamic either in {path} or in the model, and static in the other")
             fields = rows_by_id(fields, path)
             ids, rows = fields.get("ids", torch.arange(len(fields["weight"]))), fields["weight"]
+            rows = decode_rows(rows, fields[SCALE]) if SCALE in fields else rows
             if "ids" in fields:
                 self._parts[name][0] = fields
             for at in torch.arange(len(ids)).split(max(1, BLOCK_ELEMENTS // rows.shape[1])):

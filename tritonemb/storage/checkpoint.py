@@ -18,11 +18,11 @@ import zipfile
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from operator import index
 from pathlib import Path, PurePath
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, BinaryIO, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -295,15 +295,15 @@ class FileTensor(NamedTuple):
         return result
 
 
-def read_header(path: Path) -> dict[str, FileTensor]:
-    """Read the header of a safetensors file; ValueError unless it is valid and the file has all bytes.
+def read_header(path: Path, source: BinaryIO | None = None) -> dict[str, FileTensor]:
+    """Read the header of a safetensors file, which may be open; ValueError unless it is valid, and no byte is missing.
 
     A file has the length of its header in 8 bytes, the header in JSON, and the tensors
     (https://huggingface.co/docs/safetensors).
     """
     tensors: dict[str, FileTensor] = {}
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if source is None else nullcontext(source) as file:
             file_bytes, data_begin = os.fstat(file.fileno()).st_size, 8 + int.from_bytes(file.read(8), "little")
             if not 8 < data_begin <= min(file_bytes, MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {data_begin - 8:,} bytes, in a file of {file_bytes:,}")
