@@ -17,6 +17,7 @@ from tests.data import logs  # noqa: E402
 from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
 from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule, convert, delimited, open_dataset, open_for_scoring  # noqa: E402
 from tritonemb.data.delimited import MAX_LINE_BYTES, CsvFormat, count_rows, parse, read_line  # noqa: E402
+from tritonemb.data.protocol import Feature  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
 HEADER = "click,note,price,user,item"
@@ -342,6 +343,23 @@ def test_a_carriage_return_outside_quotes_is_named(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"\n", b"\r"))
     with pytest.raises(ValueError, match="its lines end with carriage returns only; convert it"):
         reader(path)
+
+
+@pytest.mark.parametrize("quoted", [False, True])
+def test_a_file_of_one_column_may_have_quotes(tmp_path, quoted):
+    path = tmp_path / "log.csv"
+    kwargs = LogOptions(Schema("click", sparse=("user",)), quoted_newlines=quoted)
+    ids = []
+    for text in ("user\na\nb\n", 'user\n"a"\n"b"\n'):
+        path.write_text(text)
+        log = open_for_scoring(path, kwargs, [Feature("user", 100_000, kind="strings")])
+        ids += [batch.sparse.values().tolist() for batch in log.open("test", 4)]
+    assert len(ids) == 2
+    assert ids[0] == ids[1]
+    path.write_text('user\na\n"b\n')
+    log = open_for_scoring(path, kwargs, [Feature("user", 100_000, kind="strings")])
+    with pytest.raises(ValueError, match="line 3: a quote is not closed in this line"):
+        list(log.open("test", 4))
 
 
 def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):

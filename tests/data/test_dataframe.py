@@ -147,7 +147,8 @@ def test_strings_of_integers_are_scored_as_the_integers_that_were_trained(intege
     assert same(scored.read_as(kinds).open("train", 2), numbers.open("train", 2))
     for value in ("", "1.0", "0x10", " 1", "9223372036854775808", "1\n"):
         bad = from_dataframe(frame.assign(item=[*texts[:-1].astype(str), value]), kwargs)
-        with pytest.raises(ValueError, match=r"feature 'item' was trained with integers, has .*string '"):
+        expected = r"data frame, row 1, or a later row: feature 'item' was trained with integers, has .*string '"
+        with pytest.raises(ValueError, match=expected):
             rows_of(bad.read_as(kinds))
     with pytest.raises(ValueError, match="feature 'user' was trained with strings, has int64 '0'"):
         rows_of(from_dataframe(frame.assign(user=range(100)), kwargs).read_as(kinds))

@@ -77,6 +77,10 @@ def test_tables_average_multi_hot_features():
         ({"features": (Feature("one", 4), Feature("many", 6, True))}, r"'one' has ids from 0 to 4.*\[0, 4\)"),
         ({"features": (Feature("one", 5),)}, "train rows: 2 columns for 1 features"),
         ({"test": rows().slice(0, 0)}, "test rows: no rows"),
+        (
+            {"test": Rows(rows().dense, (Column(torch.rand(5)), jagged(BAGS)), rows().labels)},
+            "test rows: feature 'one' has torch.float32 ids, not integers",
+        ),
         ({"test": rows(bags=[[1], [-1], [], [], []])}, "test rows.*'many' has ids from -1"),
     ],
 )

@@ -50,9 +50,16 @@ def test_the_last_items_of_each_user_are_held_out(tmp_path):
 
 def test_bad_files(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_text("u 1 2 3\nv 1 x 3\n")
-    with pytest.raises(ValueError, match="line 2: expected a user and integer item ids"):
-        read_sequences(path)
+    for line in ("v 1 x 3", "v 1 9223372036854775808 3", "v 1 é 3"):
+        path.write_bytes(f"u 1 2 3\n{line}\n".encode("latin-1"))
+        with pytest.raises(ValueError, match=r"a\.txt, line 2: expected a user and integer item ids"):
+            read_sequences(path)
+    path.write_bytes("é 1 2 3\r\nv 4\n".encode("latin-1"))  # users may have any name
+    assert lists(read_sequences(path)) == [[1, 2, 3], [4]]
+    cut = tmp_path / "a.txt.gz"
+    cut.write_bytes(gzip.compress(b"u 1 2 3\n")[:-9])
+    with pytest.raises(ValueError, match=r"a\.txt\.gz, line .*Compressed file ended"):
+        read_sequences(cut)
     path.write_text("u 1 2 3\nv 1 2\n")
     with pytest.raises(ValueError, match="user 1 has 2 items; leave-one-out needs 3"):
         leave_one_out(read_sequences(path), "test")

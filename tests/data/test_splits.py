@@ -1,4 +1,5 @@
 import itertools
+import math
 import os
 import re
 from datetime import UTC, datetime, timedelta
@@ -193,6 +194,18 @@ def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
         reader(tmp_path / "log.parquet", SplitRule(time_column="when", test_from="soon"), **schema)
     with pytest.raises(ValueError, match="column 'then' is missing; columns: when, click"):
         reader(tmp_path / "log.parquet", SplitRule(time_column="then", test_from="1"), **schema)
+
+
+@pytest.mark.parametrize("kind", [pa.int32(), pa.decimal128(10, 0)], ids=str)
+def test_shards_have_rows_without_a_time_whatever_the_types_of_other_files(tmp_path, kind):
+    """pandas stores integers with missing ones as floating point, whose statistics omit NaN."""
+    for name, times in (("a", [1.0, 2.0, math.nan, 9.0]), ("b", pa.array([3, 4, 5, 6], pa.int32()).cast(kind))):
+        table = pa.table({"when": times, "click": [0] * 4, "price": [float(i) for i in range(4)], "user": list("abcd")})
+        parquet.write_table(table, tmp_path / f"{name}.parquet", row_group_size=2)
+    rule = SplitRule(time_column="when", test_from="7")
+    log = reader(tmp_path, rule, label="click", dense=("price",), sparse=("user",))
+    rows = [rows_of(log, shard=(index, 2)) for index in range(2)]
+    assert sorted(rows[0] + rows[1]) == sorted(rows_of(log))
 
 
 @pytest.mark.parametrize("bound", ["2026-01-02T06:00:00", "2026-01-02 06:00", "2026-01-02T06:00:00Z", "1767333600"])

@@ -121,6 +121,16 @@ def test_half_precision_is_summed_in_float32():
     assert exact.dtype == torch.float32
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_scores_under_autocast_are_in_float32(name):
+    vectors = [vector.detach().float() for vector in make_case(True)[0]]
+    exact = LOSSES[name][0](*vectors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(LOSSES[name][0](*vectors), exact)
+    rounded = [vector.bfloat16() for vector in vectors]
+    assert torch.equal(LOSSES[name][0](*rounded), LOSSES[name][0](*(vector.float() for vector in rounded)))
+
+
 def test_queries_whose_negatives_are_all_accidental_hits_cost_nothing():
     vectors, ids = [torch.randn(2, D), torch.randn(2, D), torch.randn(2, 4, D)], torch.tensor([8, 9])
     negative_ids = ids[:, None].expand(2, 4)

@@ -93,6 +93,14 @@ def test_undefined_metrics_of_weighted_rows_say_why(rows, weights, message):
         label_metrics(torch.zeros(3, 2), torch.cat([torch.eye(3)[:, :1], missing], 1), ("a", "b"), None)
 
 
+def test_certain_predictions_cost_nothing_or_infinitely_much():
+    logits, labels = torch.tensor([math.inf, -math.inf, 0.0, 0.0]), torch.tensor([1.0, 0.0, 1.0, 0.0])
+    assert binary_metrics(logits, labels).log_loss == pytest.approx(math.log(2) / 2)
+    assert binary_metrics(-logits, labels).log_loss == math.inf
+    weights = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert binary_metrics(-logits, labels, weights=weights).log_loss == pytest.approx(math.log(2))
+
+
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_model_is_in_its_mode_again_after_predictions(training, fails):
@@ -147,6 +155,9 @@ def test_groups_of_one_row_one_label_or_equal_logits_are_left_out():
     assert grouped_auc(logits, labels, groups) == (0.5, 0.5, 1)
     with pytest.raises(ValueError, match="no group has rows of both labels and logits that differ"):
         grouped_auc(logits[:6], labels[:6], groups[:6])
+    weights = torch.tensor([1.0] * 6 + [0.0] * 3)  # rows of weight 0 make no group
+    with pytest.raises(ValueError, match="no group has rows of both labels and logits that differ"):
+        grouped_auc(logits, labels, torch.tensor([0, 1, 1, 2, 3, 3, 3, 3, 3]), weights)
 
 
 def evaluate_by_user(rank=0):

@@ -204,6 +204,17 @@ def test_a_dense_part_that_is_cut_is_saved_whole(ranks, alone, tmp_path):
     assert copies[0]["reason"] == "finished"
 
 
+def predicting(rank):
+    return jobs.make_trainer(jobs.planted(50)).predict("test")
+
+
+def test_predictions_of_ranks_are_in_the_order_of_the_rows(ranks):
+    expected = predicting(0)
+    first, second = ranks(2).run(predicting)
+    torch.testing.assert_close(first, expected)
+    assert len(second) == 0
+
+
 def overflowing(rank, who):
     """A step in fp16 whose gradients are not finite on one rank."""
     data = jobs.planted(200, validation=False)

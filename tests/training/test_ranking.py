@@ -33,6 +33,8 @@ def test_top_items_are_those_of_a_full_sort(block_items, k):
     scores, numbers = top_items(queries, items, k, block_items=block_items)
     assert numbers.tolist() == [row[:k] for row in ranked(queries, items)]
     assert torch.equal(scores, (queries @ items.T).gather(1, numbers))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(top_items(queries, items, k, block_items=block_items)[0], scores)
 
 
 def test_excluded_items_come_last_and_shards_can_be_merged():

@@ -264,6 +264,10 @@ def test_a_row_of_pandas_is_scored_as_a_dictionary(trained):
     run = te.load_run(folder / "run")
     row = {name: value for name, value in rows[0].items() if name != "click"}
     assert run.predict(pandas.Series(row)) == run.predict(row)
+    user = np.array(["12"])[0]  # a string of NumPy, which NumPy would parse as an integer
+    assert run.predict(row | {"user": user, "tags": np.array(["3"])}) == run.predict(
+        row | {"user": "12", "tags": ["3"]}
+    )
 
 
 def test_raw_values_lead_to_rows_of_tables(trained):

@@ -166,6 +166,8 @@ def test_sizes_are_checked(data, options):
 
 
 def test_a_trainer_takes_a_model_and_data(data):
+    with pytest.raises(ValueError, match="seed must not be negative, got -1"):
+        make_trainer(data, make_model(data), seed=-1)
     for model, source in ((None, data), (make_model(data), "criteo"), (data, make_model(data))):
         with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module and a data set as of te\.data, got"):
             te.Trainer(model, source)

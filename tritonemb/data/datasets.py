@@ -98,6 +98,10 @@ class Dataset(protocol.TablesMixin):
             if rows.weights is not None and not bool(((rows.weights >= 0) & rows.weights.isfinite()).all()):
                 raise ValueError(f"{location}: a weight is negative or not finite")
             for feature, column in zip(self.features, rows.columns, strict=True):
+                if column.values.is_floating_point():
+                    raise ValueError(
+                        f"{location}: feature {feature.name!r} has {column.values.dtype} ids, not integers"
+                    )
                 low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
                 if not feature.dynamic and (low < 0 or high >= feature.num_embeddings):
                     message = f"{location}: feature {feature.name!r} has ids from {low} to {high}"

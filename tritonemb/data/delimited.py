@@ -69,7 +69,7 @@ class CsvFormat:
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """Parse lines, none blank, to a `pyarrow.RecordBatch`; None if one may be bad, unless all were `accepted`."""
         # An unclosed quote would swallow this row of missing values.
-        guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines else b""
+        guard = (self._delimiter * (len(self.columns) - 1) or '""').encode() + b"\n" if b'"' in lines else b""
         batch = self._parse(lines + guard if guard else lines, self._types)
         return batch if batch is None else batch.slice(0, batch.num_rows - bool(guard))
 

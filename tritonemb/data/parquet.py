@@ -170,8 +170,8 @@ class ArrowSource(LogSource):
                 continue
             types.check(columns, str(file.path))
             if time is not None:
-                self._time_type = columns.field(time).type
-                time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # check the rule's times
+                kind = columns.field(time).type
+                time_mask(self._rule, "train", pa.nulls(0, kind), kind)  # check the rule's times
         if not any(map(sum, self._groups)):
             raise ValueError(f"{files[0].path} is empty: it has no rows")
         self.schema, self.multi_hot, self.kinds = types.schema, types.multi_hot, types.kinds
@@ -215,12 +215,14 @@ class ArrowSource(LogSource):
         time = self._rule.time_column
         for number, (file, groups) in enumerate(zip(self.files, self._groups, strict=True)):
             group_ids, ends = list(range(len(groups))), np.cumsum(groups).tolist()
-            # Row group statistics omit NaN, and those of strings are in lexical order.
-            if file.stored is not None and not (pa.types.is_floating(self._time_type) or is_text(self._time_type)):
+            if file.stored is not None and any(groups):
                 system, path = file.check_size()
                 fragment = dataset.ParquetFileFormat().make_fragment(path, system)
-                mask = time_mask(self._rule, split, compute.field(time), self._time_type)
-                group_ids = [group.id for group in fragment.subset(mask).row_groups]
+                kind = fragment.physical_schema.field(time).type  # of this file; others may have another one
+                # Row group statistics omit NaN, strings are in lexical order, and decimals have other bounds.
+                if not (pa.types.is_floating(kind) or is_text(kind) or pa.types.is_decimal(kind)):
+                    mask = time_mask(self._rule, split, compute.field(time), kind)
+                    group_ids = [group.id for group in fragment.subset(mask).row_groups]
             for group in group_ids:
                 start = ends[group] - groups[group]
                 if groups_within and (groups_within[-1].file, groups_within[-1].stop) == (number, start):

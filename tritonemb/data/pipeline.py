@@ -219,7 +219,11 @@ class LogReader:
         def work(chunk: Chunk) -> Chunk:
             with protocol.count_reading():
                 batch, report = self._read(split, chunk)
-                return replace(chunk, rows=job(batch), report=report)
+                try:
+                    return replace(chunk, rows=job(batch), report=report)
+                except ValueError as error:
+                    first_row = self.source.location(parts[chunk.part], chunk, 0)
+                    raise ValueError(f"{first_row}, or a later row: {error}") from error
 
         return ordered_map(work, chunks(), self.options.parser_threads)
 

@@ -212,9 +212,9 @@ class RequestEncoder:
         is_text, kinds = ~present, {*map(type, values)}
         if kinds != {int}:
             present = np.array([value is not None for value in values], dtype=bool)
-            is_text = np.array([type(value) is str for value in values], dtype=bool)
+            is_text = np.array([isinstance(value, str) for value in values], dtype=bool)  # NumPy's strings, too
         if len(positions := np.flatnonzero(is_text)):
-            texts = values if kinds == {str} else [value for value in values if type(value) is str]
+            texts = values if kinds == {str} else [value for value in values if isinstance(value, str)]
             content = "".join(texts).encode(errors="surrogateescape")
             lengths = np.fromiter(map(len, texts), np.int64, len(texts))
             if len(content) > lengths.sum():  # not ASCII: bytes are counted, not characters

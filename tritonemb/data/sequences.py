@@ -22,15 +22,15 @@ def read_sequences(path: str | Path) -> Column:
 
     Users are numbered from 0, without blank lines. Raise ValueError for ids that are not integers, naming the line.
     """
-    path, rows = Path(path), list[Array]()
-    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                rows.append(np.array(line.split()[1:], dtype=np.int64))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: expected a user and integer item ids ({error})") from error
+    path, rows, number = Path(path), list[Array](), 1
+    with _OPEN.get(path.suffix, open)(path, "rt", encoding="utf-8", errors="surrogateescape") as file:
+        try:
+            for line in file:
+                if fields := line.split():
+                    rows.append(np.array(fields[1:], dtype=np.int64))
+                number += 1
+        except (ValueError, OverflowError, EOFError) as error:
+            raise ValueError(f"{path}, line {number}: expected a user and integer item ids ({error})") from error
     offsets = lengths_to_offsets(np.array([len(row) for row in rows], dtype=np.int64))
     return Column(torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *rows])), torch.from_numpy(offsets))
 

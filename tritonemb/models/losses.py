@@ -102,7 +102,8 @@ def cosine_contrastive(
         margin: cosine up to which a negative costs nothing.
         negative_weight: weight of the negatives beside the positive.
     """
-    vectors = (F.normalize(tensor, dim=-1) for tensor in (queries, positives, negatives))
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    vectors = (F.normalize(tensor.to(dtype), dim=-1) for tensor in (queries, positives, negatives))
     positive, negative = _scores(*vectors)
     losses = _mean_of_pairs((negative - margin).relu(), _accidental_hits(positive_ids, negative_ids, negative))
     return (1 - positive + negative_weight * losses).mean()
@@ -119,7 +120,8 @@ def _scores(queries: Tensor, positives: Tensor, negatives: Tensor) -> tuple[Tens
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries, positives, negatives = queries.to(dtype), positives.to(dtype), negatives.to(dtype)
     shared = negatives.dim() == 2
-    negative = queries @ negatives.T if shared else torch.bmm(negatives, queries[:, :, None]).squeeze(2)
+    with torch.autocast(queries.device.type, enabled=False):  # it would round the scores of negatives only
+        negative = queries @ negatives.T if shared else torch.bmm(negatives, queries[:, :, None]).squeeze(2)
     return (queries * positives).sum(1), negative
 
 

@@ -45,7 +45,7 @@ class RunOptions(Options):
     fresh_tables: bool = False
     dense_lr: float = 1e-3
     precision: Precision = "fp32"
-    seed: int = 0
+    seed: int = number(0, least=0)
     compile: bool = False
     log_every: int = number(100, least=1)
     prefetch_depth: int | None = number(None, least=0)

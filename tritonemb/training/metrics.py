@@ -112,8 +112,8 @@ def binary_metrics(
         if num_weighted:
             text = f"all {num_weighted} labels{' with a weight above 0' * (num_weighted < count)} are the same"
         raise UndefinedMetricsError(f"{text}, so neither AUC nor normalized entropy is defined")
-    losses = F.binary_cross_entropy_with_logits(logits, labels, weights, reduction="sum")
-    log_loss = float(losses / weights.sum())
+    losses = -F.logsigmoid(torch.where(labels > 0, logits, -logits))  # not NaN for infinite logits
+    log_loss = float((losses * weights)[weights > 0].sum() / weights.sum())
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     auc = exact_auc(logits, labels, weights)
     speed = labels.numel() / seconds if seconds else 0.0
@@ -132,6 +132,8 @@ def grouped_auc(
 
     A group of one row, of one label or of equal logits has no AUC and is left out, as in TorchRec's GAUC; equal logits
     of others count half. Raise UndefinedMetricsError if no group has one."""
+    if weights is not None:  # rows of weight 0 count as none
+        logits, labels, groups, weights = (column[weights > 0] for column in (logits, labels, groups, weights))
     order = logits.argsort(stable=True)
     order = order[groups[order].argsort(stable=True)]
     weights = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights[order].double()
@@ -228,12 +230,15 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     return replace(metrics, num_skipped=skipped)
 
 
-def score(state: TrainState, split: Split) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
+def score(
+    state: TrainState, split: Split, shards: int | None = None
+) -> tuple[Tensor, Tensor, int, Tensor | None, Tensor | None]:
     """Return logits and labels `[N]`, or `[N, L]`, of a split, gathered on rank zero, the number of skipped rows, the
-    groups int64 `[N]` of `group_by`, and the weights `[N]` of the rows. Collective."""
+    groups int64 `[N]` of `group_by`, and the weights `[N]` of the rows. Collective. The rows of the shards, by default
+    one per rank, follow one another; with one shard, which rank zero reads, rows are in their order."""
     ranks, step = state.ranks, state.step
     state.settle()  # collectives of the pipeline and of the evaluation must not interleave
-    with state.open(split) as stream:
+    with state.open(split, shards=shards) as stream:
         rows = GroupRecorder(stream, state.options.group_by, state.has_weights)
         with state.steps(rows) as steps:
             batches = (batch for step_batches in steps for batch in take(step_batches))

@@ -136,11 +136,12 @@ class TrainState:
                 module.reset_parameters()  # type: ignore[operator]
                 module.set_learning_rate(rate)
 
-    def open(self, split: Split, training: bool = False) -> Batches:
-        """Open this rank's batches of a split; with `training` shuffled, from the epoch's current position."""
+    def open(self, split: Split, training: bool = False, shards: int | None = None) -> Batches:
+        """Open this rank's batches of a split, in `shards`, by default one per rank; with `training` shuffled, from the
+        epoch's current position."""
         options, progress = self.options, self.progress
         return open_shards(
-            self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
+            self.data, split, options.batch_size, self.ranks.rank, self.ranks.size, shards,
             positions=progress.position if training else None, pin_memory=self.device.type == "cuda",
             workers=self._workers, seed=options.seed, epoch=progress.epoch, shuffle=training,
         )  # fmt: skip

@@ -201,12 +201,12 @@ class Trainer(TrainerOptions):
         return evaluate(self.state, split)
 
     def predict(self, split: Split = "test") -> Tensor:
-        """Predict click probabilities float32 `[N]`, or `[N, L]`, of a split in row order, on several ranks on rank
-        zero. Raise ValueError if the split is missing, or a logit is NaN."""
+        """Predict click probabilities float32 `[N]`, or `[N, L]`, of a split in row order; on several ranks, rank
+        zero reads all rows and returns them. Raise ValueError if the split is missing, or a logit is NaN."""
         with self.state.ranks.monitor_failures():
-            logits = score(self.state, split)[0]
-        if num_nan := int(logits.isnan().sum()):
-            raise ValueError(f"{num_nan:,} logits of the {split} rows are NaN: training has diverged")
+            logits = score(self.state, split, shards=1)[0]
+            if num_nan := self.state.ranks.max(int(logits.isnan().sum())):
+                raise ValueError(f"{num_nan:,} logits of the {split} rows are NaN: training has diverged")
         return probabilities(logits)
 
     def save(self) -> CheckpointSaved:
