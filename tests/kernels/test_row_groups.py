@@ -121,6 +121,7 @@ def test_ids_out_of_range_are_left_out():
     rows, starts, order, num_groups = row_groups(batch.values(), batch.offsets(), make_layout(configs, ["both"], True))
     assert rows[: int(num_groups)].tolist() == [2, 3, 9, 12]
     assert [order[starts[g] : starts[g + 1]].tolist() for g in range(4)] == [[1, 5], [2], [3], [1, 5]]
+    check_problem(configs, te.KeyedJaggedTensor.from_lists({"both": [[], [], []]}))
 
 
 def test_ids_need_not_be_contiguous():
