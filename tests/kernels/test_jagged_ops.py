@@ -16,6 +16,7 @@ from tests.strategies import ID_DTYPES, id_dtypes, seeds
 from tritonemb.kernels import jagged as kernels
 from tritonemb.layout import segment_offsets
 from tritonemb.ops.jagged import block_bucketize, jagged_permute
+from tritonemb.ops.registry import CPU, load
 
 WEIGHT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -162,6 +163,46 @@ def test_triton_bucketizes_a_batch_of_several_tiles(device):
     offsets = torch.tensor([0, 0, 2 * size // 3, 2 * size // 3 + 1, size - 10], device=device)
     args = (values, offsets, torch.tensor([100, 37], device=device), torch.rand(size, device=device), 5)
     assert same(kernels.block_bucketize(*args), bucketize_by_hand(*args))
+
+
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+def test_cpu_kernels_divide_a_batch_among_threads(dtype, monkeypatch):
+    """More ids than one task gets, in long and empty bags; both ops as their references."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 9, (7 * 300,), generator=generator)
+    lengths[300:600], lengths[1000] = 0, 5_000
+    offsets = segment_offsets(lengths).to(dtype)
+    values = torch.randint(-5, 900, (int(offsets[-1]) + 11,), generator=generator).to(dtype)
+    weights = torch.rand(values.numel(), generator=generator)
+    blocks, order = torch.tensor([100, 1, 300, 7, 900, 45, 110]), torch.tensor([6, 0, 1, 3, 3, 2])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    args = (values, offsets, blocks, weights, 19)
+    assert same(load("block_bucketize", CPU)(*args), kernels.block_bucketize_reference(*args))
+    args = (values, offsets, order, weights, 7, values.numel())
+    assert same(load("jagged_permute", CPU)(*args), kernels.jagged_permute_reference(*args))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([1, 2, 3, 3, 4], "must start with 0, got 1"),
+        ([0, 1, 2, 3, 6], "end at 6 but there are 5 values"),
+        ([0, 1, 3, 2, 5], "feature '1', sample 0 goes from 3 to 2"),
+        ([0, 9, 3, 4, 5], "feature '0', sample 1 goes from 9 to 3"),
+    ],
+)
+def test_cpu_kernels_refuse_offsets_that_leave_the_values(offsets, message):
+    values, offsets = torch.arange(5), torch.tensor(offsets)
+    with pytest.raises(ValueError, match=message):
+        block_bucketize(values, offsets, torch.tensor([3, 3]), 2)
+    with pytest.raises(ValueError, match=message):
+        jagged_permute(values, offsets, torch.tensor([1, 0]), 2)
+
+
+def test_permute_refuses_keys_that_the_batch_lacks():
+    for key in (-1, 2):
+        with pytest.raises(ValueError, match=f"order must have keys from 0 to 1, got .*{key}"):
+            jagged_permute(torch.arange(3), torch.tensor([0, 1, 3]), torch.tensor([0, key]), 2)
 
 
 def test_user_mistakes_have_a_name():
