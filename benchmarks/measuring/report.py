@@ -380,7 +380,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, len(PANELS), figsize=(15, 4.2), layout="constrained")
     for axes, (op, title) in zip(panels, PANELS.items(), strict=True):
-        _draw_panel(axes, [row for row in results["rows"] if row["op"] == op])
+        _draw_panel(axes, [row for row in results["rows"] if row["op"] == op and row["implementation"] in COLORS])
         axes.set_title(title, fontsize=11)
     panels[0].set_ylabel("milliseconds, median; lower is better")
     handles = [patches.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in COLORS]

@@ -126,7 +126,9 @@ BY_IDS = tuple(
     for sizes in ((8192, 1, 4, 16), (1024, 4, 2, 32), (2048, 8, 2, 32), (2048, 26, 1, 64), (512, 26, 20, 128))
     for ids in IDS
 )
-HUGE = replace(same(8192, 1, 4, 16, 100_000_000), ids="uniform")  # 6.4 GB for each contender
+# 4.3 GB for each contender. FBGEMM 1.8.0 on the CPU keeps 26 bits of a row in its update, and so trains other rows of a
+# table with more than 2^26 of them.
+HUGE = replace(same(8192, 1, 4, 16, 67_000_000), ids="uniform")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORKLOADS = (
     *(_fbgemm(dtype, ids) for dtype in DTYPES for ids in ("uniform", "zipf")),

@@ -103,6 +103,14 @@ def test_a_copy_is_no_peer_but_says_what_was_possible() -> None:
     assert f"| row cache allocate | {SHAPE} | - | 2.00 | 2.0 | 25 % | - | - |" in table.splitlines()
 
 
+def test_the_picture_has_bars_of_ours_and_the_peers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the bench extra draws the picture")
+    timings = [OURS, PEER, Timing("copy", (0.5,)), Timing("tritonemb, grouped ahead", (1.0,))]
+    for number, rows in enumerate((timing_rows("forward", SHAPE, timings[:2]), timing_rows("forward", SHAPE, timings))):
+        report.draw({"rows": rows}, tmp_path / f"{number}.png")
+    assert (tmp_path / "0.png").read_bytes() == (tmp_path / "1.png").read_bytes()
+
+
 def test_the_newest_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_files, "RESULTS", tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no cpu-<date>\.json"):
