@@ -241,23 +241,17 @@ def test_skipped_rows_are_counted_where_they_are(ranks):
     assert {name: sum(rank[0][0].skipped[name] for rank in results) for name in expected} == expected
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(4, marks=pytest.mark.more)])
-def test_any_tables_any_plan(ranks, world):
-    @settings(max_examples=3, phases=UNSHRUNK)
-    @given(st.lists(cases(world), min_size=8, max_size=8))
-    def check(drawn_cases):
-        problems = run(ranks, drawn_cases)
-        assert not problems, problems[0]
-
-    check()
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_any_tables_any_plan_at_length(ranks, world):
-    @settings(max_examples=25, phases=UNSHRUNK)
-    @given(st.lists(cases(world, steps=20), min_size=8, max_size=8))
+@pytest.mark.parametrize(
+    ("world", "steps", "examples"),
+    [
+        (2, 3, 3),
+        *(pytest.param(world, 3, 3, marks=pytest.mark.more) for world in (1, 4)),
+        *(pytest.param(world, 20, 25, marks=[pytest.mark.slow, pytest.mark.timeout(1800)]) for world in (1, 2, 3, 4)),
+    ],
+)
+def test_any_tables_any_plan(ranks, world, steps, examples):
+    @settings(max_examples=examples, phases=UNSHRUNK)
+    @given(st.lists(cases(world, steps), min_size=8, max_size=8))
     def check(drawn_cases):
         problems = run(ranks, drawn_cases)
         assert not problems, problems[0]
@@ -296,14 +290,6 @@ def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
             assert error <= PRECISIONS[case.precision.forward, case.precision.backward] * 2 * parts + 1e-6, (
                 case.precision
             )
-
-
-def test_learning_rates_reach_every_shard(ranks):
-    rates = (0.5, 0.0, 0.25, 2.0)
-    cases = [case_of("mixed", 2, pooled, te.optim.SGD(lr=1.0), 4, rates=rates, seed=7) for pooled in (True, False)]
-    constant = replace(cases[0], rates=())
-    assert not run(ranks, [*cases, constant])
-    assert not torch.equal(alone(cases[0]).state["table0.weight"], alone(constant).state["table0.weight"])
 
 
 OUT_OF_RANGE = (te.TableConfig("cut", 10, 8, features=["a"]), te.TableConfig("everywhere", 5, 8, features=["b"]))

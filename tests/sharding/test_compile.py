@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import tritonemb as te
+from tests.helpers import assert_close, assert_same_bits
 from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, whole_state
 from tritonemb.layout import make_layout
 from tritonemb.ops.row_update import Accumulator
@@ -32,12 +33,13 @@ def steps(parallel, function, rank, world, number=3):
     return torch.stack(losses), whole_state(parallel)
 
 
-def compiled_and_not(backend, make):
-    """Two models, and what is called: the first one compiled as one graph, the second one itself."""
+def compiled_and_not(backend, make, fullgraph=True, dynamic=None):
+    """Two models, and what is called: the first one compiled, as one graph at best, the second one itself."""
     for compiled in (True, False):
         torch._dynamo.reset()
         parallel = make()
-        yield parallel, torch.compile(parallel, fullgraph=True, backend=backend) if compiled else parallel
+        called = torch.compile(parallel, fullgraph=fullgraph, backend=backend, dynamic=dynamic)
+        yield parallel, called if compiled else parallel
     torch._dynamo.reset()
 
 
@@ -68,27 +70,8 @@ def test_one_graph_updates_tables_as_no_graph_does(ranks, model, codec, backend,
         # Dense layers have Inductor's own order of sums, and so differ in the last bits after a step.
         torch.testing.assert_close(compiled[0], eager[0], rtol=1e-5, atol=1e-6)
         assert compiled[0][0] == eager[0][0]
-        for name, tensor in eager[1].items():
-            tolerance = {"rtol": 1e-5, "atol": 1e-6}
-            torch.testing.assert_close(compiled[1][name], tensor, **tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        assert_close(compiled[1], eager[1], rtol=1e-5, atol=1e-6)
         assert compiled[2] == eager[2]  # bytes that were sent
-
-
-def first_step(rank, world, backend):
-    results = []
-    for parallel, function in compiled_and_not(backend, lambda: te.HybridParallel(dlrm(), plan(world))):
-        dense, sparse, labels = part(batch(0, world), rank)
-        loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
-        results.append({name: value for name, value in whole_state(parallel).items() if "embeddings" in name})
-    return results
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_step_leaves_the_same_bits_in_tables(ranks, world):
-    for compiled, eager in ranks(world).run(first_step, world, "aot_eager"):
-        for name, tensor in eager.items():
-            assert torch.equal(compiled[name], tensor), name
 
 
 def sized(size: int, seed: int) -> tuple[torch.Tensor, te.KeyedJaggedTensor, torch.Tensor]:
@@ -101,19 +84,15 @@ def sized(size: int, seed: int) -> tuple[torch.Tensor, te.KeyedJaggedTensor, tor
 
 def varying(rank, world, dynamic):
     """Graphs compiled for batches of many sizes; a model that is not compiled has the same losses."""
-    torch._dynamo.reset()
-    models = [te.HybridParallel(dlrm(), plan(world)) for _ in range(2)]
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(models[0], fullgraph=True, backend=counter, dynamic=dynamic)
-    losses = []
-    for step, size in enumerate((6, 8, 3, 11, 7, 20, 5)):
-        dense, sparse, labels = sized(size + rank, 10 * step + rank)
-        for function, parallel in zip((compiled, models[1]), models, strict=True):
+    counter, losses = CompileCounterWithBackend("aot_eager"), []
+    make = lambda: te.HybridParallel(dlrm(), plan(world))  # noqa: E731
+    for parallel, function in compiled_and_not(counter, make, dynamic=dynamic):
+        for step, size in enumerate((6, 8, 3, 11, 7, 20, 5)):
+            dense, sparse, labels = sized(size + rank, 10 * step + rank)
             loss = loss_of(function, dense, parallel.prefetch(sparse), labels)
             loss.backward()
             losses.append(float(loss.detach()))
-    torch._dynamo.reset()
-    return counter.frame_count, losses[::2], losses[1::2]
+    return counter.frame_count, losses[:7], losses[7:]
 
 
 @pytest.mark.more
@@ -126,25 +105,18 @@ def test_batches_of_other_sizes_compile_few_graphs(ranks, dynamic):
 
 def with_ids(rank, world):
     """A compiled model that exchanges ids itself has a graph break there."""
-    torch._dynamo.reset()
-    models = [te.HybridParallel(dlrm(), plan(world)) for _ in range(2)]
-    functions = torch.compile(models[0], backend="aot_eager"), models[1]
     results = []
-    for function in functions:
-        dense, sparse, labels = part(batch(0, world), rank)
-        loss = loss_of(function, dense, sparse, labels)
+    for parallel, function in compiled_and_not("aot_eager", lambda: te.HybridParallel(dlrm(), plan(world)), False):
+        loss = loss_of(function, *part(batch(0, world), rank))
         loss.backward()
-        results.append(float(loss.detach()))
-    torch._dynamo.reset()
-    return results, [whole_state(model) for model in models]
+        results.append({"loss": loss.detach(), **whole_state(parallel)})
+    return results
 
 
 @pytest.mark.more
 def test_a_model_that_exchanges_ids_itself_is_compiled_too(ranks):
-    for (loss, expected_loss), (state, expected) in ranks(2).run(with_ids, 2):
-        assert loss == expected_loss
-        for name, tensor in expected.items():
-            assert torch.equal(state[name], tensor), name
+    for compiled, eager in ranks(2).run(with_ids, 2):
+        assert_same_bits(compiled, eager)
 
 
 class Normalized(nn.Module):
@@ -179,11 +151,9 @@ def accumulated(rank, world, backend):
 @pytest.mark.more
 def test_a_graph_averages_gradients_and_buffers_as_ddp_does(ranks, backend):
     (compiled, eager), (other, _) = ranks(2).run(accumulated, 2, backend)
-    for name, gradient in compiled[0].items():
-        assert torch.equal(gradient, other[0][name]), name
-        torch.testing.assert_close(gradient, eager[0][name], rtol=1e-5, atol=1e-6)
-    for name, tensor in eager[1].items():
-        torch.testing.assert_close(compiled[1][name], tensor, rtol=1e-5, atol=1e-6)
+    assert_same_bits(compiled[0], other[0])
+    for actual, expected in zip(compiled, eager, strict=True):
+        assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def accumulated_shards(rank, world):
@@ -213,9 +183,7 @@ def accumulated_shards(rank, world):
 @pytest.mark.more
 def test_a_graph_accumulates_gradients_as_fsdp2_does(ranks):
     for compiled, eager in ranks(2).run(accumulated_shards, 2):
-        assert compiled.keys() == eager.keys()
-        for name, tensor in eager.items():
-            assert torch.equal(compiled[name], tensor), name
+        assert_same_bits(compiled, eager)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("tritonemb", marks=pytest.mark.more)])
@@ -231,9 +199,7 @@ def test_one_rank_has_cached_tables_in_the_graph(backend):
             dense, sparse, labels = batch(step, 1)
             loss_of(function, dense, parallel.prefetch(sparse), labels).backward()
         results.append({name: tensor for name, tensor in whole_state(parallel).items() if "embeddings" in name})
-    assert results[0].keys() == results[1].keys()
-    for name, tensor in results[1].items():
-        assert torch.equal(results[0][name], tensor), name
+    assert_same_bits(*results)
 
 
 class SharedUpdate(torch.autograd.Function):

@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tests.sharding.cases import EXACT
 from tests.sharding.models import whole_state
 from tritonemb import layout
-from tritonemb.sharding import ExchangePrecision, RowWise, ShardingPlan, TableRowWise, TableWise
+from tritonemb.sharding import RowWise, ShardingPlan, TableRowWise, TableWise
 from tritonemb.training.checkpoint import CheckpointFolder, stored_tensors
 from tritonemb.training.checkpoint.manager import load_model
 from tritonemb.training.train_state import model_tensors
 
 BATCH, STEPS = 12, 9  # samples of all ranks
 CITY = torch.bfloat16  # rounded by random numbers that follow from ids
-EXACT = ExchangePrecision("fp32", "fp32")
 
 
 class Sequences(nn.Module):
@@ -213,20 +213,23 @@ def one_graph(rank: int, world: int, pooled: bool) -> None:
             assert_same_bits(trained(True, compiled), expected)
 
 
-def rows_of_one_rank_alone(rank: int, world: int) -> None:
-    def make(sharding: Any) -> te.HybridParallel:
-        table = te.TableConfig("user", None, 4, capacity=40)
-        collection = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1))
-        return te.HybridParallel(collection, ShardingPlan({"user": sharding}, world, world), exchange=EXACT)
+def one_table(world: int, sharding: Any, optimizer: Any = None) -> te.HybridParallel:
+    optimizer = optimizer or te.optim.SGD(lr=0.1)
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("user", None, 4, capacity=40)], optimizer)
+    return te.HybridParallel(collection, ShardingPlan({"user": sharding}, world, world), exchange=EXACT)
 
+
+def train_ids(parallel: te.HybridParallel, ids: Tensor) -> None:
+    parallel(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+
+
+def rows_of_one_rank_alone(rank: int, world: int) -> None:
     with small_partitions():
-        by_rows, other, whole = make(RowWise()), make(RowWise()), make(TableWise(0))
-        ids = torch.tensor([5])  # one row, so other ranks have none
-        by_rows(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+        by_rows, other, whole = (one_table(world, kind) for kind in (RowWise(), RowWise(), TableWise(0)))
+        train_ids(by_rows, torch.tensor([5]))  # one row, so other ranks have none
         other.load_state_dict(by_rows.state_dict())
         assert other.state_dict()["user.ids"].gather(other.group).tolist() == [5]
-        ids = torch.arange(30)
-        by_rows(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+        train_ids(by_rows, torch.arange(30))
         with pytest.raises(RuntimeError, match="of another plan"):
             whole.load_state_dict(by_rows.state_dict())
         assert whole.state_dict()["user.ids"].numel() == 0
@@ -234,16 +237,9 @@ def rows_of_one_rank_alone(rank: int, world: int) -> None:
 
 def partial_states(rank: int, world: int) -> None:
     """A state of another optimizer: missing states are zero."""
-
-    def make(optimizer: te.optim.Optimizer) -> te.HybridParallel:
-        table = te.TableConfig("user", None, 4, capacity=40)
-        sharding = ShardingPlan({"user": RowWise()}, world, world)
-        return te.HybridParallel(te.nn.EmbeddingBagCollection([table], optimizer), sharding, exchange=EXACT)
-
     with small_partitions():
-        source, loaded = make(te.optim.SGD(lr=0.1)), make(te.optim.Adagrad(lr=0.1))
-        ids = torch.arange(20)
-        source(te.KeyedJaggedTensor(["user"], ids, lengths=torch.ones_like(ids))).sum().backward()
+        source, loaded = one_table(world, RowWise()), one_table(world, RowWise(), te.optim.Adagrad(lr=0.1))
+        train_ids(source, torch.arange(20))
         result = loaded.load_state_dict(source.state_dict(), strict=False)
         assert result.missing_keys == ["user.sum"]
         expected, actual = whole_state(source), whole_state(loaded)

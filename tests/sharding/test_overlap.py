@@ -13,7 +13,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import tritonemb as te
-from tests.sharding.models import BATCH, KEYS, dcn, dlrm, part, plan, tables, train, whole_state
+from tests.helpers import assert_same_bits
+from tests.sharding.models import BATCH, KEYS, dcn, dlrm, loss_of, part, plan, tables, whole_state
 from tests.sharding.models import batch as batch_of
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import OutputExchange
@@ -82,7 +83,7 @@ def test_a_dlrm_computes_its_bottom_mlp_beside_the_exchanges(ranks, ahead):
     assert ranks(2).run(step_of_dlrm, 2, ahead) == [hidden("pooled")] * 2
 
 
-def step_of_dcn(rank, world, backend):
+def step_of_dcn(rank, world):
     """Model in two sub-batches; its last layer is recorded."""
     torch._dynamo.reset()
     parallel = te.HybridParallel(dcn(), plan(world), pipeline=2)
@@ -96,7 +97,7 @@ def step_of_dcn(rank, world, backend):
 def test_a_dcn_computes_a_sub_batch_beside_the_exchange_of_another(ranks):
     forward = ["send pooled"] * 2 + ["wait pooled", "mlp"] * 2
     backward = ["send pooled gradients"] * 2 + ["wait pooled gradients"] * 2
-    for events in ranks(2).run(step_of_dcn, 2, None):
+    for events in ranks(2).run(step_of_dcn, 2):
         assert events[:6] == forward
         assert [event for event in events[6:] if event != "mlp gradient"] == backward
 
@@ -186,73 +187,38 @@ def waiting(self, values, batch, back):
     return self.start([values], batch, back)()
 
 
-def trained(rank, world, exchange, overlapped, steps, dense):
+def trained(rank, world, codec, overlapped, dense):
+    """Losses and state after five steps with a table of each sharding type, on nodes of two ranks."""
+    local = min(2, world)
+    kinds = [RowWise(), ColumnWise(), DataParallel(), TableWise(world - 1), TableRowWise(0), TableColumnWise(0), Grid()]
+    configs = [te.TableConfig(key, 50, 16, pooling=("sum", "mean")[n % 2]) for n, key in enumerate(SEVEN)]
+    torch.manual_seed(1)
+    model, losses = te.nn.DLRM(configs, 4, (16,), (16,), te.optim.RowWiseAdagrad(lr=0.1)), []
     with nullcontext() if overlapped else mock.patch.object(OutputExchange, "exchange", waiting):
-        parallel = te.HybridParallel(dlrm(), plan(world), exchange=exchange, dense=dense)
-        losses = train(parallel, rank, world, steps)
+        options = {"exchange": ExchangePrecision(codec, codec), "local_world_size": local, "dense": dense}
+        parallel = te.HybridParallel(model, ShardingPlan(dict(zip(SEVEN, kinds, strict=True)), world, local), **options)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(world * step + rank)
+            lengths = torch.randint(0, 4, (7 * BATCH,), generator=generator)
+            ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
+            sparse = te.KeyedJaggedTensor(SEVEN, ids, lengths=lengths)
+            labels = torch.rand(BATCH, generator=generator).round()
+            loss = loss_of(parallel, torch.randn(BATCH, 4, generator=generator), sparse, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(float(loss.detach()))
     return losses, whole_state(parallel)
 
 
 @pytest.mark.parametrize("dense", ["ddp", pytest.param("fsdp", marks=pytest.mark.more)])
-@pytest.mark.parametrize("codec", ["fp16", pytest.param("int8", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    "codec", ["fp16", *(pytest.param(name, marks=pytest.mark.more) for name in sorted({*CODECS} - {"fp16"}))]
+)
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_no_bit_depends_on_what_runs_beside_it(ranks, world, codec, dense):
-    results = [
-        ranks(world).run(trained, world, ExchangePrecision(codec, "bf16"), overlapped, 5, dense)
-        for overlapped in (True, False)
-    ]
+    results = [ranks(world).run(trained, world, codec, overlapped, dense) for overlapped in (True, False)]
     for (losses, state), (expected_losses, expected) in zip(*results, strict=True):
         assert losses == expected_losses
-        for name, tensor in expected.items():
-            assert torch.equal(state[name], tensor), name
-
-
-def all_types(world: int) -> tuple[list[te.TableConfig], ShardingPlan]:
-    """A table of each sharding type, on nodes of two ranks."""
-    local = min(2, world)
-    kinds = [RowWise(), ColumnWise(), DataParallel(), TableWise(world - 1), TableRowWise(0), TableColumnWise(0), Grid()]
-    configs = [te.TableConfig(key, 50, 16, pooling=("sum", "mean")[n % 2]) for n, key in enumerate(SEVEN)]
-    return configs, ShardingPlan(dict(zip(SEVEN, kinds, strict=True)), world, local)
-
-
-def trained_in_three_ways(rank, world, codec, steps):
-    """Losses and state: exchanges run beside the layers, are waited for at once, are in one graph.
-
-    Layers stay as they are: `DistributedDataParallel` adds gradients in an order that follows from when they are ready.
-    """
-    configs, plan_of_all = all_types(world)
-    results = []
-    for way in ("beside", "waited for", "compiled"):
-        torch._dynamo.reset()
-        torch.manual_seed(1)
-        model = te.nn.DLRM(configs, 4, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
-        exchange = ExchangePrecision(codec, codec)
-        parallel = te.HybridParallel(model, plan_of_all, exchange=exchange, local_world_size=min(2, world))
-        function = torch.compile(parallel, fullgraph=True, backend="aot_eager") if way == "compiled" else parallel
-        losses = []
-        with mock.patch.object(OutputExchange, "exchange", waiting) if way == "waited for" else nullcontext():
-            for step in range(steps):
-                generator = torch.Generator().manual_seed(world * step + rank)
-                lengths = torch.randint(0, 4, (7 * BATCH,), generator=generator)
-                ids = torch.randint(0, 50, (int(lengths.sum()),), generator=generator)
-                sparse = parallel.prefetch(te.KeyedJaggedTensor(SEVEN, ids, lengths=lengths))
-                labels = torch.rand(BATCH, generator=generator).round()
-                scores = function(torch.randn(BATCH, 4, generator=generator), sparse)
-                loss = F.binary_cross_entropy_with_logits(scores, labels)
-                loss.backward()
-                losses.append(float(loss.detach()))
-        results.append((losses, whole_state(parallel)))
-    torch._dynamo.reset()
-    return results
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("codec", sorted(CODECS))
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_no_bit_depends_on_overlap_or_graph(ranks, world, codec):
-    """Every sharding type and codec, twenty steps."""
-    for (losses, state), *variants in ranks(world).run(trained_in_three_ways, world, codec, 20):
-        for other_losses, other in variants:
-            assert other_losses == losses
-            for name, tensor in state.items():
-                assert torch.equal(other[name], tensor), name
+        assert_same_bits(state, expected)

@@ -284,18 +284,7 @@ def tight_topology(tables, stats, ranks):
     return scaled(1.05 * high)
 
 
-MODELS = [
-    (50, 8),
-    (100, 8),
-    (200, 8),
-    (500, 8),
-    (1_000, 8),
-    (2_000, 8),
-    (50, 128),
-    (200, 128),
-    (500, 128),
-    (2_000, 128),
-]
+MODELS = [*((number, 8) for number in (50, 100, 200, 500, 1_000, 2_000)), *((n, 128) for n in (50, 200, 500, 2_000))]
 
 
 @pytest.mark.slow
@@ -714,9 +703,6 @@ def test_a_plan_for_another_world_is_refused():
     plan = te.plan(tables, te.Topology(4), batch_size=16)
     with pytest.raises(ValueError, match="the plan is for 4 ranks"):
         CostModel(tables, te.Topology(2), 16).predict(plan)
-    model = torch.nn.Sequential(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)))
-    with pytest.raises(ValueError, match="the plan is for 4 ranks"):
-        te.HybridParallel(model, plan)
 
 
 def test_a_model_is_planned_with_its_other_layers():
@@ -735,28 +721,15 @@ def test_a_model_is_planned_with_its_other_layers():
 
 def test_tiers_and_caches_of_a_plan_are_applied():
     tables = [te.TableConfig("a", 1_000, 8), te.TableConfig("b", 500, 8)]
-    batch = te.KeyedJaggedTensor.from_lengths(
-        keys=["a", "b"], values=torch.arange(12), lengths=torch.tensor([2, 4, 3, 3])
-    )
 
-    def trained(plan):
-        torch.manual_seed(0)
-        model = te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.Adagrad(lr=0.1)), plan)
-        for _ in range(3):
-            model(batch).sum().backward()
-        return model, {name: weight.shards[0].tensor.clone() for name, weight in model.table_weights().items()}
+    def hybrid(**placements):
+        plan = ShardingPlan({"a": TableWise(0), "b": TableWise(0)}, 1, placements=placements)
+        return te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)), plan)
 
-    placements = {"a": TablePlacement("host", 64), "b": TablePlacement("device")}
-    shardings = {"a": TableWise(0), "b": TableWise(0)}
-    model, cached = trained(ShardingPlan(shardings, 1, placements=placements))
-    config = model.collections[0].configs[0]
-    assert (config.placement, config.cache.rows) == ("host", 64)
-    _, plain = trained(ShardingPlan(shardings, 1))
-    for name, weight in plain.items():
-        assert torch.equal(weight, cached[name])
-    away = ShardingPlan(shardings, 1, placements={"a": TablePlacement("server")})
+    first, second = hybrid(a=TablePlacement("host", 64), b=TablePlacement("device")).collections[0].configs
+    assert (first.placement, first.cache.rows, second.placement) == ("host", 64, "device")
     with pytest.raises(ValueError, match="'a' on embedding servers"):
-        te.HybridParallel(te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=0.1)), away)
+        hybrid(a=TablePlacement("server"))
 
 
 def test_fallback_rows_take_memory():
@@ -906,24 +879,14 @@ def test_the_command_refuses_files_by_table(tmp_path, capsys, text, error):
     assert re.search(error, shown), shown
 
 
-@pytest.mark.parametrize(
-    ("cached", "message"),
-    [
-        ({"cache_rows": 64}, "cache_rows must be an int of at least 1"),
-        ({"cache_share": 0.25}, r"cache_share must be a number in \(0, 1\]"),
-        ({"host_rows": 64}, "host_rows must be an int of at least 1"),
-        ({"cache_rows": 64, "host_share": 0.5}, "cache_rows must be an int of at least 1"),
-        ({"cache_share": 1, "host_share": 1}, r"cache_share must be a number in \(0, 1\]"),
-    ],
-    ids=str,
-)
-def test_a_plan_is_json_that_can_be_written_by_hand(cached, message):
+@pytest.mark.parametrize("cached", [{"cache_rows": 64, "host_share": 0.5}, {"host_rows": 64}], ids=str)
+def test_a_plan_is_json_that_can_be_written_by_hand(cached):
     table = {"type": "row_wise", "placement": "disk", **cached}
     text = json.dumps({"world_size": 2, "copies": 2, "tables": {"a": table}})
     plan = ShardingPlan.from_json(text)
     assert (plan.copies, plan.placements["a"]) == (2, TablePlacement("disk", **cached))
     assert json.loads(plan.to_json())["tables"]["a"] == table
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{next(iter(cached))} must be an int of at least 1"):
         ShardingPlan.from_json(text.replace('"disk"', '"device"'))
 
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import tritonemb as te
+from tests.sharding.cases import EXACT
 from tests.sharding.models import whole_state
 from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, Grid, ShardingPlan, TableColumnWise
-
-EXACT = ExchangePrecision("fp32", "fp32")
 
 
 class Fails(torch.autograd.Function):
@@ -27,7 +26,7 @@ def change_after_a_failure(rank):
     """Change of a table in the pass after one that failed once its gradients had arrived."""
     tables = te.nn.EmbeddingBagCollection([te.TableConfig("a", 20, 16)], te.optim.RowWiseAdagrad(lr=0.1))
     plan = ShardingPlan({"a": ColumnWise()}, 2)
-    parallel = te.HybridParallel(tables, plan, exchange=ExchangePrecision("fp32", "fp32"))
+    parallel = te.HybridParallel(tables, plan, exchange=EXACT)
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3]]})
     failed = False
     try:
@@ -63,7 +62,7 @@ def two_lookups(rank, pooled):
     tables = kind(configs, te.optim.RowWiseAdagrad(lr=0.1))
     whole = copy.deepcopy(tables)
     plan = ShardingPlan({"a": ColumnWise(), "b": ColumnWise(columns=[5, 11])}, 2)
-    parallel = te.HybridParallel(tables, plan, exchange=ExchangePrecision("fp32", "fp32"))
+    parallel = te.HybridParallel(tables, plan, exchange=EXACT)
     for step in range(3):
         results = {"cut": [], "whole": []}
         for use in range(2):

@@ -231,10 +231,25 @@ def gathered(way: str, optimizer: str, world: int = 2, pooled: bool = True, step
     )
 
 
-def assert_as_on_the_device(ranks, cases: list[Case], look_aheads: list[int | None], *placements: tuple[str, ...]):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("way", GATHERED)
+@pytest.mark.more
+def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled, world):
+    """The bits of the same plan on the device."""
+    skips = {"dtype": torch.bfloat16, "on_nonfinite": "skip"}
+    cases = [
+        gathered(way, name, 2 if way == "grid" else world, pooled, **options)
+        for name, options in (
+            ("row_wise_adagrad", {"max_gradient": 0.05}),
+            ("row_wise_adagrad", skips),
+            ("lamb", {}),
+            ("lars_sgd", {"max_norm": 0.9, **skips}),
+        )
+    ]
     world = cases[0].world
     expected = ranks(world).run(together, cases)
-    for place, look_ahead in zip(placements, look_aheads, strict=True):
+    for place, look_ahead in ((["disk"], None), (["host", "device", CACHED], 4)):
         results = ranks(world).run(together, [placed(case, *place) for case in cases], 1, look_ahead)
         for of_rank, expected_of_rank in zip(results, expected, strict=True):
             for case, (actual,), (reference,) in zip(cases, of_rank, expected_of_rank, strict=True):
@@ -243,51 +258,6 @@ def assert_as_on_the_device(ranks, cases: list[Case], look_aheads: list[int | No
                 assert actual.skipped == reference.skipped, title
                 for step, outputs in enumerate(zip(actual.outputs, reference.outputs, strict=True)):
                     assert_same_bits({"output": outputs[0]}, {"output": outputs[1]}, f"{title} step {step}")
-
-
-@pytest.mark.parametrize(
-    ("way", "pooled"),
-    [
-        ("column-wise", True),
-        ("data-parallel", True),
-        ("grid", True),
-        ("mixed", False),
-        pytest.param("column-wise", False, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.few(1)
-@pytest.mark.more
-def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
-    """The bits of the same plan on the device."""
-    cases = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
-    cases.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, on_nonfinite="skip"))
-    assert_as_on_the_device(ranks, cases, [None, 2], ("disk",), ("host", "device", CACHED))
-
-
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.few(1)
-@pytest.mark.more
-def test_copies_of_tables_may_live_anywhere(ranks, pooled):
-    """Same for replicated tables."""
-    cases = [gathered("copies", optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "adam")]
-    cases = [replace(case, shardings=(TableWise(0),) * 3) for case in cases]
-    assert_as_on_the_device(ranks, cases, [None, 3], ("host",), ("disk", "device"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pooled", [True, False])
-@pytest.mark.parametrize("way", list(GATHERED))
-def test_any_cut_optimizer_and_look_ahead_gives_the_bits_of_the_device(ranks, way, pooled):
-    world = 2 if way == "grid" else 4
-    cases = [
-        replace(gathered(way, name, world, pooled, **options), local=2 if GATHERED[way][2] else 0)
-        for name, options in (
-            ("row_wise_adagrad", {"max_gradient": 0.05}),
-            ("lars_sgd", {"dtype": torch.bfloat16, "on_nonfinite": "skip", "max_norm": 0.9}),
-            ("adam", {"max_norm": 0.9}),
-        )
-    ]
-    assert_as_on_the_device(ranks, cases, [0, 1, 4], ("disk",), ("disk", "device", "host"), ("host",))
 
 
 def resumed(rank: int, case: Case, other_case: Case) -> list[dict[str, torch.Tensor]]:
