@@ -143,3 +143,36 @@ def assert_same(trained: Trained, expected: Trained) -> None:
     assert trained.losses == expected.losses
     for one, other in zip(trained.weights, expected.weights, strict=True):
         assert torch.equal(one, other)
+
+
+TIERS = ("device", "host", "disk")
+ARENA = {mlp: 76_000, Transformer: 100_000, Recurrent: 90_000, dlrm: 110_000}  # less than the parameters, no tiles
+OPTIMIZERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, fused=True),
+    "rmsprop": lambda params: torch.optim.RMSprop(params, lr=1e-3),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=1e-3),
+}
+
+
+def on(make: Any, params: str = "device", states: str = "device", **more: Any) -> dict[str, Any]:
+    """Options for an arena of this size: with states on disk it is half of the budget."""
+    arena = ARENA.get(make, ARENA[Transformer])
+    return {"params": params, "states": states, "budget": arena * (2 if states == "disk" else 1), **more}
+
+
+def build(
+    kind: Any = mlp, optimizer: Any = adam, folder: Any = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, Any]:
+    """A model made from one seed, and its optimizer; offloaded if there are options."""
+    torch.manual_seed(0)
+    model = kind().to(dtype)
+    stepped = optimizer(model.parameters())
+    return te.offload(model, stepped, path=folder, **options) if options else (model, stepped)
+
+
+def channels_last():
+    layers = nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.Flatten(1), nn.Linear(8 * 36, 1)
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)

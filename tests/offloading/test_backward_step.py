@@ -11,8 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
-from tests.offloading.models import Transformer, adam, loss_of, mlp, weights_of
-from tests.offloading.test_offload import OPTIMIZERS, TIERS, on
+from tests.offloading.models import OPTIMIZERS, TIERS, Transformer, adam, build, loss_of, mlp, on, weights_of
 from tritonemb.offloading import tiers
 from tritonemb.storage import StorageError
 from tritonemb.storage.aio import IoBuffer
@@ -43,13 +42,6 @@ class Branches(nn.Module):
         for number in torch.randperm(8, generator=self.random)[:6].tolist():
             x = x + self.layers[number](x).tanh()
         return x
-
-
-def make(kind: Any = mlp, optimizer: Any = adam, folder: Any = None, dtype: Any = torch.float32, **options: Any) -> Any:
-    torch.manual_seed(0)
-    model = kind().to(dtype)
-    stepped = optimizer(model.parameters())
-    return te.offload(model, stepped, path=folder, **options) if options else (model, stepped)
 
 
 def backward(model: Any, random: torch.Generator) -> torch.Tensor:
@@ -91,8 +83,8 @@ def same(one: list[Any], other: list[Any]) -> bool:
 @pytest.mark.parametrize("params", TIERS)
 @pytest.mark.parametrize("states", TIERS)
 def test_a_step_in_the_backward_changes_no_bit(params, states, grads, accumulate, tmp_path):
-    expected = run(*make(), accumulate=accumulate)
-    model, optimizer = make(folder=tmp_path, **on(mlp, params, states, grads=grads))
+    expected = run(*build(), accumulate=accumulate)
+    model, optimizer = build(folder=tmp_path, **on(mlp, params, states, grads=grads))
     result = run(model, optimizer, accumulate=accumulate)
     assert same(result, expected)
     assert result[1][0] == 0  # the order is unknown
@@ -105,16 +97,16 @@ def test_a_step_in_the_backward_changes_no_bit(params, states, grads, accumulate
 @pytest.mark.parametrize("states", ["host", "disk"])
 def test_every_element_wise_optimizer(name, states, tmp_path):
     options: Any = {"states": states, "grads": "disk", "budget": 100_000}
-    assert same(run(*make(mlp, OPTIMIZERS[name], tmp_path, **options)), run(*make(mlp, OPTIMIZERS[name])))
+    assert same(run(*build(mlp, OPTIMIZERS[name], tmp_path, **options)), run(*build(mlp, OPTIMIZERS[name])))
 
 
 @pytest.mark.parametrize(
     "kind", [Branches, Shared, Transformer, pytest.param(lambda: Transformer("reentrant"), marks=pytest.mark.more)]
 )
 def test_shared_unused_and_reordered_layers(kind, tmp_path):
-    expected = run(*make(kind), number=6)
+    expected = run(*build(kind), number=6)
     for params in ("device", "disk"):
-        model, optimizer = make(kind, folder=tmp_path / params, params=params, states="disk", budget=300_000)
+        model, optimizer = build(kind, folder=tmp_path / params, params=params, states="disk", budget=300_000)
         result = run(model, optimizer, number=6)
         assert same(result, expected)
         if kind is Shared:
@@ -125,7 +117,7 @@ def test_shared_unused_and_reordered_layers(kind, tmp_path):
 def test_master_weights_follow_writes_between_steps(tmp_path):
     results = []
     for in_backward in (False, True):
-        model, optimizer = make(mlp, folder=tmp_path / str(in_backward), dtype=torch.bfloat16, states="host")
+        model, optimizer = build(mlp, folder=tmp_path / str(in_backward), dtype=torch.bfloat16, states="host")
         random = torch.Generator().manual_seed(1)
         for _ in range(4):
             optimizer.zero_grad()
@@ -138,7 +130,7 @@ def test_master_weights_follow_writes_between_steps(tmp_path):
 
 def test_a_pass_moves_no_more_than_what_buffers_lack(tmp_path):
     """Sub-groups that the backward reaches last remain in buffers, but for those that are read ahead."""
-    model, optimizer = make(folder=tmp_path, states="disk", budget=150_000)
+    model, optimizer = build(folder=tmp_path, states="disk", budget=150_000)
     run(model, optimizer)
     groups, num_buffers = optimizer.store.groups, optimizer.store.buffers.num_buffers
     size = max(group.buffer_bytes for group in groups)
@@ -165,7 +157,7 @@ def clip_by_torch(model: Any, _: Any) -> None:
     ],
 )
 def test_a_closure_that_uses_gradients_is_refused(call, message, tmp_path):
-    model, optimizer = make(folder=tmp_path, states="host")
+    model, optimizer = build(folder=tmp_path, states="host")
     run(model, optimizer, number=2)
 
     def closure() -> None:
@@ -183,7 +175,7 @@ def test_a_closure_that_uses_gradients_is_refused(call, message, tmp_path):
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, StorageError])
 def test_a_backward_that_fails_leaves_no_optimizer_that_steps(kind, tmp_path):
-    model, optimizer = make(folder=tmp_path, params="disk", states="host", grads="host", budget=200_000)
+    model, optimizer = build(folder=tmp_path, params="disk", states="host", grads="host", budget=200_000)
     fails = False
 
     def fail(*_: Any) -> None:

@@ -53,7 +53,8 @@ def test_plain_models_read_it_and_are_read(tmp_path):
     dcp.load({"model": of_model, "optim": of_optimizer}, checkpoint_id=tmp_path / "ours")
     set_state_dict(reader.model, reader.optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
     other = train(Transformer, tmp_path / "b", 1, offload={"params": "host", "states": "disk", "budget": 200_000})
-    te.offloading.load_checkpoint(other.model, other.optimizer, tmp_path / "theirs")
+    with pytest.warns(match=r"theirs has no checksums\.json, so damage may go undetected"):
+        te.offloading.load_checkpoint(other.model, other.optimizer, tmp_path / "theirs")
     losses = [steps(run.model, run.optimizer, 3, seed=3) for run in (plain, reader, other, trained)]
     assert losses[0] == losses[1] == losses[2] == losses[3]
 
@@ -164,35 +165,6 @@ def test_a_load_that_fails_leaves_no_optimizer_that_steps(tmp_path):
     assert steps(trained.model, trained.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
 
 
-def test_states_of_other_memory_formats_keep_their_places(tmp_path):
-    def make():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.Conv2d(5, 2, 3)).to(memory_format=torch.channels_last)
-        return model, adam(model.parameters())
-
-    def some_steps(model, optimizer):
-        for _ in range(2):
-            model(torch.linspace(-1, 1, 2 * 3 * 64).view(2, 3, 8, 8)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in model.parameters()]
-
-    plain, its_adam = make()
-    some_steps(plain, its_adam)
-    expected = its_adam.state_dict()
-    model, optimizer = te.offload(*make(), states="disk", path=tmp_path / "swap")
-    some_steps(model, optimizer)
-    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
-    other, fresh = te.offload(*make(), states="host")
-    te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
-    for state_dict in (optimizer.state_dict(), fresh.state_dict()):
-        for number, expected_state in expected["state"].items():
-            assert all(torch.equal(value, state_dict["state"][number][name]) for name, value in expected_state.items())
-    fresh.load_state_dict(expected)
-    for one, expected_loss in zip(some_steps(other, fresh), some_steps(plain, its_adam), strict=True):
-        assert torch.equal(one, expected_loss)
-
-
 def test_empty_parameters_are_saved_and_loaded(tmp_path):
     def make():
         model = nn.Linear(3, 2)
@@ -242,16 +214,6 @@ def test_damage_is_found_before_anything_is_loaded(tmp_path):
         load(tmp_path / METADATA)
     expected = train(mlp, tmp_path, 1)
     assert steps(trained.model, trained.optimizer, 2) == steps(expected.model, expected.optimizer, 2)
-
-
-def test_what_has_no_checksums_is_loaded_with_a_word(tmp_path):
-    plain = train(mlp, tmp_path, 2)
-    of_model, of_optimizer = get_state_dict(plain.model, plain.optimizer)
-    dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=tmp_path / "theirs")
-    trained = train(mlp, tmp_path / "a", 0, offload={"states": "host"})
-    with pytest.warns(match=r"theirs has no checksums\.json, so damage may go undetected"):
-        te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "theirs")
-    assert steps(trained.model, trained.optimizer, 2) == steps(plain.model, plain.optimizer, 2)
 
 
 @pytest.mark.filterwarnings("ignore:.*has no checksums.json")

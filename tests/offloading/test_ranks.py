@@ -89,21 +89,6 @@ def test_ranks_train_as_one(ranks, size, optimizer, tmp_path):
             assert (one - other).abs().max() <= 1e-6 * other.abs().max() + 1e-9
 
 
-@pytest.mark.more
-@pytest.mark.parametrize(
-    "offload",
-    [
-        {"params": "host", "states": "device"},
-        {"params": "device", "states": "host", "activations": "disk"},
-        {"params": "disk", "states": "host", "activations": "host"},
-    ],
-)
-def test_tiers_of_two_ranks_change_no_bit(ranks, offload, tmp_path):
-    plain = ranks(2).run(job, 2, str(tmp_path), "adam", None)
-    results = ranks(2).run(job, 2, str(tmp_path), "adam", offload | {"budget": 400_000})
-    assert [losses for losses, _ in results] == [losses for losses, _ in plain]
-
-
 MORE = [pytest.param(*sizes, marks=pytest.mark.more) for sizes in ((1, 4), (4, 2))]
 
 

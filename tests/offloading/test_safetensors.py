@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+from functools import partial
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import tritonemb as te
-from tests.offloading.models import Transformer, adam, steps
+from tests.offloading.models import Transformer, adam, build, steps
 from tritonemb.offloading.safetensors import INDEX
 from tritonemb.storage.checkpoint import SAFETENSORS_DTYPES as DTYPES
 
@@ -48,6 +50,10 @@ def save_shards(folder: Path, state: dict[str, Tensor]) -> None:
 def on_meta(make: Any) -> Any:
     with torch.device("meta"):
         return make()
+
+
+def offload_on_meta(make: Any, **options: Any) -> Any:
+    return build(lambda: on_meta(make), **options)
 
 
 def fill(module: nn.Module) -> None:
@@ -89,9 +95,8 @@ def test_a_model_on_meta_gets_pretrained_weights(tmp_path, params, tied):
     if tied:
         del state["output.weight"]
     save_shards(tmp_path / "files", state)
-    model = on_meta(lambda: Transformer(tied=tied))
-    options = {"params": params, "states": "disk", "path": tmp_path / "swap", "budget": 250_000}
-    model, optimizer = te.offload(model, adam(model.parameters()), **options, checkpoint=tmp_path / "files")
+    options = {"params": params, "states": "disk", "budget": 250_000, "checkpoint": tmp_path / "files"}
+    model, optimizer = offload_on_meta(lambda: Transformer(tied=tied), folder=tmp_path / "swap", **options)
     assert (model.output.weight is model.embedding.weight) == tied
     for (name, value), expected in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
         assert torch.equal(value, expected), name
@@ -104,8 +109,8 @@ def test_a_model_on_meta_gets_pretrained_weights(tmp_path, params, tied):
 def test_values_are_cast_to_the_dtype_of_the_model(tmp_path):
     plain = nn.Linear(5, 3)
     save(tmp_path / "file.safetensors", plain.state_dict())
-    model = on_meta(lambda: nn.Linear(5, 3, dtype=torch.bfloat16))
-    model, _ = te.offload(model, adam(model.parameters()), params="host", checkpoint=tmp_path / "file.safetensors")
+    options = {"params": "host", "checkpoint": tmp_path / "file.safetensors"}
+    model, _ = offload_on_meta(lambda: nn.Linear(5, 3), dtype=torch.bfloat16, **options)
     assert torch.equal(model.state_dict()["weight"], plain.weight.bfloat16())
 
 
@@ -147,24 +152,24 @@ def test_files_that_do_not_fit_change_nothing(tmp_path, mismatch):
 def test_tied_parameters_have_the_same_values_in_the_files(tmp_path):
     state = make_transformer(True).state_dict()
     save(tmp_path / "model.safetensors", state)
-    model = on_meta(Transformer)
-    model, _ = te.offload(model, adam(model.parameters()), params="host", checkpoint=tmp_path)
+    model, _ = offload_on_meta(Transformer, params="host", checkpoint=tmp_path)
     assert torch.equal(model.state_dict()["output.weight"], state["embedding.weight"])
     save(tmp_path / "model.safetensors", changed(state, **{"output.weight": state["output.weight"] + 1}))
-    model = on_meta(Transformer)
     with pytest.raises(ValueError, match=r"'output\.weight' differs from 'embedding\.weight', to which the model ties"):
-        te.offload(model, adam(model.parameters()), params="host", checkpoint=tmp_path)
+        offload_on_meta(Transformer, params="host", checkpoint=tmp_path)
 
 
 def test_init_sets_what_the_files_lack(tmp_path):
     """A new head, and buffers; not what they have."""
-    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    plain = make()
     state = {name: value for name, value in plain.state_dict().items() if not name.startswith("2.")}
     del state["1.running_var"]
     save(tmp_path / "model.safetensors", state)
-
-    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
-    model, _ = te.offload(model, adam(model.parameters()), params="host", checkpoint=tmp_path, init=fill)
+    model, _ = offload_on_meta(make, params="host", checkpoint=tmp_path, init=fill)
     for name, value in model.state_dict().items():
         assert torch.equal(value, state.get(name, torch.full_like(value, 7))), name
 
@@ -195,12 +200,8 @@ class Pretrained(nn.Module):
 def test_buffers_of_no_file_are_set_by_the_enclosing_model(tmp_path, monkeypatch):
     plain = Pretrained()
     save(tmp_path / "model.safetensors", plain.state_dict())
-
-    def offload() -> Any:
-        model = on_meta(Pretrained)
-        return te.offload(model, adam(model.parameters()), params="host", checkpoint=tmp_path)[0]
-
-    for (name, value), expected in zip(offload().named_buffers(), plain.buffers(), strict=True):
+    offload = partial(offload_on_meta, Pretrained, params="host", checkpoint=tmp_path)
+    for (name, value), expected in zip(offload()[0].named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(value, expected), name
     monkeypatch.setattr(Pretrained, "sets_mask", False)
     with pytest.raises(ValueError, match=r"module 'inner\.0' \(Rotary\) .* sets 'frequencies', 'mask', or checkpoint="):
@@ -271,18 +272,14 @@ def test_folders_that_are_not_of_a_model_are_named(tmp_path):
 
 
 def test_pretrained_models_load_shard_by_shard(tmp_path):
-    torch.manual_seed(4)
-    plain = Transformer(tied=False)
+    plain = make_transformer(False)
     state = plain.state_dict()
     half = len(state) // 2
     for number, keys in enumerate(([*state][:half], [*state][half:])):
         shard = {f"body.{key}": state[key] for key in keys} | {f"extra{number}": torch.zeros(1)}
         save(tmp_path / f"{number}.safetensors", shard)
-    with torch.device("meta"):
-        model = Transformer(tied=False)
-    optimizer = adam(model.parameters())
-    options = {"params": "disk", "states": "disk", "path": tmp_path / "swap", "budget": 250_000}
-    model, optimizer = te.offload(model, optimizer, **options, init=lambda module: None)
+    options = {"params": "disk", "states": "disk", "budget": 250_000, "init": lambda module: None}
+    model, optimizer = offload_on_meta(lambda: Transformer(tied=False), folder=tmp_path / "swap", **options)
     load = te.offloading.load_safetensors
     assert load(model, tmp_path, rename=lambda key: key.removeprefix("body.")) == ["extra0", "extra1"]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), state.values(), strict=True))
@@ -303,11 +300,11 @@ def test_safetensors_load_into_layers_that_were_tiled(tmp_path, splits):
     )
     path, budget = tmp_path / "model.safetensors", "128KiB" if splits == "rows" else "1MiB"
     save(path, whole.state_dict())
+    sizes = [(layer.in_features, layer.out_features) for layer in whole]
     for checkpoint in (None, path):
-        model = on_meta(lambda: nn.Sequential(*(nn.Linear(layer.in_features, layer.out_features) for layer in whole)))
         init = (lambda module: None) if checkpoint is None else None
         options = {"params": "host", "budget": budget, "init": init, "checkpoint": checkpoint}
-        model, _ = te.offload(model, adam(model.parameters()), **options)
+        model, _ = offload_on_meta(lambda: nn.Sequential(*starmap(nn.Linear, sizes)), **options)
         assert isinstance(model[0], te.nn.TiledLinear)
         if checkpoint is None:
             assert te.offloading.load_safetensors(model, path) == []

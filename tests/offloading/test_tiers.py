@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.offloading.models import Transformer, adam, mlp, steps, train, weights_of
+from tests.offloading.models import Transformer, adam, build, mlp, steps, train, weights_of
 from tritonemb.offloading.tiers import Arena, DiskTier, HostTier, empty_host
 from tritonemb.storage import StorageError
 
@@ -74,10 +74,7 @@ def test_another_process_that_uses_the_folder_is_named(tmp_path):
 def test_several_folders_are_used_in_turn(tmp_path):
     folders = [tmp_path / name for name in "abc"]
     expected = train(mlp, tmp_path, 3)
-    options = {"params": "disk", "states": "disk", "budget": 200_000, "path": folders}
-    torch.manual_seed(0)
-    model = mlp()
-    model, optimizer = te.offload(model, adam(model.parameters()), **options)
+    model, optimizer = build(folder=folders, params="disk", states="disk", budget=200_000)
     assert steps(model, optimizer, 3) == expected.losses
     sizes = [(folder / "swap-0.bin").stat().st_size for folder in folders]
     assert min(sizes) > 0.5 * max(sizes)
@@ -87,23 +84,15 @@ def test_several_folders_are_used_in_turn(tmp_path):
 
 def test_a_folder_that_is_named_twice_is_refused(tmp_path):
     model = mlp()
+    initial = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(ValueError, match="path= names a folder twice"):
         te.offload(model, adam(model.parameters()), states="disk", path=[tmp_path, tmp_path])
-    (tmp_path / "used").mkdir()
-    first = DiskTier(tmp_path / "used")
-    with pytest.raises(StorageError, match="another process uses"):
-        te.offload(model, adam(model.parameters()), states="disk", path=[tmp_path / "free", tmp_path / "used"])
-    assert not list((tmp_path / "free").iterdir())
-    first.close()
-
-
-def test_a_second_run_in_one_folder_harms_neither(tmp_path):
-    first = train(mlp, tmp_path, 1, offload={"params": "disk", "states": "disk", "budget": 200_000})
-    model = mlp()
-    initial = [p.detach().clone() for p in model.parameters()]
+    # A second run in a folder harms neither.
+    first = train(mlp, tmp_path / "used", 1, offload={"params": "disk", "states": "disk", "budget": 200_000})
     with pytest.raises(StorageError, match="give each run its own folder"):
-        te.offload(model, adam(model.parameters()), params="disk", path=tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(initial, model.parameters(), strict=True))
+        te.offload(model, adam(model.parameters()), params="disk", path=[tmp_path / "free", tmp_path / "used"])
+    assert not list((tmp_path / "free").iterdir())
+    assert all(map(torch.equal, initial, model.parameters()))
     steps(first.model, first.optimizer, 1)
 
 
@@ -154,14 +143,16 @@ def limit_file_size(num_bytes: int) -> tuple[int, int]:
     return limits
 
 
-def test_a_disk_that_is_too_small_is_noticed_before_anything_is_changed(tmp_path):
-    model = mlp()
-    optimizer = adam(model.parameters())
+@pytest.mark.parametrize(
+    ("tiers", "limit"), [({"params": "disk", "states": "disk"}, 150_000), ({"grads": "disk"}, 100_000)], ids=str
+)
+def test_a_disk_that_is_too_small_is_noticed_before_anything_is_changed(tiers, limit, tmp_path):
+    model, optimizer = build()
     steps(model, optimizer, 1)
-    limits = limit_file_size(150_000)
+    limits = limit_file_size(limit)
     try:
         with pytest.raises(StorageError, match=r"cannot reserve [\d,]+ bytes"):
-            te.offload(model, optimizer, params="disk", states="disk", path=tmp_path, budget=200_000)
+            te.offload(model, optimizer, **tiers, path=tmp_path, budget=200_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
