@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -254,14 +251,7 @@ torch.save(score(*torch.load("inputs.pt")).detach(), "scores.pt")
     torch.testing.assert_close(torch.load(tmp_path / "scores.pt"), model(user[:3], item[:3]).detach())
 
 
-def _train_in_parallel(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    torch.save(_trained_in_parallel(rank), f"{folder}/{rank}.pt")
-    gc.collect()  # DDP must go before its group: its reducer would free the group while it holds the GIL, and may hang
-    dist.destroy_process_group()
-
-
-def _trained_in_parallel(rank: int) -> dict[str, Tensor]:
+def trained_in_parallel(rank: int) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = Clicks()
     te.fuse(model)
@@ -275,10 +265,8 @@ def _trained_in_parallel(rank: int) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="gloo meets by a file URL of another form there")
-def test_fused_without_an_optimizer_processes_train_as_one(tmp_path: Path):
-    torch.multiprocessing.spawn(_train_in_parallel, (str(tmp_path),), nprocs=2)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+def test_fused_without_an_optimizer_processes_train_as_one(ranks):
+    first, second = ranks(2).run(trained_in_parallel)
     assert_same_bits(first, second)
     torch.manual_seed(0)
     single = Clicks()

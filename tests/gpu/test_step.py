@@ -109,9 +109,7 @@ def test_a_whole_model_can_be_captured():
         [p for name, p in model.named_parameters() if not name.startswith("embeddings")], lr=0.05
     )
     dense, labels = torch.randn(128, 13, device="cuda"), (torch.rand(128, device="cuda") < 0.5).float()
-    batch = te.KeyedJaggedTensor.from_lengths(
-        ["a", "b"], torch.randint(0, 300, (256,), device="cuda"), torch.ones(256, dtype=torch.int64, device="cuda")
-    )
+    batch = one_id_each()
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)

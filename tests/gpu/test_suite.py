@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import pytest
 from tests.gpu import processes
 from tests.gpu.processes import CRASHED, FAILED, NOT_RUN, PASSED, TIMED_OUT, Job
 from tests.gpu.suite import LOST, SKIPPED, Suite, find_files
+from tests.helpers import process_ends
 
 pytestmark = pytest.mark.more
 
@@ -34,25 +33,14 @@ BODIES = {
 }
 
 
-def shell(name: str, command: str, seconds: float = 60) -> Job:
-    return Job(name, ["sh", "-c", command], seconds)
-
-
 def write_tests(path: Path, names: list[str]) -> str:
     path.write_text(HEADER + "".join(f"def test_{name}(): {BODIES[name.split('_')[0]]}\n" for name in names))
     return str(path)
 
 
 def run_suite(out: Path, files: list[str], **options: object) -> Suite:
-    defaults = {
-        "out": out,
-        "left": False,
-        "jobs": 2,
-        "seconds": 120,
-        "test_seconds": 60,
-        "examples": "fewest",
-        "under": [],
-    }
+    limits = {"jobs": 2, "seconds": 120, "test_seconds": 60}
+    defaults = {"out": out, "left": False, "examples": "fewest", "under": [], **limits}
     suite = Suite([Path(file) for file in files], argparse.Namespace(**defaults | options), [])
     suite.run()
     return suite
@@ -70,28 +58,12 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-@pytest.fixture
-def _fast_endings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "ENDINGS", ((signal.SIGINT, 0.1), (signal.SIGKILL, 10.0)))
-
-
-@pytest.mark.usefixtures("_fast_endings")
-def test_each_process_ends_in_its_own_way(tmp_path):
-    jobs = [shell("fine", "echo all is well"), shell("wrong", "exit 3"), shell("dead", "kill -SEGV $$")]
-    jobs += [shell("slow", "trap '' INT; sleep 50", seconds=0.1)]
-    ends = {outcome.job.name: outcome for outcome in processes.run(deque(jobs), tmp_path, at_once=4)}
-    assert {name: outcome.status for name, outcome in ends.items()} == {
-        "fine": PASSED, "wrong": FAILED, "dead": CRASHED, "slow": TIMED_OUT
-    }  # fmt: skip
-    assert ends["fine"].log == "all is well"
-    assert (tmp_path / "fine.log").read_text() == "all is well\n"
-
-
-@pytest.mark.usefixtures("_fast_endings")
 def test_when_time_is_over_none_runs_any_longer(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "ENDINGS", ((signal.SIGINT, 0.1), (signal.SIGKILL, 10.0)))
     passed, monotonic = 0.0, time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: passed + monotonic())
-    jobs = deque([shell("endless", "sleep 5000", math.inf), shell("first", "true", math.inf), shell("late", "true")])
+    commands = {"endless": "trap '' INT; sleep 5000", "first": "true", "late": "true"}
+    jobs = deque(Job(name, ["sh", "-c", command]) for name, command in commands.items())
     statuses = {}
     for outcome in processes.run(jobs, tmp_path, at_once=2, seconds=3600.0):
         statuses[outcome.job.name] = outcome.status
@@ -112,18 +84,7 @@ def test_nothing_outlives_the_runner(tmp_path, ending):
             time.sleep(0.02)
             children = [int(path.read_text()) for path in tmp_path.glob("*.log") if path.read_text().strip()]
         runner.send_signal(ending)
-    until = time.monotonic() + 100
-    while any(map(is_alive, children)):
-        assert time.monotonic() < until, "children outlive the runner"
-        time.sleep(0.02)
-
-
-def is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-        return ") Z " not in Path(f"/proc/{process}/stat").read_text()  # nobody may be there to reap it
-    except (ProcessLookupError, FileNotFoundError):
-        return False
+    assert all(map(process_ends, children)), "children outlive the runner"
 
 
 def test_tests_behind_a_crash_run_in_another_process(tmp_path, capsys):
