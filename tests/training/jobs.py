@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -152,3 +154,14 @@ class CrashAt(Callback):
     def on_step(self, step):
         if step.step == self.at:
             raise Crash
+
+
+class SignalAt(Callback):
+    """A signal to this process after this step."""
+
+    def __init__(self, step: int, number: int = signal.SIGTERM) -> None:
+        self.at, self.number = step, number
+
+    def on_step(self, step):
+        if step.step == self.at:
+            os.kill(os.getpid(), self.number)

@@ -16,6 +16,17 @@ from tritonemb.cli import main
 from tritonemb.training.checkpoint import CheckpointFolder
 
 
+def write_log(path: Path, num_rows: int) -> Path:
+    """Random rows in Criteo's format."""
+    chance = Random(0)
+    with path.open("w") as file:
+        for _ in range(num_rows):
+            categories = [f"{chance.randrange(300):x}" if chance.random() < 0.9 else "" for _ in range(26)]
+            integers = [str(chance.randrange(1000)) for _ in range(13)]
+            file.write("\t".join([str(chance.randrange(2)), *integers, *categories]) + "\n")
+    return path
+
+
 def finish(program: Program) -> None:
     status, text = program.finish()
     assert status == 0, text

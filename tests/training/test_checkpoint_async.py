@@ -8,9 +8,11 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -184,22 +186,17 @@ def test_several_ranks_write_while_they_train(ranks, tmp_path):
     assert (first.step, second.step, first.num_bytes) == (1, 2, other.num_bytes)
 
 
+def fails_on_rank_one(rank: int, owner: type, name: str, error: Exception) -> AbstractContextManager[object]:
+    return mock.patch.object(owner, name, side_effect=error) if rank == 1 else nullcontext()
+
+
 def fail_on_one(rank: int, folder: str) -> str:
     save, group = AsyncSave(CheckpointFolder(folder), RankGroup.world()), RankGroup.world()
-    real = writer.ChecksumWriter.write_data
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
     complete = values((12, 4), torch.float32)
-    if rank == 1:
-        writer.ChecksumWriter.write_data = full  # type: ignore[method-assign,assignment]
-    try:
+    with fails_on_rank_one(rank, writer.ChecksumWriter, "write_data", OSError(28, "No space left on device")):
         save.start(1, {"t": shards_of(rank, complete, CUTS)}, {})
         with pytest.raises(CheckpointError) as caught:
             save.wait()
-    finally:
-        writer.ChecksumWriter.write_data = real  # type: ignore[method-assign]
     group.barrier()
     save.start(2, {"t": shards_of(rank, complete, CUTS)}, {})
     assert save.wait().step == 2
@@ -215,18 +212,9 @@ def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path):
 
 def run_out_of_memory(rank: int, folder: str) -> str:
     save, tensors = AsyncSave(CheckpointFolder(folder), RankGroup.world()), {"a": torch.ones(3)}
-    real = HostStager.copy
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("no memory")
-
-    if rank == 1:
-        HostStager.copy = fail  # type: ignore[method-assign,assignment]
-    try:
-        with pytest.raises(CheckpointError) as caught:
-            save.start(1, tensors, {})
-    finally:
-        HostStager.copy = real  # type: ignore[method-assign]
+    fails = fails_on_rank_one(rank, HostStager, "copy", MemoryError("no memory"))
+    with fails, pytest.raises(CheckpointError) as caught:
+        save.start(1, tensors, {})
     save.start(2, tensors, {})
     save.wait()
     return str(caught.value)

@@ -238,10 +238,7 @@ class TestPieces:
             saved["t.weight"] = shards_of(0, full["t.weight"], self.CUTS)
         actual = self.collection("disk")
         names = {name.rpartition(".")[2] for name in actual.state_dict() if name.startswith("t.")}
-        saved = {
-            f"model.t.{'weight' if n == 'weight' else n}": saved["t.weight" if n == "weight" else "t.sum"]
-            for n in names
-        }
+        saved = {f"model.t.{n}": saved["t.weight" if n == "weight" else "t.sum"] for n in names}
         folder = CheckpointFolder(tmp_path)
         folder.save(1, saved | {"model.step": torch.tensor(3)}, {})
         chunks = stored_tensors(folder.path(1))["model.t.weight"].chunks

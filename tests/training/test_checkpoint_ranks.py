@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -175,21 +177,10 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
         "checksum": (files, "size_and_checksum"),
         "manifest": (files, "write_manifest"),
     }
-    owner, name = places[where]
-    real = getattr(owner, name)
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise FAILURES[what]
-
-    if rank == failing:
-        setattr(owner, name, fail)
-    try:
+    fails = mock.patch.object(*places[where], side_effect=FAILURES[what]) if rank == failing else nullcontext()
+    with fails, pytest.raises(BaseException) as caught:  # noqa: PT011
         save(rank, folder, 2, full, HALVES)
-    except BaseException as error:
-        return type(error).__name__, str(error)
-    finally:
-        setattr(owner, name, real)
-    return "", ""
+    return type(caught.value).__name__, str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ pytest.importorskip("psutil")
 
 import tritonemb as te
 from tests.training import jobs
+from tests.training.callbacks.test_tensorboard import scalars
 from tritonemb.nn import DynamicStatistics, DynamicTable
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.trackers import TensorBoard
@@ -115,12 +116,11 @@ def test_the_log_and_the_report_have_them(tmp_path):
 
 
 def test_tensorboard_has_them(tmp_path):
-    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    pytest.importorskip("tensorboard")
     data = jobs.planted()
     results = fitted(model_of(data), data, TensorBoard(tmp_path))
-    read = accumulators.EventAccumulator(str(tmp_path))
-    read.Reload()
+    read = scalars(tmp_path)
     for table, last in results.dynamic[-1].items():
         for name in last:
-            actual = [event.value for event in read.Scalars(f"dynamic/{table}/{name}")]
+            actual = [value for _, value in read[f"dynamic/{table}/{name}"]]
             assert actual == pytest.approx([log[table][name] for log in results.dynamic], rel=1e-6)  # of float32

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -78,15 +76,6 @@ def trained(tier: str, folder: Path | None = None, **options: Any) -> tuple[jobs
     return record, trainer.model.state_dict()
 
 
-class SignalAt(te.training.Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, step: Any) -> None:
-        if step.step == self.step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.mark.parametrize(
     ("tier", "options"),
     [
@@ -119,7 +108,7 @@ def on_rank(rank: int, tier: str, folder: Path, signalled: int | None, options: 
         return look_up(tables, *args)
 
     with mock.patch.object(TableSet, "group", group):
-        callbacks = [record, SignalAt(11)] if rank == signalled else [record]
+        callbacks = [record, jobs.SignalAt(11)] if rank == signalled else [record]
         trainer = trainer_of(tier, folder, *callbacks, batch_size=25, **options)
         if signalled is None:
             trainer.fit()
@@ -200,23 +189,3 @@ def test_ranks_resume_tables_on_disk(ranks, tmp_path):
     single = disk_job.sharded(0, tmp_path / "first" / "run", "dynamic", "", 2, INCREMENTAL, True, True)
     ids = full[0]["embeddings.user.ids"]
     assert torch.equal(single["embeddings.user.ids"], ids.sort().values)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize(
-    ("tier", "step"),
-    [
-        ("host", 13),
-        ("disk", 20),
-        pytest.param("host", 20, marks=pytest.mark.slow),
-        pytest.param("disk", 13, marks=pytest.mark.slow),
-    ],
-)
-def test_a_run_that_a_signal_has_ended_is_resumed_to_the_same_bits(tier, step, tmp_path):
-    _, rows = on_device()
-    with pytest.raises(Interrupted):
-        trainer_of(tier, tmp_path / "run", SignalAt(step)).fit()
-    resumed = trainer_of(tier, tmp_path / "run")
-    assert resumed.resume("auto") in [tmp_path / "run" / "checkpoints" / f"step-{step + late}" for late in range(4)]
-    resumed.fit()
-    assert_same_bits(resumed.model.state_dict(), rows)

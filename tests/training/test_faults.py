@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,16 +21,16 @@ import torch
 pytest.importorskip("psutil")
 pytest.importorskip("rich")
 
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, process_ends
 from tests.training import disk_job
-from tests.training.jobs import Record, planted
+from tests.training.jobs import Record, SignalAt, planted
 from tritonemb.data import Dataset
 from tritonemb.offloading.options import OffloadOptions
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Interrupted
 from tritonemb.training.callbacks import CallbackList
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
 
 make_trainer = partial(disk_job.make_trainer, placement="device")
 
@@ -47,25 +46,11 @@ def checkpoints(folder) -> list[str]:
 
 
 @pytest.mark.more
-def test_a_compiled_model_is_evaluated_while_it_trains(data, tmp_path):
+def test_a_compiled_model_is_evaluated_while_it_trains(data, tmp_path, monkeypatch, dynamo):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     trainer = make_trainer(data, tmp_path / "run", epochs=1, compile=True, evaluate_every=6)
     assert trainer.fit(test=True).test.num_samples == 250
     assert trainer.progress.best is not None
-
-
-def test_going_back_to_an_earlier_checkpoint_takes_the_later_ones_away(data, tmp_path):
-    every = CheckpointOptions(checkpoint_steps=4, keep=9)
-    make_trainer(data, tmp_path / "run", checkpoints=every, evaluate_every=4).fit()
-    names = [f"step-{step}" for step in (4, 8, 12, 16, 20, 24)]
-    assert set(names) < set(checkpoints(tmp_path / "run"))
-    few = CheckpointOptions(checkpoint_steps=2, keep=2)
-    trainer = make_trainer(data, tmp_path / "run", checkpoints=few, evaluate_every=4, epochs=1)
-    trainer.resume(tmp_path / "run" / "checkpoints" / "step-8")
-    trainer.fit()
-    left = checkpoints(tmp_path / "run")
-    assert [name for name in left if name.startswith("step")] == ["step-10", "step-12"]
-    (best,) = [name for name in left if name.startswith("best")]
-    assert best == f"best-{trainer.progress.best_step}"
 
 
 def test_a_checkpoint_of_another_folder_is_not_mixed_into_a_run(data, tmp_path):
@@ -87,16 +72,6 @@ def test_a_best_checkpoint_that_was_not_marked_any_more_is_marked_on_resume(data
     trainer.resume()
     trainer.fit()
     assert checkpoints(tmp_path / "run") == ["best-12", "step-12"]
-
-
-def test_a_flipped_bit_is_found(data, tmp_path):
-    make_trainer(data, tmp_path / "run", epochs=1).fit()
-    (file,) = (tmp_path / "run" / "checkpoints" / "step-12").glob("*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="does not have the checksum that was written; use another one"):
-        make_trainer(data, tmp_path / "run").resume()
 
 
 def test_a_damaged_manifest_changes_nothing(data, tmp_path):
@@ -126,10 +101,8 @@ def with_number(data: Dataset, row: int, value: float, split: str = "train") -> 
 def assert_finite(folder: Path, names: list[str]) -> None:
     assert checkpoints(folder) == names
     for name in names:
-        stored = stored_tensors(folder / "checkpoints" / name)
-        actual = {key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in stored.items()}
-        load_tensors(folder / "checkpoints" / name, actual)
-        assert all(bool(value.isfinite().all()) for value in actual.values())
+        actual = disk_job.in_memory(folder / "checkpoints" / name)
+        assert all(value.isfinite().all() for value in actual.values())
 
 
 @pytest.mark.parametrize(("value", "asynchronous"), [(math.nan, False), (math.inf, True)])
@@ -255,16 +228,10 @@ def test_validation_rows_of_one_label_are_told_and_training_goes_on(data, tmp_pa
 
 @pytest.mark.parametrize("when", ["last step", "evaluation"])
 def test_a_late_signal_is_heard_and_nothing_is_lost(data, tmp_path, when):
-    class Late(Callback):
-        def on_step(self, step):
-            if when == "last step" and step.step == 12:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-        def on_evaluation(self, evaluation):
-            if when == "evaluation":
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    trainer = make_trainer(data, tmp_path / "run", epochs=1, callbacks=[Late()])
+    late = SignalAt(12)
+    if when == "evaluation":
+        late.on_step, late.on_evaluation = lambda step: None, late.on_step
+    trainer = make_trainer(data, tmp_path / "run", epochs=1, callbacks=[late])
     with pytest.raises(Interrupted) as interrupted:
         trainer.fit(test=True)
     assert interrupted.value.exit_status == 143
@@ -272,13 +239,9 @@ def test_a_late_signal_is_heard_and_nothing_is_lost(data, tmp_path, when):
 
 
 def test_a_signal_that_is_to_be_ignored_stays_ignored(data, tmp_path):
-    class Send(Callback):
-        def on_step(self, step):
-            os.kill(os.getpid(), signal.SIGINT)
-
     initial = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        assert make_trainer(data, tmp_path / "run", epochs=1, callbacks=[Send()]).fit().steps == 12
+        assert make_trainer(data, tmp_path / "run", epochs=1, callbacks=[SignalAt(1, signal.SIGINT)]).fit().steps == 12
     finally:
         signal.signal(signal.SIGINT, initial)
 
@@ -371,10 +334,7 @@ time.sleep(60)
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         pid = int(parent.stdout.readline())
         parent.kill()
-    end = time.monotonic() + 60
-    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < end, "the rank lives on"
-        time.sleep(0.05)
+    assert process_ends(pid), "the rank lives on"
 
 
 class TestCallbackList:

@@ -42,9 +42,7 @@ def trained(data: Dataset, kernels: str, device: torch.device) -> dict[str, torc
 
 @pytest.mark.triton
 @pytest.mark.parametrize(
-    "make_data",
-    [pytest.param(movielens, marks=pytest.mark.more), lambda: make_synthetic(200, 10, seed=0)],
-    ids=["movielens", "synthetic"],
+    "make_data", [pytest.param(movielens, marks=pytest.mark.more), planted], ids=["movielens", "synthetic"]
 )
 def test_the_embedding_kernels_train_to_the_references_bits(make_data, device, monkeypatch):
     """With one formulation of the dense part for both: lookup, grouping and update have the references' bits."""

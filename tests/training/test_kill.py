@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("tyro")
@@ -18,8 +17,9 @@ pytest.importorskip("psutil")
 from tests.helpers import assert_same_bits
 from tests.programs import Program
 from tests.training import kills
+from tests.training.disk_job import in_memory
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.checkpoint import CheckpointFolder
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL"),
@@ -39,14 +39,7 @@ def data(request, tmp_path_factory) -> str:
     """A log in Criteo's format, or the name of a data set in memory."""
     if request.param == "synthetic":
         return "synthetic"
-    chance = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / request.param
-    with path.open("w") as file:
-        for _ in range(NUM_ROWS):
-            categories = [f"{chance.randrange(300):x}" if chance.random() < 0.9 else "" for _ in range(26)]
-            integers = [str(chance.randrange(1000)) for _ in range(13)]
-            file.write("\t".join([str(chance.randrange(2)), *integers, *categories]) + "\n")
-    return str(path)
+    return str(kills.write_log(tmp_path_factory.mktemp("data") / request.param, NUM_ROWS))
 
 
 def start(data: str, folder: Path, operations: int | None = None) -> Program:
@@ -58,15 +51,6 @@ def start(data: str, folder: Path, operations: int | None = None) -> Program:
 
 def finish(data: str, folder: Path) -> None:
     kills.finish(start(data, folder))
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    path = CheckpointFolder(folder / "checkpoints").path(LAST_STEP)
-    actual = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
-    }
-    load_tensors(path, actual)
-    return actual
 
 
 def losses(folder: Path) -> list[tuple[int, float]]:
@@ -113,12 +97,13 @@ def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, ti
     assert_same_run(tmp_path, undisturbed)
 
 
-def assert_same_run(found: Path, expected: Path) -> None:
-    assert_same_bits(tensors(found), tensors(expected))
+def assert_same_run(found: Path, expected: Path, last_step: int = LAST_STEP) -> None:
+    checkpoints = [CheckpointFolder(folder / "checkpoints") for folder in (found, expected)]
+    assert_same_bits(*(in_memory(folder.path(last_step)) for folder in checkpoints))
     assert losses(found) == losses(expected)
-    assert len(losses(found)) == LAST_STEP // 5
-    leftovers = [path.name for path in (found / "checkpoints").iterdir()]
-    assert sorted(leftovers) == sorted(path.name for path in (expected / "checkpoints").iterdir())
+    assert len(losses(found)) == last_step // 5
+    names = [sorted(path.name for path in folder.folder.iterdir()) for folder in checkpoints]
+    assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(

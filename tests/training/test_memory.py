@@ -54,14 +54,6 @@ def peak_bytes(data: Path, folder: Path) -> int:
     return peak
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(2400)
-def test_five_gigabytes_train_within_two(tmp_path):
-    """The last sixth of them is evaluated too."""
-    write_log(tmp_path / "train.txt", 5_000_000_000)
-    assert peak_bytes(tmp_path / "train.txt", tmp_path / "run") < MOST_BYTES
-
-
 @pytest.mark.timeout(600)
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_log(tmp_path):

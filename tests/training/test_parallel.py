@@ -108,34 +108,8 @@ def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
         assert one["test"] == other["test"]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 4), (1, 4)))],
-)
-@pytest.mark.more
-def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, after):
-    """Each row is seen once: there are 600 samples in the epoch, whose shares keep to the ranks that it began with."""
-    every = CheckpointOptions(checkpoint_steps=1)
-    options = {
-        "batch_size": 50,
-        "folder": tmp_path,
-        "num_train": 600,
-        "epochs": 1,
-        "checkpoints": every,
-        "log_every": 1,
-    }
-    results = ranks(before).run(jobs.fit, {**options, "crash_at": 2})
-    assert results[0]["samples"] == [50 * before, 100 * before]
-    results = ranks(after).run(jobs.fit, {**options, "resume": True})
-    for result in results:
-        assert result["resumed"] == "step-1"
-        assert result["samples"][-1] == 600
-        assert result["reason"] == "finished"
-    assert all(result["losses"] == results[0]["losses"] for result in results)
-
-
 def seen(rank, folder, options):
-    """The rows that a rank trains on, told by their dense values, before a crash or after it."""
+    """The dense values that a rank trains on, before a crash or after it, and samples and losses of all ranks."""
     data, actual = jobs.planted(600), []
     crash_at = options.pop("crash_at", None)
     callbacks = [jobs.CrashAt(crash_at)] if crash_at else []
@@ -151,17 +125,23 @@ def seen(rank, folder, options):
     step._backward = backward
     with suppress(jobs.Crash):
         trainer.fit()
-    return actual
+    return actual, (trainer.progress.samples, trainer.progress.losses)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 4), (1, 4)))],
+)
 @pytest.mark.few(1)
 def test_every_row_is_seen_once_across_a_change_of_ranks(ranks, tmp_path, before, after):
+    """In mid-epoch, whose shares keep to the ranks that it began with."""
     options = {"batch_size": 32, "checkpoints": CheckpointOptions(checkpoint_steps=2)}
     first = ranks(before).run(seen, tmp_path, {**options, "crash_at": 3})
     second = ranks(after).run(seen, tmp_path, options)
-    rows = [batch for rank in first for step in rank[:2] for batch in step]  # what came after the checkpoint is undone
-    rows += [batch for rank in second for step in rank for batch in step]
+    assert all(progress == (600, second[0][1][1]) for _, progress in second)
+    # What came after the checkpoint is undone.
+    rows = [batch for steps, _ in first for step in steps[:2] for batch in step]
+    rows += [batch for steps, _ in second for step in steps for batch in step]
     actual, expected = torch.cat(rows), jobs.planted(600).train.dense
     assert torch.equal(actual[actual[:, 0].argsort()], expected[expected[:, 0].argsort()])
 
@@ -301,19 +281,8 @@ def test_ids_over_nccl_are_exchanged_by_the_training_thread(ranks):
         assert (result["losses"], result["evaluations"]) == (other["losses"], other["evaluations"])
 
 
-class SendTo(te.training.Callback):
-    """A signal to this process, at a step."""
-
-    def __init__(self, step: int, signum: int) -> None:
-        self.at, self.signum = step, signum
-
-    def on_step(self, step):
-        if step.step == self.at:
-            os.kill(os.getpid(), self.signum)
-
-
 def interrupted(rank, folder, who):
-    callbacks = [SendTo(4, signal.SIGTERM)] if rank == who else []
+    callbacks = [jobs.SignalAt(4)] if rank == who else []
     trainer = jobs.make_trainer(jobs.planted(), folder, callbacks=callbacks, epochs=9)
     with pytest.raises(te.training.Interrupted) as caught:
         trainer.fit()

@@ -220,6 +220,11 @@ def csv_log(folder, **files) -> ClickLog:
     return ClickLog(folder, options)
 
 
+def log_trainer(log: ClickLog, folder: Path, **options: Any) -> te.Trainer:
+    model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=ROW_WISE_ADAGRAD)
+    return te.Trainer(model, log, batch_size=20, folder=folder, verbose=False, **options)
+
+
 FIRST = {"a": (0, 100, "u"), "b": (100, 150, "u")}
 CHANGES = [
     (FIRST | {"c": (150, 300, "u")}, r"c.csv was absent, is [\d,]+ bytes, CRC-32 "),
@@ -233,11 +238,7 @@ CHANGES = [
 )
 def test_a_run_resumes_with_changed_data_only_if_it_is_told_to(tmp_path, max_steps, changes):
     log = csv_log(tmp_path / "log", **FIRST)
-
-    def trainer(**options) -> te.Trainer:
-        model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=ROW_WISE_ADAGRAD)
-        return te.Trainer(model, log, batch_size=20, folder=tmp_path / "run", verbose=False, **options)
-
+    trainer = functools.partial(log_trainer, log, tmp_path / "run")
     first = trainer(max_steps=max_steps)
     first.fit()
     results = trainer(epochs=2, checkpoints=CheckpointOptions(on_changed_data="continue"))
@@ -261,9 +262,7 @@ def test_a_run_that_did_not_record_its_data_resumes_with_its_split(tmp_path):
     random = replace(log.options, split=SplitRule("random"))
 
     def trainer(**options) -> te.Trainer:
-        model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=ROW_WISE_ADAGRAD)
-        data = ClickLog(log.files, random, name="log")
-        return te.Trainer(model, data, batch_size=20, folder=tmp_path / "run", verbose=False, **options)
+        return log_trainer(ClickLog(log.files, random, name="log"), tmp_path / "run", **options)
 
     def held_out(data: ClickLog) -> list[float]:
         return [value for batch in data.open("test", 50) for value in batch.dense[:, 0].tolist()]
@@ -440,6 +439,7 @@ def test_a_run_that_resumed_from_an_older_checkpoint_goes_on_from_there(data, tm
     again.fit()
     events = read_run_log(tmp_path / "run" / "log.jsonl")
     assert [event["step"] for event in events if event["event"] == "log"] == list(range(1, 13))
+    assert checkpoints.best().name == f"best-{again.progress.best_step}"
 
 
 def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_path, monkeypatch):

@@ -7,8 +7,10 @@ import gc
 import random
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -228,22 +230,19 @@ def test_rows_of_tables_are_read_by_id(trained):
             loaded_run.tables["user"].lookup([10**6])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_what_cannot_be_encoded_is_named(trained):
+    row = {"price": 1.0, "age": 3, "user": "ü1", "item": 2, "tags": ["a"]}
+    loaded_run = te.load_run(trained[0] / "run")
+    for change, message in (
         ({"price": "cheap"}, r"row 2: column 'price' is 'cheap', expected a number or nothing"),
         ({"price": float("inf")}, r"row 2: column 'price' is 'inf', expected a finite number or nothing"),
         ({"user": 5}, r"row 2: column 'user' is '5', expected a string or nothing, as in training"),
         ({"item": "x"}, r"row 2: column 'item' is 'x', expected an integer or nothing, as in training"),
         ({"item": 1.5}, r"row 2: column 'item' is '1.5', expected an integer, a string or nothing"),
         ({"tags": "a"}, r"row 2: column 'tags' is 'a', expected a list of values, or nothing"),
-    ],
-)
-def test_what_cannot_be_encoded_is_named(trained, change, message):
-    row = {"price": 1.0, "age": 3, "user": "ü1", "item": 2, "tags": ["a"]}
-    loaded_run = te.load_run(trained[0] / "run")
-    with pytest.raises(ValueError, match=message):
-        loaded_run.predict([row, row | change])
+    ):
+        with pytest.raises(ValueError, match=message):
+            loaded_run.predict([row, row | change])
     with pytest.raises(
         ValueError, match=r"row 1: missing columns: age, user; the row has .* pass None for a missing value"
     ):
@@ -281,13 +280,15 @@ def test_raw_values_lead_to_rows_of_tables(trained):
     assert repr(run).startswith("Run(")
 
 
-def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):
+def data_and_model(placement: str = "device") -> tuple[Any, Callable[[], torch.nn.Module]]:
     schema = Schema("click", ("price", "age"), ("user", "item", "tags"), num_embeddings=100)
     data = from_dataframe(frame_of(make_rows(400)), LogOptions(schema=schema))
+    tables = [replace(table, placement=placement) for table in data.tables(8)]
+    return data, lambda: te.nn.DLRM(tables, 2, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
 
-    def make_model() -> torch.nn.Module:
-        return te.nn.DLRM(data.tables(8), 2, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
 
+def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):
+    data, make_model = data_and_model()
     trainer = te.Trainer(make_model(), data, folder=tmp_path / "run", batch_size=50, verbose=False)
     trainer.fit()
     with pytest.raises(ValueError, match=r"has no model config .not written by `tritonemb train`..*model=\.\.\."):
@@ -299,13 +300,7 @@ def test_a_run_of_a_trainer_is_loaded_with_its_model(tmp_path):
 
 
 def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
-    schema = Schema("click", ("price", "age"), ("user", "item", "tags"), num_embeddings=100)
-    data = from_dataframe(frame_of(make_rows(400)), LogOptions(schema=schema))
-
-    def make_model() -> torch.nn.Module:
-        tables = [replace(table, placement="server") for table in data.tables(8)]
-        return te.nn.DLRM(tables, 2, (16,), (16,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
-
+    data, make_model = data_and_model("server")
     frame, initial = frame_of(make_rows(100, seed=1)), set(threading.enumerate())
     with te.server.start(2) as servers:
         trainer = te.Trainer(
@@ -337,9 +332,6 @@ def test_rows_are_read_from_the_servers_of_a_run(tmp_path):
     for thread in set(threading.enumerate()) - initial:
         thread.join(timeout=60)
         assert not thread.is_alive(), thread
-
-
-values = st.one_of(st.none(), st.text(max_size=20), st.integers(-(2**63), 2**63 - 1))
 
 
 @settings(max_examples=fewer(60, 15))

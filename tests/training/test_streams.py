@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from functools import partial
 
 import pytest
@@ -18,35 +16,13 @@ import tritonemb as te
 from tests.data.test_streams import FOLLOW, SCHEMA, end, move_in
 from tests.helpers import assert_same_bits
 from tests.programs import Program
+from tests.training.disk_job import in_memory
+from tests.training.jobs import SignalAt
 from tests.training.kills import finish, kill
 from tritonemb.data import ClickLog
-from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.config import CheckpointOptions
 from tritonemb.types import TableOptions
-
-
-def test_a_run_resumes_at_the_offsets_of_its_checkpoint(tmp_path):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    move_in(logs, 1, 2, 3, 4)
-
-    def trainer(folder, **options) -> te.Trainer:
-        torch.manual_seed(0)
-        log = ClickLog(logs, FOLLOW)
-        model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
-        checkpoints = CheckpointOptions(checkpoint_steps=2)
-        return te.Trainer(model, log, batch_size=16, folder=folder, verbose=False, checkpoints=checkpoints, **options)
-
-    assert trainer(tmp_path / "first", max_steps=6).fit().reason == "finished"
-    move_in(logs, 5)
-    end(logs)
-    whole = trainer(tmp_path / "whole")
-    assert whole.fit().steps == -(-250 // 16)
-    (logs / "part-1.parquet").unlink()
-    resumed = trainer(tmp_path / "first")
-    resumed.resume()
-    assert resumed.fit().steps == -(-250 // 16)
-    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
 
 
 def trainer_on(logs, folder, placement="device", **options) -> te.Trainer:
@@ -58,15 +34,6 @@ def trainer_on(logs, folder, placement="device", **options) -> te.Trainer:
     return te.Trainer(model, log, batch_size=16, folder=folder, verbose=False, **options)
 
 
-class SignalAfter(te.training.Callback):
-    def __init__(self, last_step: int) -> None:
-        self.last_step = last_step
-
-    def on_step(self, step):
-        if step.step == self.last_step:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 @pytest.fixture
 def logs(tmp_path):
     folder = tmp_path / "logs"
@@ -75,12 +42,25 @@ def logs(tmp_path):
     return folder
 
 
+def test_a_run_resumes_at_the_offsets_of_its_checkpoint(logs, tmp_path):
+    make = partial(trainer_on, logs, checkpoints=CheckpointOptions(checkpoint_steps=2))
+    assert make(tmp_path / "first", max_steps=6).fit().reason == "finished"
+    end(logs)
+    whole = make(tmp_path / "whole")
+    assert whole.fit().steps == -(-250 // 16)
+    (logs / "part-1.parquet").unlink()
+    resumed = make(tmp_path / "first")
+    resumed.resume()
+    assert resumed.fit().steps == -(-250 // 16)
+    assert_same_bits(resumed.model.state_dict(), whole.model.state_dict())
+
+
 @pytest.mark.parametrize(("placement", "accumulate"), [("device", 1), ("host", 2)])
 @pytest.mark.few(1)
 def test_a_wait_for_rows_ends_at_the_first_signal(logs, tmp_path, placement, accumulate):
     make = partial(trainer_on, logs, placement=placement, accumulate=accumulate)
     num_steps = 250 // (16 * accumulate)  # some rows of the next step have come
-    stopped = make(tmp_path / "stopped", callbacks=[SignalAfter(num_steps)])
+    stopped = make(tmp_path / "stopped", callbacks=[SignalAt(num_steps)])
     with pytest.raises(te.training.Interrupted) as interrupted:
         stopped.fit()
     assert interrupted.value.exit_status == 143
@@ -102,7 +82,7 @@ def test_the_last_step_waits_for_no_further_rows(logs, tmp_path, placement):
 
 def waiting(rank, logs, folder, signalled, max_steps):
     num_steps = 5 * (50 // 2) // 16
-    callbacks = [SignalAfter(num_steps)] if rank == signalled else []
+    callbacks = [SignalAt(num_steps)] if rank == signalled else []
     trainer = trainer_on(logs, folder, callbacks=callbacks, max_steps=max_steps)
     try:
         return trainer.fit().reason, trainer.run_folder.checkpoints.steps() == [num_steps]
@@ -133,11 +113,7 @@ def test_a_run_that_is_killed_trains_on_every_row_once(tmp_path):
 
     def tensors(name):
         path = CheckpointFolder(tmp_path / name / "checkpoints").latest()
-        actual = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype) for key, entry in stored_tensors(path).items()
-        }
-        load_tensors(path, actual)
-        return path.name, actual
+        return path.name, in_memory(path)
 
     # It is killed while it waits for rows, and while it trains.
     for numbers in ((1, 2, 3), (4, 5)):

@@ -122,7 +122,7 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: i
     ],
     ids=str,
 )
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, options, placement):
     """With evaluations and checkpoints in between, and an end at which steps that were made ahead are left over."""
     runs, accumulate = [], options.get("accumulate", 1)
@@ -144,6 +144,8 @@ def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, opti
     if not options:
         assert sum(5 * log["rows"] for log in logs) == pytest.approx(statistics.lookups)
         assert sum(5 * log["read"] for log in logs) == pytest.approx(statistics.read)
+        for name in ("host_hits", "disk_read", "disk_written") if placement == CACHED else ():
+            assert 0 < sum(5 * log[name] for log in logs) <= getattr(statistics, name), name
 
 
 def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics]]:

@@ -53,13 +53,8 @@ list_separator = ""
 
 [read.schema]
 label = "click"
-dense = [
-    "price",
-]
-sparse = [
-    "item",
-    "user",
-]
+dense = ["price"]
+sparse = ["item", "user"]
 num_embeddings = 100000
 sizes = []
 dynamic = false

@@ -21,11 +21,9 @@ pytest.importorskip("tomli_w")
 
 import psutil
 
-from tests.helpers import assert_same_bits
 from tests.programs import start_ranks
-from tests.training.disk_job import in_memory
-from tests.training.test_kill import losses
-from tritonemb.cli import main
+from tests.training.kills import write_log
+from tests.training.test_kill import assert_same_run, losses
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder
 
@@ -107,10 +105,8 @@ class Job:
 
     def end(self) -> None:
         """Whatever has become of it."""
-        for process in (
-            [psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []
-        ):
-            for child in process:
+        if self.process.poll() is None:
+            for child in psutil.Process(self.process.pid).children(recursive=True):
                 child.kill()
         self.process.kill()
         self.process.wait()
@@ -131,15 +127,7 @@ def start(data, tmp_path):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
-    """2,000 rows in Criteo's format."""
-    chance = random.Random(0)
-    path = tmp_path_factory.mktemp("data") / "train.txt"
-    with path.open("w") as file:
-        for _ in range(2_000):
-            categories = [f"{chance.randrange(300):x}" if chance.random() < 0.9 else "" for _ in range(26)]
-            integers = [str(chance.randrange(1000)) for _ in range(13)]
-            file.write("\t".join([str(chance.randrange(2)), *integers, *categories]) + "\n")
-    return path
+    return write_log(tmp_path_factory.mktemp("data") / "train.txt", 2_000)
 
 
 @pytest.fixture(scope="module")
@@ -150,13 +138,6 @@ def undisturbed(data, tmp_path_factory) -> Path:
         status, text = rank.finish()
         assert status == 0, text
     return folder
-
-
-def assert_same_run(found: Path, expected: Path) -> None:
-    paths = [CheckpointFolder(folder / "checkpoints").path(LAST_STEP) for folder in (found, expected)]
-    assert_same_bits(*map(in_memory, paths))
-    assert losses(found) == losses(expected)
-    assert len(losses(found)) == LAST_STEP // 5
 
 
 @pytest.mark.parametrize("options", ["", pytest.param("--checkpoint-async", marks=pytest.mark.slow)])
@@ -174,7 +155,7 @@ def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kil
             gone, _ = psutil.wait_procs(workers.values(), timeout=60.0)
             assert len(gone) == 2
     assert job.finish() == 0, job.output
-    assert_same_run(tmp_path, undisturbed)
+    assert_same_run(tmp_path, undisturbed, LAST_STEP)
     starts = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "start"]
     assert len(starts) > 1
     assert starts[-1]["first_step"] > 0
@@ -200,13 +181,6 @@ def test_the_ranks_end_with_a_torchrun_that_is_killed_before_they_train(start):
     assert not alive, alive
 
 
-@pytest.mark.more
-def test_one_process_predicts_with_what_a_job_has_saved(data, undisturbed, tmp_path):
-    out = tmp_path / "scores.csv"
-    assert main(["predict", "--checkpoint", str(undisturbed), "--data", str(data), "--out", str(out)]) == 0
-    assert len(out.read_text().splitlines()) == 2_001
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -222,7 +196,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(start, undisturbed, t
     again = start(ranks=ranks, options="" if ranks == 2 else "--num-workers 2")
     assert again.finish() == 0, again.output
     if ranks == 2:
-        assert_same_run(tmp_path, undisturbed)
+        assert_same_run(tmp_path, undisturbed, LAST_STEP)
     assert [step for step, _ in losses(tmp_path)] == list(range(5, LAST_STEP + 1, 5))
 
 

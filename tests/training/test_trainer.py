@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tritonemb as te
+from tests.training.jobs import Record
 from tritonemb.data import Column, Dataset, Feature, Rows, make_synthetic
 from tritonemb.training import Schedule
 from tritonemb.training.model import dense_parameters
@@ -310,20 +311,13 @@ def test_schedules_set_the_rates_of_dense_part_and_tables_apart(data):
             self.logged.append((log.dense_lr, log.table_lr))
 
     rates = Rates()
-    trainer = make_trainer(
-        data,
-        make_model(data),
-        dense_lr=0.5,
-        max_steps=4,
-        log_every=1,
-        dense_schedule=Schedule(warmup_steps=2),
-        table_schedule=Schedule(decay="polynomial", power=1.0),
-        callbacks=[rates],
-    )
+    schedules = {"dense_schedule": Schedule(warmup_steps=2), "table_schedule": Schedule(decay="polynomial", power=1.0)}
+    options = {"dense_lr": 0.5, "max_steps": 4, "log_every": 1, "callbacks": [rates], **schedules}
+    trainer = make_trainer(data, make_model(data), **options)
     trainer.fit()
     assert [dense for dense, _ in rates.logged] == [0.25, 0.5, 0.5, 0.5]
     assert [table for _, table in rates.logged] == pytest.approx([0.05, 0.0375, 0.025, 0.0125])
-    (group,) = [group for group in trainer.model.embeddings.fused_optimizer.param_groups]  # noqa: C416
+    (group,) = trainer.model.embeddings.fused_optimizer.param_groups
     assert group["lr"] == pytest.approx(0.0125)
     assert float(trainer.model.embeddings.learning_rate) == pytest.approx(0.0125)
 
@@ -370,14 +364,9 @@ def test_a_message_says_that_all_test_rows_were_trained(new_rows):
     changed = Column(torch.tensor([1, 2, 3, 1, 3 if new_rows else 2]), bags.offsets)
     test = replace(train, columns=(changed, train.columns[1])).take(torch.tensor([3, 1, 0]))
     data = Dataset("rows", (Feature("bags", 4, multi_hot=True), Feature("single", 2)), train, test)
-    messages = []
-
-    class Recorder(te.training.Callback):
-        def on_message(self, text):
-            messages.append(text)
-
-    make_trainer(data, make_model(data), batch_size=3, callbacks=[Recorder()]).fit(test=True)
-    said = [text for text in messages if "test rows were trained" in text]
+    record = Record()
+    make_trainer(data, make_model(data), batch_size=3, callbacks=[record]).fit(test=True)
+    said = [text for text in record.messages if "test rows were trained" in text]
     assert len(said) == 1 - new_rows
     assert new_rows or "all, are among the first 4 training" in said[0], said
 
@@ -389,15 +378,10 @@ def test_a_run_ends_well_though_its_test_rows_cannot_be_compared(small):
                 raise ValueError("row 9 is bad")
             return super().open(split, batch_size, **options)
 
-    class Recorder(te.training.Callback):
-        def on_message(self, text):
-            messages.append(text)
-
-    messages = []
-    data = Damaged("damaged", small.features, small.train, small.test)
-    result = make_trainer(data, make_model(data), callbacks=[Recorder()]).fit(test=True)
+    data, record = Damaged("damaged", small.features, small.train, small.test), Record()
+    result = make_trainer(data, make_model(data), callbacks=[record]).fit(test=True)
     assert result.test is not None
-    assert messages == ["test rows were not compared with training rows: row 9 is bad"]
+    assert record.messages == ["test rows were not compared with training rows: row 9 is bad"]
 
 
 def test_callbacks_hear_of_a_failure(data):
