@@ -184,8 +184,15 @@ def test_messages_that_are_no_rows_are_bad_rows(cluster):
         Message(partition=0, offset=3 + index, value=json.dumps({"click": 1, "user": value}).encode(), error=None)
         for index, value in enumerate((3, "b", "c"))
     ]
-    with pytest.raises(ValueError, match=r"partition 0, offsets 0 to .*: values of a column have several types"):
-        open_dataset("kafka://one:9092/clicks", log=OPTIONS)
+    with pytest.raises(ValueError, match=r"partition 0, offsets 0 to .*: values of 'user' have several types"):
+        next(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64))
+
+
+def test_columns_that_are_not_needed_may_have_any_values(cluster):
+    expected = take(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64), 3)
+    for message, value in zip(cluster.partitions[0], (1, "a", {}, [2], 2**70), strict=False):
+        message.value = json.dumps(json.loads(message.value()) | {"other": value}).encode()
+    assert same(take(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64), 3), expected)
 
 
 @pytest.fixture

@@ -74,12 +74,18 @@ class KafkaStream:
 
     def _to_batch(self, messages: Sequence[Any], columns: Sequence[str]) -> Any:
         rows = list(map(_parse, messages))
-        names = columns or dict.fromkeys(name for row in rows for name in row)
-        try:
-            return pa.RecordBatch.from_pydict({name: pa.array([row.get(name) for row in rows]) for name in names})
-        except (pa.ArrowException, OverflowError) as error:
-            where = f"partition {messages[0].partition()}, offsets {messages[0].offset()} to {messages[-1].offset()}"
-            raise ValueError(f"{self.path}, {where}: values of a column have several types ({error})") from error
+        arrays = dict[str, Any]()
+        for name in columns or dict.fromkeys(name for row in rows for name in row):
+            values = [row.get(name) for row in rows]
+            try:
+                arrays[name] = pa.array(values)
+            except (pa.ArrowException, OverflowError) as error:
+                if columns:
+                    where = f"partition {messages[0].partition()}, offsets {messages[0].offset()} to"
+                    text = f"{where} {messages[-1].offset()}: values of {name!r} have several types"
+                    raise ValueError(f"{self.path}, {text} ({error})") from error
+                arrays[name] = pa.nulls(len(rows))  # of the first block, which has columns that are not needed, too
+        return pa.RecordBatch.from_pydict(arrays)
 
 
 def _parse(message: Any) -> dict[str, Any]:
