@@ -1,4 +1,4 @@
-"""Embedding tables of any size for recommendation models: trained fast, exactly and deterministically."""
+"""Embedding tables of any size for recommendation models, with fused, exact and deterministic optimizers."""
 
 import importlib
 import sys

@@ -25,14 +25,14 @@ Train recommendation models.
   train             train a click model and report its test metrics
   predict           write the click probability of every row of a log
   evaluate          print the metrics of a run on labeled rows
-  export            write a run for serving: tables that are mapped, ATen, ONNX
+  export            export a run for serving: mapped tables, ATen or ONNX
   serve             serve the scores of a run over HTTP
   compare           compare options, metrics and curves of runs
   vocab             build a vocabulary: number categories by frequency
   convert           convert a text log to Parquet files
   reader            run a reader host: read a log for remote trainers
   embedding-server  run an embedding server: hold table rows for trainers
-  plan              shard tables over the ranks of a cluster, and say why
+  plan              plan the sharding of tables on a cluster, with reasons
   calibrate         measure this machine for the planner
   doctor            print versions, devices and kernels, and check them
 

@@ -281,12 +281,12 @@ class Custom(Optimizer):
         self.__setstate__({"states": tuple(states), "reads_whole_rows": self.whole_row})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Give a copy a unique name, by which kernels look it up."""
+        """Set the fields of a copy, with a new unique name: kernels look the function up by it."""
         vars(self).update(state, name=f"custom_{next(_custom_numbers)}")
         customs[self.name] = self
 
 
-_SIZES = ("row", False, "element", True)
+_SIZES = ("row", False, "element", True)  # sizes of a state, and `per_element` of a `StateSpec`, which a copy passes
 _custom_numbers = itertools.count()
 customs: WeakValueDictionary[str, Custom] = WeakValueDictionary()  # by name
 OPTIMIZERS: dict[str, type[Optimizer]] = {

@@ -43,13 +43,13 @@ CODECS = {
 CodecName: TypeAlias = Literal[tuple(CODECS)]  # type: ignore[valid-type]
 
 
-def checked_size(title: str, value: Any, least: int = 1) -> int:
+def checked_size(title: str, value: Any, minimum: int = 1) -> int:
     """Return an integer of any type, NumPy's included, as an `int`; raise TypeError or ValueError unless it is ≥
-    `least`."""
+    `minimum`."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{title} must be an int, got {value!r}")
-    if value.__index__() < least:
-        raise ValueError(f"{title} must be at least {least}, got {value}")
+    if value.__index__() < minimum:
+        raise ValueError(f"{title} must be at least {minimum}, got {value}")
     return value.__index__()
 
 
@@ -67,8 +67,8 @@ class CacheConfig:
     Args:
         rows: rows cached on the device by each rank that has a shard of the table, at least 1; rounded up to sets of
             32. For a table on embedding servers, the capacity of each trainer's worker-side embedding cache.
-        share: share of the table's rows to cache, in (0, 1], if `rows` is not given; at most 262,144 rows of a table on
-            servers.
+        share: share of the table's rows to cache, in (0, 1], if `rows` is not given: a tenth by default, but at most
+            262,144 rows of a table on servers.
         policy: evict the least recently ("lru") or least frequently ("lfu") used row. Rows of batches that are being
             trained or prefetched are pinned.
         folder: folder for the file of a disk-resident table while it is in use; the system's temporary folder by
@@ -96,7 +96,7 @@ class CacheConfig:
             if not 0 < checked_number(f"a cache's {name}", share) <= 1:
                 raise ValueError(f"a cache's {name} must lie in (0, 1], got {share}")
         if self.host_rows is not None and self.host_share is not None:
-            raise ValueError(f"a cache has host_rows or host_share, got {self.host_rows} and {self.host_share}")
+            raise ValueError(f"pass host_rows or host_share, not both, got {self.host_rows} and {self.host_share}")
         if self.policy not in ("lru", "lfu"):
             raise ValueError(f"a cache's policy must be 'lru' or 'lfu', got {self.policy!r}")
         if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):

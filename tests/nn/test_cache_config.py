@@ -48,7 +48,7 @@ def test_rows_that_are_kept(config, num_embeddings, expected):
         ({"host_share": True}, TypeError, "a cache's host_share must be a number, got True"),
         ({"host_share": 0.0}, ValueError, r"a cache's host_share must lie in \(0, 1\], got 0.0"),
         ({"host_share": 1.5}, ValueError, r"a cache's host_share must lie in \(0, 1\], got 1.5"),
-        ({"host_rows": 5, "host_share": 0.5}, ValueError, "a cache has host_rows or host_share, got 5 and 0.5"),
+        ({"host_rows": 5, "host_share": 0.5}, ValueError, "pass host_rows or host_share, not both, got 5 and 0.5"),
         ({"policy": "fifo"}, ValueError, "a cache's policy must be 'lru' or 'lfu', got 'fifo'"),
         ({"folder": 5}, TypeError, "a cache's folder must be a path, got 5"),
     ],

@@ -385,7 +385,7 @@ def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
         flush(model)  # its thread has nothing to do any more
         with monkeypatch.context() as patch:
             patch.setattr(durable, "atomic_write", raising(OSError(28, "No space left on device")))
-            with pytest.raises(StorageError, match=r"could not save its state .* make room there"):
+            with pytest.raises(StorageError, match=r"could not save its state .* free disk space there"):
                 local.server.save()
         train(model, 2)
         initial = model.state_dict()
@@ -402,7 +402,7 @@ def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, 
         with monkeypatch.context() as patch:
             patch.setattr(durable.os, "fdatasync", raising(OSError(28, "No space left on device")))
             local.server.durable.log._durable = True
-            with pytest.raises(OSError, match=r"log .* could not be written: .*; make room there"):
+            with pytest.raises(OSError, match=r"log .* could not be written: .*; free disk space there"):
                 train(model, 1)
         steps = local.server.collections["tables"].ordering.next_push
         local.restart()

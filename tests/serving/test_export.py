@@ -410,7 +410,7 @@ def test_a_full_disk(small_disk):
 
     for room in (0, 4096, 8192, 20_000):
         fill(room)
-        with pytest.raises(StorageError, match="could not be written: No space left on device; make room there"):
+        with pytest.raises(StorageError, match="could not be written: No space left on device; free disk space there"):
             te.export(model, small_disk / "new")
         assert {path.name for path in small_disk.iterdir()} == {"earlier", "filler"}
         with pytest.raises(FileExistsError, match="exists; remove it, or choose another folder"):
@@ -418,7 +418,7 @@ def test_a_full_disk(small_disk):
     table = next((small_disk / "earlier/tables").iterdir())
     content = table.read_bytes()
     fill(4096)
-    with pytest.raises(StorageError, match=r"could not be written.*make room there"):
+    with pytest.raises(StorageError, match=r"could not be written.*free disk space there"):
         te.serving.replace_table(table, shutil.copy(table, small_disk.parent / "other"))
     assert table.read_bytes() == content
     (small_disk / "filler").unlink()
@@ -449,7 +449,7 @@ def test_a_full_disk_of_a_program(target, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.onnx, "export", lambda *args, **options: program)
     for compile_program in (write_archive, fail_to_compile):
         monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", compile_program)
-        with pytest.raises(StorageError, match="could not be written: No space left on device; make room there"):
+        with pytest.raises(StorageError, match="could not be written: No space left on device; free disk space there"):
             te.export(run, tmp_path / "new", target)
         assert not [*tmp_path.iterdir()]
 

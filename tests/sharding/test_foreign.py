@@ -113,8 +113,8 @@ def test_all_that_is_wrong_is_listed_and_nothing_copied():
     with pytest.raises(ValueError, match="the tables cannot be loaded") as caught:
         load_tables(model, state, {"nobody": "user.weight"})
     assert str(caught.value).splitlines()[1:] == [
-        "  table sparse.0.city has no key, such as city.weight; give its key as keys={'city': ...}",
-        "  table sparse.0.twice has several keys, a.twice.weight, b.twice.weight; give its key as keys={'twice': ...}",
+        "  table sparse.0.city has no key, such as city.weight; pass its key as keys={'city': ...}",
+        "  table sparse.0.twice has several keys, a.twice.weight, b.twice.weight; pass its key as keys={'twice': ...}",
         "  keys has 'nobody', which is not a table of the model",
         "  ebc.embedding_bags.unknown.weight is a TorchRec table that this model does not have",
         "  item.weight is float32 [9, 5], table sparse.0.item is float32 [9, 4]",

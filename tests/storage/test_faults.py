@@ -141,7 +141,7 @@ def test_a_full_disk(small_disk, monkeypatch):
     model = Model(516)
     write(store, range(700), 1).wait()
     model.write(range(700), 1)
-    with pytest.raises(StorageError, match=r"could not be written: \[Errno 28\] No space left on device; make room"):
+    with pytest.raises(StorageError, match=r"could not be written: \[Errno 28\] No space left on device; free"):
         write(store, range(700, 4000), 2).wait()
     with pytest.raises(StorageError, match="is unusable"):
         read(store, [0])

@@ -214,7 +214,7 @@ def test_a_full_disk_harms_neither_table_nor_earlier_snapshot(tmp_path, small_di
         store.snapshot(small_disk / "snapshot").wait()
         write(store, range(5000), 2).wait()
         target = small_disk / ("changes" if changes_only else "snapshot")
-        message = r"snapshot .* could not be written: .*No space left on device; make room there"
+        message = r"snapshot .* could not be written: .*No space left on device; free disk space there"
         with pytest.raises(StorageError, match=message):
             store.snapshot(target, changes_only).wait()
         assert [path.name for path in small_disk.iterdir()] == ["snapshot"]

@@ -244,7 +244,7 @@ class TestFaults:
         )
         actual = te.nn.EmbeddingBagCollection([table], optimizer=te.optim.SGD(lr=1.0))
         initial = actual.state_dict()["t.weight"].clone()
-        with pytest.raises(StorageError, match="make room there"):
+        with pytest.raises(StorageError, match="free disk space there"):
             load_tensors(probe.folder.path(1), model_tensors(actual))
         assert torch.equal(actual.state_dict()["t.weight"], initial)
         assert not list((small_disk / "live").iterdir())

@@ -1,8 +1,8 @@
 """Input distribution: send the ids of a batch to the ranks that own their rows.
 
-A *route* is a feature's lookup of a table (of one column block, for column-wise sharding). The rows of a route are on
-one rank, or in blocks on several ranks. Each rank sends two messages to each rank: 40 bytes of sizes; then the
-lengths of bags, the local rows of the ids, and the weights. So the host waits once for sizes, for any number of tables.
+A *route* is the lookup of a feature in a table; with column-wise sharding each block of columns has one. The rows of a
+route are on one rank, or in blocks on several ranks. Each rank sends two messages to each rank: 40 bytes of sizes; then
+the lengths of bags, the local rows of the ids, and the weights. The host waits once for sizes of all tables.
 
 If owners return a row per id (sequence embeddings), the ids of a route may be deduplicated.
 
@@ -24,7 +24,8 @@ from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import KeyedJaggedTensor, key_major_order
 from tritonemb.layout import partitions_of
 
-_STRIDE = 1 << 40  # a destination is `owner * _STRIDE + local row`
+# A destination is `owner * _STRIDE + local row`, int64: 2^40 rows per owner leave 23 bits for owners or routes.
+_STRIDE = 1 << 40
 
 
 class IdRoute(NamedTuple):

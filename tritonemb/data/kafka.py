@@ -20,8 +20,8 @@ TIMEOUT = 10.0  # seconds for a broker to describe the topic
 
 
 class KafkaStream:
-    """Messages of a topic, `kafka://HOST:PORT,HOST:PORT/TOPIC?option=value`, with options of librdkafka. Blocks of its
-    partitions come in turn, so that their order is always the same: a partition without messages holds the others up.
+    """Messages of a topic, `kafka://HOST:PORT,HOST:PORT/TOPIC?option=value`, with options of librdkafka. Partitions are
+    read in turns, a block of messages each, so that rows have one order: a stream waits for a partition without any.
     Shard i of n has the partitions p with p % n = i. Raise ConnectionError if no broker answers, or if messages at the
     offsets are gone; ValueError for an invalid URI, an unknown topic, or another number of partitions."""
 

@@ -31,7 +31,7 @@ from tritonemb.flight import decode_error, encode_error
 from tritonemb.utils import Closeable, on_error
 
 POLL_SECONDS = 0.5  # seconds between checks that the worker is alive and its stream is open
-REQUESTS = 2  # requests queued per worker
+REQUESTS = 2  # requests queued per worker: while it serves one, the next is there
 PREFETCH_DEPTH = 2  # batches prefetched in this process, in addition to those in the worker
 SERIAL, PID = range(2)  # slots shared with a worker: serial number of the current request, and the process id
 
@@ -179,12 +179,12 @@ def read_shards(data: Data, shards: Sequence[ShardState], options: Mapping[str, 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
     """Merge the positions of all ranks' streams into the epoch's; raise ValueError unless each shard is in one."""
     parsed = list(map(_parse_position, positions))
-    counts, numbers = sorted({count for count, _ in parsed}), Counter(name for _, entries in parsed for name in entries)
-    if duplicates := sorted(name for name, number in numbers.items() if number > 1):
+    counts, uses = sorted({count for count, _ in parsed}), Counter(name for _, entries in parsed for name in entries)
+    if duplicates := sorted(name for name, number in uses.items() if number > 1):
         raise ValueError(f"shard {duplicates[0]} is in the positions of two ranks")
     if len(counts) != 1:
         raise ValueError(f"the positions are of epochs in {counts} shards; merge those of one epoch")
-    if missing := [index for index in range(counts[0]) if str(index) not in numbers]:
+    if missing := [index for index in range(counts[0]) if str(index) not in uses]:
         raise ValueError(f"no rank's position has shard {missing[0]} of {counts[0]}; merge the positions of all ranks")
     return rank_position({"shares": counts[0], "at": dict(ChainMap(*(entries for _, entries in parsed)))}, 0, 1)
 
@@ -277,8 +277,8 @@ def _close(workers: "list[_Worker]", owner_pid: int) -> None:
 
 
 class _Worker:
-    """One worker process and its `DataLoader`, which is iterated only outside the main thread: in the main thread
-    its handler of SIGCHLD would raise exceptions anywhere in the program."""
+    """One worker process and its `DataLoader`. Only other threads than the main thread iterate over the loader: in the
+    main thread its SIGCHLD handler would raise exceptions anywhere in the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
         self.idle, self._closed = True, False
@@ -349,7 +349,7 @@ class _Worker:
                 raise TypeError(text) from error
 
     def _next_response(self) -> Any:
-        """Return the next response; None if there is none within `POLL` seconds, or no process."""
+        """Return the next response; None if there is none within `POLL_SECONDS`, or no process."""
         with self._lock:
             try:
                 return None if self._responses is None else next(self._responses)

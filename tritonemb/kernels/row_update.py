@@ -249,6 +249,7 @@ def _pointers_to_states(states: Sequence[Tensor], num_tables: int) -> tuple[tupl
 
 def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> int:
     """Return the rows per tile: as many elements per lane as its registers hold beside states and noise."""
+    # With more elements LAMB, Adam and FTRL spill registers on sm_80; see docs/kernels.md, row_update.
     has_element_state = any(spec.per_element for spec in OPTIMIZERS.get(optimizer, Optimizer).states)
     per_lane = 4 if has_element_state else 16 if dtype == torch.float32 and align == 16 else 8
     return max(1, min(32, per_lane * lanes() // block))

@@ -41,7 +41,7 @@ class DIN(nn.Module):
     as the items that a user has clicked. `tritonemb train` makes such a table with `--share history=item`.
 
     Args:
-        tables: tables of any dims, but of one dim those with a target, at least one.
+        tables: at least one with a target and histories, all such tables of one dim; the others of any dims.
         num_dense: dense features per sample, at least 0.
         attention_mlp: widths of the hidden layers of the attention.
         top_mlp: widths of the hidden layers of the MLP.

@@ -66,7 +66,7 @@ class FinalMLP(PooledModel):
         top_mlp: widths of the layers of each stream.
         gate_features: sparse features that are the context of the first stream's gates; all others are that of the
             second stream's. Without them the gates are learned and have no context.
-        num_heads: heads of the fusion.
+        num_heads: heads of the fusion; it divides the last width of `top_mlp`.
         optimizer: optimizer of the tables, fused into the backward; None for ordinary gradients.
 
     Shapes: `dense [B, num_dense]` float, `sparse` a `KeyedJaggedTensor`; result: logits `[B]`.

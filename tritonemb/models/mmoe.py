@@ -34,8 +34,8 @@ class Gate(nn.Module):
 
 
 class Towers(nn.ModuleList):
-    """An MLP per label of its representation `[B, top_mlp[-2]]`, with a hidden layer of `top_mlp[-1]` units; logits
-    `[B, num_labels]`, `[B]` for one label."""
+    """An MLP per label. It maps the label's representation `[B, top_mlp[-2]]`, with a hidden layer of `top_mlp[-1]`
+    units, to its logit. Result: `[B, num_labels]`, `[B]` for one label."""
 
     def __init__(self, num_labels: int, top_mlp: Sequence[int], device: Device = None) -> None:
         if num_labels < 1 or len(top_mlp) < 2:
@@ -56,7 +56,7 @@ class MMoE(PooledModel):
         tables: tables of any dims.
         num_dense: dense features per sample, at least 0.
         num_labels: number of labels, at least 1.
-        top_mlp: widths of the layers of every expert; last that of the hidden layer of the towers.
+        top_mlp: widths of the layers of every expert, then the width of the hidden layer of each tower: at least two.
         num_experts: number of experts.
         optimizer: optimizer of the tables, fused into the backward; None for ordinary gradients.
 

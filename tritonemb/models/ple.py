@@ -37,14 +37,14 @@ class ExtractionLevel(nn.Module):
 class PLE(PooledModel):
     """Progressive layered extraction: levels of shared experts and experts of each label, then a tower per label.
 
-    All representations are `[dense features, pooled rows]` at first. In each level a label's is mixed from its own and
-    the shared experts, the shared one from all. With one level it is the paper's CGC.
+    All representations are `[dense features, pooled rows]` at first. In each level a label's gate mixes the experts of
+    the label and the shared ones, and the shared gate mixes all experts. With one level this is the paper's CGC.
 
     Args:
         tables: tables of any dims.
         num_dense: dense features per sample, at least 0.
         num_labels: number of labels, at least 1.
-        top_mlp: widths of the experts, of one layer, of each level; last that of the hidden layer of the towers.
+        top_mlp: width of the one-layer experts of each level, then of the hidden layer of each tower: at least two.
         num_experts: experts of each label, and shared ones, per level.
         optimizer: optimizer of the tables, fused into the backward; None for ordinary gradients.
 

@@ -80,7 +80,7 @@ class TwoTower(nn.Module):
         user_tables = [table for table in tables if {*table.feature_names} & {*user_features}]
         item_tables = [table for table in tables if {*table.feature_names} - {*user_features}]
         if mixed := [table.name for table in user_tables if table in item_tables]:
-            raise ValueError(f"table {mixed[0]!r} has features of both towers; give each tower its table")
+            raise ValueError(f"table {mixed[0]!r} has features of both towers; use a separate table for each")
         if not user_tables or not item_tables:
             raise ValueError(
                 f"user_features must be some but not all of {join_names(names)}, got {list(user_features)}"

@@ -180,10 +180,10 @@ class TableCollection(FusedModule):
                 counter.zero_()
 
     def group(self, features: Features) -> Groups:
-        """Group the ids of a batch by row, for `forward`; another thread may call this in advance.
+        """Group the ids of a batch by row; pass the result to `forward`, as `groups`. Another thread may call this.
 
         Rows of tables in host memory or on disk are pinned on the device until the backward of the batch or, without
-        gradients, until its lookup; a second lookup prefetches them again.
+        gradients, until its lookup; a second lookup prefetches them again. StorageError if rows cannot be read.
         """
         return self.table_set.group(features)
 
@@ -220,21 +220,21 @@ class EmbeddingBagCollection(TableCollection):
 
     Args:
         tables: pooled tables ("sum" or "mean"); several features may share a table, a feature may use several tables.
-        optimizer: with one of `tritonemb.optim`, the backward updates the tables exactly, deterministically and in
-            place, and their `.grad` stays None. Without, they are ordinary parameters with dense gradients.
-        device: device of the tables.
+        optimizer: with one of `tritonemb.optim`, the backward updates each row of the batch once, deterministically and
+            in place; `.grad` stays None. Without, tables are ordinary parameters with dense gradients.
+        device: device of the tables; torch's default device if None.
         bounds_check: "raise" an error for an id out of range, or "ignore" it; it reads as zero and is not updated.
         output_dtype: dtype of the result; by default that of the tables, float32 if they differ.
 
     Shapes:
         features: a `KeyedJaggedTensor` (or TorchRec's) with all `feature_names`, in any order; int32 or int64 ids,
-            optional weights. Result: `[B, sum of dims]`, columns by table, then by that table's features.
+            optional weights, one per id. Result: `[B, sum of dims]`, columns by table, then by that table's features.
 
     A compiled module must not be called again before the backward of its last call, unless both calls are in one
     compiled region: the update is in place. In eager mode, each backward applies its own gradient.
 
     Raises:
-        ValueError: for missing features, ids out of range, invalid offsets, naming feature and sample.
+        ValueError: for missing features; for ids out of range and offsets, on a GPU at the next lookup or update.
         TypeError: for ids other than int32 or int64.
     """
 
@@ -258,8 +258,8 @@ class EmbeddingBagCollection(TableCollection):
 class EmbeddingCollection(TableCollection):
     """Unpooled embeddings, a row per id, for sequence models; arguments as for `EmbeddingBagCollection`.
 
-    All tables have one embedding dim, and a feature uses one table. Returns a `KeyedJaggedTensor` with the batch's keys
-    and offsets, and the rows as values, `[N, dim]`, multiplied by sample weights; zeros for keys without a table.
+    All tables have one embedding dim, and a feature uses one table. Returns a `KeyedJaggedTensor` with the batch's
+    keys and offsets, and the rows as values, `[N, dim]`, multiplied by sample weights; zeros for keys without a table.
 
     Raises:
         ValueError: for tables with pooling "mean" or of different dims; for a feature of two tables.

@@ -131,7 +131,7 @@ def unfuse_all(fused: list[Any]) -> None:
 
 def _reason_not_fusable(module: Any, updated: bool) -> str | None:
     if type(module) not in _OURS:
-        return f"it is a {type(module).__name__}, a class of its own"
+        return f"it is a {type(module).__name__}, a subclass"
     if "forward" in module.__dict__:
         return "its forward was replaced"
     weight = module._parameters.get("weight")
@@ -284,7 +284,7 @@ def fused(
     `step` the other parameters. For one update after several backward passes, see `ModelOptimizer.accumulate`.
 
     Args:
-        model: its embeddings are fused in place, see `fuse`.
+        model: model whose embeddings are fused in place, see `fuse`.
         tables: optimizer of the embeddings.
         dense: creates the optimizer of the other parameters, e.g. `lambda p: torch.optim.AdamW(p, lr=1e-3)`. By default
             the counterpart of `tables` in `torch.optim` with the same settings: SGD, Adagrad (for RowWiseAdagrad too),

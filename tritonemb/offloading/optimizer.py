@@ -1,6 +1,6 @@
-"""`OffloadedOptimizer`: the face of `torch.optim.Optimizer` over stored states and the user's optimizer.
+"""`OffloadedOptimizer`: a `torch.optim.Optimizer` that steps the user's optimizer on stored states.
 
-Parameters are stepped by chunks, which begin at multiples of 4,096 elements, so the result is bitwise identical to a
+Parameters are stepped in chunks, which begin at multiples of 4,096 elements, so the result is bitwise identical to a
 step of the full parameters: vectorized loops and their remainders are the same.
 """
 
@@ -40,7 +40,7 @@ Replacements = Mapping[Any, list[tuple[Any, Any]]]
 
 
 class ElementwiseOptimizer:
-    """User's optimizer without its hooks, for any parameters: parameter groups and states are arguments of a step."""
+    """User's optimizer without hooks, parameters and states: parameter groups and states are arguments of a step."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.name = type(optimizer).__name__
@@ -84,24 +84,24 @@ class ElementwiseOptimizer:
             # Leaves with values, gradients and states, by parameter group.
             states: dict[Any, dict[str, Any]] = {}
             groups: dict[int, dict[str, Any]] = {}
-            stepped: list[tuple[StateChunk, nn.Parameter, dict[str, Tensor]]] = []
-            used = 0
+            leaves: list[tuple[StateChunk, nn.Parameter, dict[str, Tensor]]] = []
+            scratch_bytes = 0  # in use
             for chunk, value in run:
                 leaf, arrays = nn.Parameter(value), chunk.arrays()
                 gradient = gradient_of(chunk)
                 if (gradient.device, gradient.dtype) != (leaf.device, leaf.dtype):
-                    begin = -(-used // ALIGNMENT) * ALIGNMENT
-                    used = begin + leaf.nbytes
-                    gradient = store.scratch[begin:used].view(leaf.dtype).copy_(gradient)
+                    begin = -(-scratch_bytes // ALIGNMENT) * ALIGNMENT
+                    scratch_bytes = begin + leaf.nbytes
+                    gradient = store.scratch[begin:scratch_bytes].view(leaf.dtype).copy_(gradient)
                 leaf.grad = gradient
                 if is_ready:
                     states[leaf] = chunk.scalars | {name: array for name, array in arrays.items() if name != MASTER}
                 group = groups.setdefault(chunk.param_group, {**param_groups[chunk.param_group], "params": []})
                 group["params"].append(leaf)
-                stepped.append((chunk, leaf, arrays))
+                leaves.append((chunk, leaf, arrays))
             self.step(list(groups.values()), states)
             # Store the states that are not updated in place.
-            for chunk, leaf, arrays in stepped:
+            for chunk, leaf, arrays in leaves:
                 for name, value in states[leaf].items():
                     if name not in arrays:
                         chunk.store_scalar(name, value)
@@ -306,7 +306,7 @@ class StoredOptimizer(Optimizer):
 class OffloadedOptimizer(StoredOptimizer):
     """`torch.optim` optimizer with offloaded states; created by `te.offload`.
 
-    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as of the original optimizer. Its `fused`
+    `param_groups`, `zero_grad`, `step`, schedulers and `state_dict` work as with the original optimizer. Its `fused`
     implementation is used, if it has one. Gradients are read from `.grad` of the parameters, or from their tier.
     """
 
@@ -349,7 +349,7 @@ class OffloadedOptimizer(StoredOptimizer):
         with self._record_failure(updated):
             self._check_options()
             self._gradients.wait()
-        # Step the others.
+        # Step the other parameters.
         with self._record_failure():
             chunks = self.store.chunks(*filter(self._gradients.has, self._parameters()))
             self.store.visit(step_chunks, [chunk for chunk in chunks if chunk.group not in stepped], gradients=True)
@@ -389,7 +389,7 @@ class OffloadedOptimizer(StoredOptimizer):
         return self._gradients.is_stored
 
     def read_gradient(self, parameter: Any) -> Tensor | None:
-        """Return the gradient of a parameter: `.grad`, or of a stored one a copy in host memory."""
+        """Return the gradient of a parameter: `.grad`, or a copy in host memory if it is stored; None without one."""
         self.store.check_idle()
         return self._gradients.read(parameter)
 
@@ -431,7 +431,7 @@ def _check_states(parameter: Any, states: Mapping[str, Any], names: Set[str], op
             raise ValueError(
                 f"the state dict has {problem} {join_names(map(repr, sorted(difference)))} of a parameter of shape "
                 f"{tuple(parameter.shape)}, which this {optimizer} {'needs' if problem == 'no' else 'lacks'}; "
-                "construct it with the options of the optimizer that was saved, before te.offload"
+                "construct it with the options of the saved optimizer, before te.offload"
             )
     for name, value in states.items():
         if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

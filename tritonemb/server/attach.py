@@ -108,7 +108,7 @@ def start(
         processes: run each server in a child process, which is restarted if it ends and there is a log; otherwise in a
             thread of this process, and rows are passed by reference.
         folder: folder of their snapshots, which are restored if they exist.
-        log: keeper of requests since the last snapshot; see `EmbeddingServer`.
+        log: log of the requests since the last snapshot; see `EmbeddingServer`.
         patience: seconds without any message from a server after which training fails; suspended while a child process
             is restarted.
 
@@ -156,7 +156,7 @@ def connect(
         ValueError: an address is malformed.
     """
     if not addresses:
-        raise ValueError("no address of an embedding server is given")
+        raise ValueError("pass the address of at least one embedding server")
     transports = transports_to(addresses, token or os.environ.get(TOKEN, ""), roots, folder)
     return Servers(transports, (), patience, "", tablets)
 
@@ -184,7 +184,7 @@ def attach(
     Args:
         staleness: number of steps whose updates a batch misses: exactly n, `AtMost(n)`, or None, which is unbounded.
         accumulate: micro-batches per step.
-        group: all trainers; each attaches its model to the same servers.
+        group: all trainers; each attaches its model to the same servers. By default this process alone.
         exchange: codecs of pulled rows and pushed gradients; fp32 by default.
 
     Raises:
@@ -195,7 +195,7 @@ def attach(
     if group.size > 1 and isinstance(model, ParallelModel) and is_synchronous:
         model.shard_server_tables()
     if not (collections := collections_on_servers(model)):
-        raise ValueError('the model has no tables on embedding servers; give them TableConfig(placement="server")')
+        raise ValueError('the model has no tables on embedding servers; use TableConfig(placement="server") for them')
     for name, tables in collections.items():
         if exchange != EXACT and (isinstance(tables, ShardedServerTables) or (is_synchronous and group.size == 1)):
             raise ValueError(f"without staleness rows are transferred in their dtype, not as {exchange}; omit exchange")
@@ -306,7 +306,7 @@ def _spec(
 ) -> CollectionSpec:  # fmt: skip
     """Describe a collection for servers; all trainers get the same spec."""
     if tables.optimizer is None:
-        raise ValueError("embedding servers apply a fused optimizer; give the collection one")
+        raise ValueError("embedding servers apply a fused optimizer; construct the collection with one")
     if -1 in seeds:  # created on the meta device
         seeds = [(config.seed ^ torch.initial_seed()) & (2**63 - 1) for config in tables.configs]
     pairs = zip(tables.configs, group.all_gather_object(seeds)[0], strict=True)
@@ -327,7 +327,7 @@ def split_partitions(partitions: int, servers: int, table: int) -> tuple[int, ..
 
 
 def flush(model: nn.Module) -> None:
-    """Apply all pushed gradients; all trainers call this, after the same step."""
+    """Apply all pushed gradients, and write back leased rows. All trainers call this, after the same step."""
     for tables in collections_on_servers(model).values():
         assert tables.service is not None
         tables.service.flush()

@@ -35,7 +35,7 @@ from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.tables.dynamic_table import row_fields
 from tritonemb.utils import Closeable, on_error
 
-MAX_REQUESTS_PER_APPEND = 64  # to the log
+MAX_REQUESTS_PER_APPEND = 64  # in one append to the log, and so one fsync; more would delay the first reply
 HandlerT = TypeVar("HandlerT")
 
 
@@ -48,11 +48,11 @@ class EmbeddingServer(Closeable):
     Args:
         name: name in error messages.
         folder: folder of the snapshot, which is restored if it exists; None: the server cannot be restarted.
-        log: keeper of requests since the snapshot: clients, which send them again ("memory"), a file ("disk"), or a
-            file that survives a power failure ("fsync").
-        memory: maximum bytes of full tables, with their optimizer states and indexes.
-        over_memory: handling of a collection above that limit: it is refused ("refuse"), or put on disk ("spill") with
-            as many rows in memory as fit; results are bitwise identical.
+        log: keep requests since the snapshot in clients, which send them again ("memory"), in a write-ahead log
+            ("disk"), or in one that survives a power failure ("fsync"); None: no log.
+        memory: maximum bytes of all tables when full, with optimizer states and indexes; None: no limit.
+        over_memory: above that limit raise ("refuse"), or put a collection on disk, with as many rows in memory as fit
+            ("spill"); results are bitwise identical.
 
     Raises:
         StorageError: the folder cannot be read or written, or is damaged.
@@ -86,7 +86,7 @@ class EmbeddingServer(Closeable):
         self._thread.start()
 
     def receive(self, message: Message, reply: Reply) -> None:
-        """Queue a message, or raise if it has no sender. `reply` is called by the server's thread.
+        """Queue a message, for the server's thread, which calls `reply`; KeyError or TypeError for a malformed header.
 
         A ping is answered at once by the calling thread, as the server's thread may be busy for long.
         """
@@ -274,7 +274,7 @@ def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
     ids, occurrences, *optional = served.partitions.checked(values["sizes"], tensors)
     (versions,) = optional or (None,)
     if (occurrences < 1).any():
-        raise ValueError("an id has no occurrences")
+        raise ValueError("occurrences of pulled ids must be at least 1")
     pull = PullRequest(values["sizes"], ids, occurrences, versions, respond)
     served.ordering.pull(_rank(served, values), index(values["batch"]), pull)
     if versions is not None:
@@ -404,7 +404,7 @@ def _restore(served: ServedTables, values: Values, tensors: Sequence[Tensor], re
 
 def _rank(served: ServedTables, values: Values) -> int:
     if not 0 <= (rank := index(values["rank"])) < served.spec.trainers:
-        raise ValueError(f"rank {rank} of {served.spec.trainers}")
+        raise ValueError(f"rank must be in [0, {served.spec.trainers}), the number of trainers, got {rank}")
     return rank
 
 
@@ -426,7 +426,9 @@ def _look_up_now(server: EmbeddingServer, query: Values, tensors: Sequence[Tenso
 
 
 # A handler of a request gets the tables, the values and tensors of the message, and `respond`, which it calls once, now
-# or later, with the reply or the error; or it returns the reply.
+# or later, with the reply or the error; or it returns the reply. A pull is answered once the staleness permits, a push
+# at once: it is applied in the order of steps. `allocate` finds rows of ids in dynamic tables, and in training assigns
+# rows to new ids. `read` returns the `state_dict` of this server's part of a table; `load` takes that of a full table.
 HANDLERS: dict[str, Callable[[ServedTables, Values, Sequence[Tensor], Respond], Message | None]] = {
     "pull": _pull, "push": _push, "look_up": _look_up, "flush": _flush,
     "describe": _describe, "lease": _lease, "allocate": _allocate, "transfer": _transfer,

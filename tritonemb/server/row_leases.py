@@ -1,4 +1,4 @@
-"""Leases of rows from embedding servers at staleness 0: the trainer has rows with their states while it uses them.
+"""Leases of rows from embedding servers at staleness 0: a trainer's exclusive right to rows and their states.
 
 Reads and writes of rows are collected until one of them is waited for, and then sent together: one request per server,
 preceded by another one where ids of dynamic tables are inserted.
@@ -48,7 +48,8 @@ class LeaseClient(CollectionClient, RowStore):
             counts = [self.spec.partitions(number, server)[1] for server in range(len(self._connections))]
             if table.num_embeddings is None and any(counts):
                 self._row_offsets[number] = torch.tensor([0, *counts]).cumsum(0) * table.rows_per_partition
-        # Int64 `[T, S]`, the trainer's row number of a server's key 0: minus the first id of a shard if static.
+        # Int64 `[T, S]` by table and server: the trainer's row number of the server's key 0. Keys of static tables are
+        # ids, and rows count from the first id of the trainer's shard, so the number is minus this id.
         self._first_rows = torch.tensor([[-(shard or (0,))[0]] * len(self._connections) for shard in self.spec.shards])
         for number, offsets in self._row_offsets.items():
             self._first_rows[number] = offsets[:-1]
@@ -86,8 +87,8 @@ class LeaseClient(CollectionClient, RowStore):
     ) -> list[tuple[Tensor, Tensor]]:
         if self._allocation_error is not None:
             raise RuntimeError(
-                f"a batch was inserted on some servers, and another server was full ({self._allocation_error}); load "
-                "a checkpoint"
+                "new ids of a batch were inserted on some servers, and another server was full "
+                f"({self._allocation_error}); load a checkpoint"
             ) from self._allocation_error
         self.send_transfers()  # an evicted row is written back before its slot is reused
         numbers, batch_ids, sizes = list(self._row_offsets), cat(ids), [*map(len, ids)]
@@ -216,7 +217,7 @@ class LeaseClient(CollectionClient, RowStore):
 
 
 class ShardedLeases(TableClient):
-    """Tables that are sharded over trainers, each of which leases the rows of its shards by its `local_clients`."""
+    """Tables sharded over trainers; each trainer leases the rows of its shards through its `local_clients`."""
 
     applies_updates = False
 

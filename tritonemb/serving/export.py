@@ -316,7 +316,7 @@ def export(model: nn.Module | Run, folder: str | Path, target: Target = "tritone
         if (reason := _full_disk(error)) is None:
             raise
         places = f"there, and for 'aten' in {tempfile.gettempdir()}, where it is compiled"
-        raise StorageError(f"{folder} could not be written: {reason}; make room {places}") from error
+        raise StorageError(f"{folder} could not be written: {reason}; free disk space {places}") from error
     return folder
 
 

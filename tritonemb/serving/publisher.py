@@ -2,11 +2,11 @@
 
 A folder has a manifest, which names a chain of snapshots per rank of the trainer and per embedding server: a full one,
 then changes, each with the name of its predecessor. The manifest is written last, atomically, so it names files of one
-step only. Servers write the files of their tables, and note which rows were used. For other tables a publisher has a
-fingerprint of each published row, and hashes all rows to find those that have changed. To mark the rows of each update
-would save this pass, but would cost every training step, and miss rows that a program loads or writes in place; changed
-pages of tables on disk are counted since the last checkpoint. Fingerprints see every change on every tier but one in
-2^64, with 8 bytes per row. Training waits for that pass, and for a copy of the changed rows; a thread writes them.
+step only. Servers write the files of their tables, and record which rows were used. For other tables a publisher keeps
+a fingerprint of each published row, 8 bytes, and hashes all rows to find those that have changed, on every tier; it
+misses a change with probability 2^-64. Training waits for that pass, and for a copy of the changed rows; a thread
+writes them. Marking the rows of each update would save the pass, but would cost every training step, and would miss
+rows that a program loads or writes in place.
 """
 
 import json
@@ -71,7 +71,7 @@ class TableRows(NamedTuple):
         return nonzero(used_mask).cpu(), index.ids[: self.num_slots].cpu()
 
     def published(self, copies: bool) -> Published:
-        """Return the fingerprints and ids before anything is published, and the copies of rows, zeros, if wanted."""
+        """Return the fingerprints and ids before the first publication, and with `copies` those of the rows, zeros."""
         sizes = self.num_slots, 0 if self.dynamic is None else self.num_slots
         first = self.read(torch.zeros(1, dtype=torch.int64)) if copies and self.num_slots else None
         rows = None if first is None else first.new_zeros(self.num_slots, first.shape[1])
@@ -199,14 +199,14 @@ class Publisher(Callback):
 
     Args:
         folder: on a file system that all ranks, servers and followers share; created if missing.
-        most: maximum number of files in a chain, a full snapshot and changes; a full one follows.
-        steps: of a callback, steps between two snapshots; the last step is published, too. By default 1, or any number
-            if there are `seconds`.
+        most: maximum number of files in a chain: a full snapshot and its changes; then a full snapshot follows.
+        steps: as a callback, publish after this many steps, and after the last one. By default 1; None if there are
+            `seconds`.
         rows: format of rows, as trained ("fp32") or "int8"; rows on servers are published as trained.
-        seconds: of a callback, seconds between two snapshots, about, if they pass sooner than `steps` steps.
-        priority: rows of a table and rank in a file of changes, at most: those that differ most from what is published;
-            the others are in later files, at the latest in the next full snapshot, or that of the last step. The
-            publisher keeps a copy of all rows for that. Rows on servers are not limited.
+        seconds: as a callback, publish after about this many seconds, if they pass before `steps` steps.
+        priority: maximum number of rows per table and rank in a file of changes: those that differ most from their
+            published values. The others follow in later files, at the latest in the next full snapshot or after the
+            last step. The publisher keeps a copy of all rows for that. Rows on servers are not limited.
     """
 
     essential = False
@@ -235,12 +235,11 @@ class Publisher(Callback):
         self._thread, self._running = ThreadPoolExecutor(1, "tritonemb-publisher"), cast(Future[None], None)
 
     def publish(self, model: nn.Module, step: int | None = None, wait: bool = True, all_rows: bool = False) -> None:
-        """Publish a step, by default the next number, between steps; a collective of the ranks of a `HybridParallel`.
+        """Publish the model between two steps; a collective of the ranks of a `HybridParallel`.
 
-        With `all_rows`, all rows that differ from what is published, whatever the `priority`.
-
-        StorageError if it fails, without `wait` also at the next call; followers then serve the previous snapshot.
-        ValueError for int8 rows with values that are not finite.
+        `step` is the next number by default. With `wait`, and for full snapshots, return when the files are written.
+        With `all_rows` publish all changed rows, whatever the `priority`. StorageError if a file could not be written,
+        without `wait` at the next call; followers keep the previous snapshot. ValueError for non-finite int8 rows.
         """
         self.finish()
         self._step = self._step + 1 if step is None else step

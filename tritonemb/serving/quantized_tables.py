@@ -42,7 +42,7 @@ BITS = {"int8": 8, "int4": 4, "int2": 2}
 
 @dataclass(frozen=True)
 class ByFrequency:
-    """Shares of a table's rows by dtype, from the most used on; they add up to 1. Dropped ids read as unknown ones."""
+    """Shares of a table's rows by dtype, most used rows first; they add up to 1. Dropped ids read as unknown ones."""
 
     int8: float = 0.0
     int4: float = 0.0
@@ -144,7 +144,7 @@ class QuantizedTable(nn.Module):
         num_bytes = sum(map(mul, sizes, self.row_bytes))
         if not {*saved} <= {*dtypes} or state_dict.get(f"{prefix}weight", self.weight).numel() != num_bytes:
             text = f"the state_dict has {num_bytes:,} bytes of rows of {' and '.join(saved)}, the model has rows of"
-            args[-1].append(f"table {self.config.name!r}: {text} {' and '.join(dtypes)}; quantize the same model alike")
+            args[-1].append(f"table {self.config.name!r}: {text} {' and '.join(dtypes)}; quantize it with these dtypes")
             return
         for name, buffer in self._buffers.items() if self.bits == INDEXED else ():
             self._buffers[name] = torch.empty_like(state_dict.get(prefix + name, buffer), device=self.weight.device)

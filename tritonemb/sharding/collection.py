@@ -57,7 +57,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self.shard_map = ShardMap(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
         self._empty = torch.empty(0, device=device)
-        self._no_columns = torch.empty(1, 0, device=device)  # requires_grad as of the tables
+        self._no_columns = torch.empty(1, 0, device=device)  # requires a gradient if the tables do
         # Table sets of the local shards, with their updates and lookups.
         self.local_shards = LocalShards(self.configs, collection.optimizer, groups, self.shard_map.shards, device)
         self.table_sets = self.local_shards.table_sets
@@ -151,8 +151,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
     def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = False) -> Exchanged:
         """Exchange the ids of all ranks' batches, and prefetch the rows of the ids received; a collective.
 
-        May be called before `forward`, from another thread, in the same order on every rank. `assign`: whether new ids
-        of dynamic tables are assigned rows now.
+        Another thread may call it before `forward`, in the same order on every rank. With `assign`, new ids of dynamic
+        tables get rows now, otherwise in the forward. ValueError for an id out of range; RuntimeError on other ranks.
         """
         return features.of(self) if isinstance(features, PrefetchedFeatures) else self._exchange_ids(features, assign)
 
@@ -179,7 +179,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return IdExchange(group, routes, check, network=network, device=device, **options)
 
     def saturated(self) -> int:
-        """Number of elements that saturated in the exchanges' codecs so far; synchronizes with the device."""
+        """Return how many elements have exceeded the range of the exchanges' codecs; synchronizes with the device."""
         exchanges: list[OutputExchange | SumsExchange] = [*self._exchanges, *self._updates.exchanges]
         return sum(codec.saturated() for exchange in exchanges for codec in exchange.codecs)
 

@@ -33,8 +33,8 @@ from tritonemb.tables.table_set import PrefetchedFeatures
 from tritonemb.types import TableConfig
 from tritonemb.utils import join_names, split_evenly
 
-# Groups of DDP. Its reducer would release the last reference to a group that was destroyed before the model; it holds
-# the GIL while the group's threads end, and a thread of gloo may wait for the GIL.
+# Groups of DDP, kept alive by this list. If a group is destroyed before its model, DDP's reducer would drop the last
+# reference to it: it holds the GIL while it joins the group's threads, and a thread of gloo may wait for the GIL.
 _ddp_groups: list[Any] = []
 
 Dense = Literal["ddp", "fsdp"]
@@ -54,15 +54,15 @@ class HybridParallel(ParallelModel):
             those of dense layers from rank 0.
         plan: shardings, tiers and replicas of the tables, for the ranks of one replica. By default `te.plan` makes one
             that keeps tables on their tiers; on rank 0 `plan.report` explains it.
-        mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts replicas of the tables.
+        mesh: device mesh of all ranks; one dimension, or two, ("replicate", "shard"): replicas of the tables, shards.
         dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the dense layers, too.
-        exchange: quantized communication of outputs and gradients.
-        device: of the tables, and of layers on "meta"; by default the model's device, or for "meta" the current CUDA
-            device if the job can use it, else the CPU.
+        exchange: quantized communication: by default outputs are sent as FP16, gradients as BF16.
+        device: device of the tables, and of layers on "meta"; by default the model's device, or for "meta" the current
+            CUDA device if the job can use it, else the CPU.
         local_world_size: ranks per node; torchrun's value by default.
         average_every: with several replicas of the tables, gather their gradients in every step (1), or train replicas
             independently and average them every `average_every` steps, in `end_step` (local SGD).
-        timeout: of collectives of tables; torch's default if None.
+        timeout: timeout of the tables' collectives; torch's default if None.
         pipeline: number of sub-batches per batch, all of whose exchanges start before the first is computed. For models
             that look up all embeddings at once, and whose outputs have a row per sample. Tables are updated once per
             batch; dense layers add the gradients of sub-batches, so their last bits differ. Only for pooled
@@ -117,7 +117,7 @@ class HybridParallel(ParallelModel):
         self.groups = ShardGroups.create(mesh, local_world_size, timeout, over_device)
         self.group = self.groups.world
         if self.groups.replicas.size > 1 and any(config.is_dynamic for config in tables):
-            raise ValueError("dynamic tables have no replicas; give a mesh of one dimension")
+            raise ValueError("dynamic tables have no replicas; pass a mesh of one dimension")
         # The plan, which must fit the model and the ranks.
         size = self.groups.shards.size, self.groups.node.size
         job = fused[0].optimizer, self.group, *size, table_device, batch_size
@@ -147,7 +147,7 @@ class HybridParallel(ParallelModel):
         A collective, before servers are attached.
         """
         if self.groups.replicas.size > 1:
-            raise ValueError("tables on embedding servers have no replicas; give a mesh of one dimension")
+            raise ValueError("tables on embedding servers have no replicas; pass a mesh of one dimension")
         sharded, self._server_collections = _shard(self._server_collections, self._options), []
         self.collections += tuple(sharded.values())
         self.module = _replace_modules(self.module, sharded)
@@ -158,9 +158,9 @@ class HybridParallel(ParallelModel):
             called_module._assign_modules_buffers()  # without the collections' buffers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's output for this rank's samples; accepts features that `prefetch` returned.
+        """Return the output for this rank's samples; features may be those of `prefetch`, compiled to one graph.
 
-        Compiled with prefetched features it is one graph; else ids are exchanged before it.
+        ValueError for an id of this rank that is out of range, RuntimeError on the others, before any table changes.
         """
         if self.pipeline > 1:
             kinds = KeyedJaggedTensor | PrefetchedFeatures
@@ -183,8 +183,8 @@ class HybridParallel(ParallelModel):
     def prefetch(self, features: Features | PrefetchedFeatures, assign: bool = True) -> PrefetchedFeatures:
         """Exchange the ids of a batch, and prefetch its rows, before `forward`; on all ranks, in the same order.
 
-        Another thread may prefetch the next batch while this one is computed. New ids of dynamic tables are assigned
-        rows now, unless gradients are disabled, and rows on servers pulled, or, without `assign`, in the forward.
+        Another thread may prefetch the next batch, unless ids cross NCCL. With `assign`, new ids of dynamic tables get
+        rows now (unless gradients are disabled), and rows on servers are pulled now; without, the forward does both.
         """
         if isinstance(features, PrefetchedFeatures):
             return features
@@ -219,7 +219,7 @@ class HybridParallel(ParallelModel):
                 collection.local_shards.average_replicas()
 
     def saturated(self) -> int:
-        """Number of elements that saturated in the exchanges' codecs on this rank so far; synchronizes."""
+        """Return how many elements on this rank have exceeded the range of the exchanges' codecs; synchronizes."""
         return sum(collection.saturated() for collection in self.collections)
 
     def table_weights(self) -> dict[str, Tensor]:
@@ -267,8 +267,8 @@ def _collections_in(model: nn.Module) -> tuple[list[Any], list[Any]]:
     fused = [collection for collection in collections if collection.optimizer is not None]
     if not fused:
         raise ValueError(
-            "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
-            "an optimizer, or wrap a model without one in DistributedDataParallel"
+            "the model has no embedding collection with a fused optimizer; construct its te.nn.EmbeddingBagCollection "
+            "with an optimizer, or wrap a model without one in DistributedDataParallel"
         )
     return collections, fused
 
@@ -378,13 +378,13 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
-_CALLS = ("_forward", "_backward", "_is_full_backward_hook")  # attributes of the hooks of a module's calls
+_HOOK_PREFIXES = ("_forward", "_backward", "_is_full_backward_hook")  # of a module's attributes with hooks of its calls
 
 
 def _replace_modules(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
     """Put sharded collections in the places of others, with their mode and the hooks of their calls."""
     for collection, replacement in sharded.items():
-        hooks = {name: value for name, value in vars(collection).items() if name.startswith(_CALLS)}
+        hooks = {name: value for name, value in vars(collection).items() if name.startswith(_HOOK_PREFIXES)}
         vars(replacement).update(hooks, training=collection.training)
     if model in sharded:
         return sharded[model]

@@ -116,7 +116,7 @@ def _match(
             key_of[table.path] = matches[0]
         elif matches or strict:
             problem = f"several keys, {', '.join(matches)}" if matches else f"no key, such as {table.name}.weight"
-            problems.append(f"table {table.path} has {problem}; give its key as keys={{{table.name!r}: ...}}")
+            problems.append(f"table {table.path} has {problem}; pass its key as keys={{{table.name!r}: ...}}")
     # Unknown tables in `keys`, keys that several tables match, and TorchRec tables without a match.
     known = {name for table in tables for name in (table.path, table.name)}
     problems += [f"keys has {name!r}, which is not a table of the model" for name in keys if name not in known]
@@ -124,7 +124,7 @@ def _match(
     for path, key in key_of.items():
         first_path = used.setdefault(key, path)
         if first_path != path:
-            problems.append(f"tables {first_path} and {path} would both be filled from {key}; give their keys")
+            problems.append(f"tables {first_path} and {path} would both be filled from {key}; pass their keys")
     problems += [
         f"{key} is a TorchRec table that this model does not have"
         for key in state_dict

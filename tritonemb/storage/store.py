@@ -27,7 +27,7 @@ from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 
 SCALE = "weight_scale"  # the field of a record that has the scale of its int8 codes
-_LEAST_EXPONENT, _NONFINITE = 27, 255  # biased exponents of float32: 2^-100, infinities and NaN
+_LEAST_EXPONENT, _NONFINITE = 27, 255  # biased exponents: 2^-100, below which rows become zero; infinities and NaN
 Initializer = Callable[[Tensor, Tensor], object]
 """`initializer(rows, records)` fills uint8 `[n, num_bytes]` with the initial values of rows int64 `[n]`, ascending.
 
@@ -39,7 +39,7 @@ never calls it concurrently.
 class StorageError(OSError):
     """Rows could not be read or written. The text names the table, the file, the reason and a remedy."""
 
-    raised = False  # whether a caller has seen it
+    raised = False  # whether a waiting caller has received it
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def advice(error: BaseException, remedy: str) -> str:
     code = getattr(error, "errno", None)
     if code in (errno.EMFILE, errno.ENFILE):
         return "each table on disk has a file open: raise the limit of open files (`ulimit -n`)"
-    return "make room there" if code in (errno.ENOSPC, errno.EDQUOT) else remedy
+    return "free disk space there" if code in (errno.ENOSPC, errno.EDQUOT) else remedy
 
 
 class Cancelled(Exception):

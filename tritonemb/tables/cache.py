@@ -50,7 +50,7 @@ def sequence_number() -> int:
 
 @contextmanager
 def released_before(number: int) -> Iterator[None]:
-    """Unpin only batches released before the sequence number `number` for what this thread prefetches in the block."""
+    """Let prefetches of this thread in the block unpin only batches released before the sequence number `number`."""
     token = _released_before.set(number)
     try:
         yield
@@ -70,7 +70,7 @@ def rounding_noise(seed: int, step: Tensor, rows: Tensor, dim: int) -> Tensor:
     """Return noise `[n, dim]` for `round_rows` of rows of a table with a seed in a step: multiples of 2^-16 in [0, 1).
 
     It is drawn like initial values, `kernels/random.py`, with key = seed and row = row xor mix64(step): it depends only
-    on seed, step, row and column.
+    on seed, step, row and column. A draw is uniform in ±32768, so adding 32768 gives 16 random bits as an integer.
     """
     noise, numbers = torch.empty(rows.numel(), dim, device=rows.device), torch.arange(rows.numel(), device=rows.device)
     initial, ids = [(seed, 32768.0)], rows ^ mix64(step.reshape(1))
@@ -92,7 +92,7 @@ class Pins:
     ready: torch.cuda.Event | None = None  # recorded after the transfers, on a GPU
     state: PinState = PinState.PINNED
     is_dirty: bool = False  # whether the rows were updated; they are written back after release
-    stream: torch.cuda.Stream | None = None  # which reads the slots
+    stream: torch.cuda.Stream | None = None  # stream of the lookup that reads the slots
     # Sequence number of the release, and events recorded then; the slots are reused after them.
     number: int = 0
     events: Sequence[torch.cuda.Event] = ()
@@ -250,7 +250,7 @@ class RowCache:
 
     @contextmanager
     def _exclusive(self, released_before: int | None = None) -> Iterator[None]:
-        """Let one thread at a time transfer rows, behind earlier transfers. Any failure disables the cache."""
+        """Serialize transfers: one thread at a time, on its stream after earlier ones. A failure disables the cache."""
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self._failure is not None:
                 raise RuntimeError(

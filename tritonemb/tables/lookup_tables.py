@@ -26,8 +26,8 @@ from tritonemb.tables.table import DeviceRows, Lock, Table
 from tritonemb.types import TRAINABLE_DTYPES, Device, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
-# `find_replica_rows(rows, problem)` returns linear rows of cached tables in other ranks' batches, to be pinned as well.
-# `rows` are the batch's distinct linear rows, ascending, and `problem` the error of an invalid id, or None.
+# `find_replica_rows(rows, problem)` returns linear rows of cached tables that other ranks' batches use, to be pinned as
+# well. `rows` are the batch's distinct linear rows, ascending; `problem` is the error of an invalid id, or None.
 FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
 COUNTERS = {"learning_rate": torch.float32, "step": torch.int64, "skipped": torch.int64, "pending": torch.int64}
 _OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
@@ -76,7 +76,7 @@ def check_not_data_parallel(name: str) -> None:
 
 @dataclass(eq=False)
 class PreparedBatch:
-    """A batch whose rows can be read, and then updated by the gradient of the result or released; used once."""
+    """Batch whose rows are ready to be read, then to be updated or released. It is used once."""
 
     keys: Sequence[str]  # one per lookup
     rows: RowBatch
@@ -99,16 +99,16 @@ class PreparedBatch:
 
     @property
     def is_released(self) -> bool:
-        """Return whether other rows may be where those of the batch were."""
+        """Return whether the slots of the batch's rows may have been reused for other rows."""
         return self.pins is not None and self.pins.state is PinState.RELEASED
 
     def release(self) -> None:
-        """Release the rows; do nothing if that is done."""
+        """Release the rows; do nothing if they are released."""
         if self.pins is not None:
             self.pins.release()
 
 
-Groups = ops.RowGroups | PreparedBatch
+Groups = ops.RowGroups | PreparedBatch  # result of `group`, by the kind of lookup
 
 
 @dataclass
@@ -143,7 +143,7 @@ class AccumulatedLookups:
 class DeviceLookup:
     """Lookup in tables on the device; other kinds of lookups derive from it. It has no state."""
 
-    moves_rows = False  # whether `prepare` moves or assigns rows, which a prefetch always does ahead
+    moves_rows = False  # whether `prepare` moves rows or assigns them to ids: then a prefetch must call it
 
     def prepare(self, tables: "LookupTables", features: Features, occurrences: Tensor | None) -> Groups:
         """See `LookupTables.group`."""
@@ -165,7 +165,7 @@ class DeviceLookup:
         keys = tables.accumulated.keys
         batches = [KeyedJaggedTensor(keys, b.values, b.sample_weights, offsets=b.offsets) for b in gradients]
         stacked, grad = KeyedJaggedTensor.stack(batches), torch.cat([batch.grad for batch in gradients])
-        gradients.clear()  # frees them
+        gradients.clear()  # frees their memory before the update
         if not tables.pooled:
             lengths = [batch.lengths().reshape(len(keys), -1) for batch in batches]
             grad = grad[key_major_order(lengths, grad.shape[0])]
@@ -285,7 +285,7 @@ class LookupTables(OptimizedTables):
         return features, self.group(features) if self.kind.moves_rows or trained_on_gpu else None
 
     def look_up(self, features: Features, groups: Groups | None = None, occurrences: Tensor | None = None) -> Tensor:
-        """Look up a batch, `[B, width]` if pooled, else `[N, width]`; the backward may update the tables."""
+        """Look up a batch: `[B, width]` if pooled, else `[N, width]`. The backward updates the tables if `trains()`."""
         return self.kind.look_up(self, features, groups, occurrences)
 
     def look_up_rows(self, features: Features, groups: ops.RowGroups | None, check_bounds: bool) -> Tensor:
@@ -339,7 +339,7 @@ class LookupTables(OptimizedTables):
         return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.hyperparameters)
 
     def trains(self, weights: Sequence[Tensor] | None = None) -> bool:
-        """Return whether the backward of a lookup made now updates the tables; ValueError if only some would be."""
+        """Return whether a lookup made now will train the tables; ValueError if it would train only some of them."""
         if self.optimizer is None or not torch.is_grad_enabled():
             return False
         return require_gradients(self.configs, _weights(self.tables) if weights is None else weights)
@@ -435,8 +435,8 @@ def require_gradients(configs: Sequence[TableConfig], weights: Sequence[Tensor])
             f"tables {frozen} do not require gradients but others of their collection do; put frozen tables into a "
             "separate collection"
         )
-    has_others = True in flags and Tensor in map(type, weights)  # than parameters, whose `is_leaf` is slow to read
-    if has_others and (names := [c.name for c, weight in zip(configs, weights, strict=True) if not weight.is_leaf]):
+    has_plain = True in flags and Tensor in map(type, weights)  # parameters are leaves, and `is_leaf` is slow to read
+    if has_plain and (names := [c.name for c, weight in zip(configs, weights, strict=True) if not weight.is_leaf]):
         raise RuntimeError(
             f"the weight of table {names[0]!r} is computed (parametrize, prune, FullyShardedDataParallel), so the "
             "fused optimizer would update a temporary tensor; construct the collection without an optimizer"

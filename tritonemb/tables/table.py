@@ -67,10 +67,10 @@ def keep_dtypes(buffers: dict[str, Tensor | None], originals: Mapping[str, Tenso
 
 @torch.no_grad()
 def convert_assigned(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
-    """Convert the weight and states that `load_state_dict(assign=True)` puts in place of a module's for kernels.
+    """Convert tensors that `load_state_dict(assign=True)` assigns to a module, so that kernels can read them.
 
-    They get contiguous, and states the module's dtypes and the device of the weight; others stay the tensors they are.
-    ValueError for dtypes that cannot be used.
+    Weight and states become contiguous; states get the module's dtypes and the weight's device. Tensors that need no
+    conversion are assigned as they are. ValueError for dtypes that cannot be used.
     """
     if not metadata.get("assign_to_params_buffers"):
         return
@@ -139,7 +139,7 @@ class DynamicStatistics:
         lookups: occurrences of ids in batches that were trained.
         hits: lookups of ids that had a row.
         inserts: rows assigned to new ids.
-        refused: occurrences of ids that were not admitted, or with fallback rows found no room.
+        refused: occurrences of ids that were not admitted, or, with fallback rows, for which there was no free row.
         evictions: rows evicted for new ids, or expired after `EvictionConfig.ttl` steps.
         rows, capacity: rows in use, and their maximum, without fallback rows.
         num_bytes: bytes of memory or disk that weights, states and the index of allocated rows take.

@@ -26,7 +26,7 @@ class RunOptions(Options):
         epochs: passes over the training rows.
         max_steps: number of steps after which training ends.
         accumulate: batches per step; their gradients are accumulated.
-        fresh_tables: initialize tables anew when a later epoch begins (MEDA: Fan et al., arXiv 2407.01607).
+        fresh_tables: initialize tables again when a later epoch begins (MEDA: Fan et al., arXiv 2407.01607).
         dense_lr: learning rate of the dense optimizer, for all parameters outside fused tables.
         precision: precision of the dense part: fp32, or autocast to bf16 or fp16 (with a loss scale).
         seed: seed of the order of the rows; in `tritonemb train` also of initial weights and synthetic data.
@@ -140,8 +140,8 @@ class PublishOptions(Options):
         publish: folder to publish to; not published if not given.
         publish_steps: steps between two publications; the last step is published, too.
         publish_rows: format of rows of tables that are not on servers.
-        publish_seconds: seconds between two publications, about, if they pass sooner than publish_steps steps.
-        publish_priority: changed rows of a table in a publication, at most: those that changed most; later the others.
+        publish_seconds: publish after about this many seconds, if they pass before publish_steps steps.
+        publish_priority: maximum number of rows per table in a publication: those that changed most; the others follow.
     """
 
     publish: Path | None = None
@@ -189,13 +189,13 @@ class TrainConfig(RunOptions):
         model: name of one of `tritonemb.models.MODELS`, or MODULE:FUNCTION that builds a model, called as they are.
         embedding_dim: columns of every table.
         bottom_mlp: hidden widths of dlrm's bottom MLP; a layer of width embedding_dim follows.
-        top_mlp: hidden widths of the top MLP, of deepfm's MLP, of each stream of finalmlp, of each tower of two_tower,
-            and of the experts, then the towers, of mmoe and ple.
+        top_mlp: hidden widths of the top MLP; two_tower: of each tower; mmoe, ple: of the experts, the last one of
+            each label's tower.
         embedding_optimizer: optimizer of the tables, fused into their backward pass.
         embedding_lr: learning rate of the tables.
         embedding_weight_decay: weight decay of the tables, applied to the rows of each batch.
         cow_clip: ratio of CowClip, for large batches: bounds the gradient of a row by its norm and its occurrences.
-        cow_clip_floor: least bound per occurrence with cow_clip.
+        cow_clip_floor: minimum bound per occurrence with cow_clip.
         threads: CPU threads; torch's default if not given.
         device: device to train on.
         model_options: options of single models.

@@ -30,12 +30,13 @@ from tritonemb.training.step import STAGES, PreparedStep, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
 
-# Training asks for a deeper prefetch after MANY_STALLS stalls in RECENT_STEPS steps, at most MAX_WIDENED times: from
-# the depth 2 to 8. Shorter waits than MIN_STALL are jitter of threads, which a deeper prefetch does not cure.
+# Training asks for a deeper prefetch after MANY_STALLS stalls in RECENT_STEPS steps, not for a single slow read, and at
+# most MAX_WIDENED times: from depth 2 to 8. Waits below MIN_STALL are jitter of threads, which a deeper prefetch does
+# not cure.
 MIN_STALL = 1e-3  # seconds
 RECENT_STEPS, MANY_STALLS = 10, 3
 MAX_WIDENED = 6
-LEVELS = ("rows", "capacity", "num_bytes")  # gauges among the statistics of a dynamic table; the others are counters
+LEVELS = ("rows", "capacity", "num_bytes")  # statistics of a dynamic table that are levels; the others are counters
 HOST_STATISTICS = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 
@@ -176,7 +177,7 @@ class Loop:
         self.ranks.step = progress.step + 1
         self.state.step(progress.step, take(step), info.weights, info.scales)
         if self.caches is not None:
-            self.caches.trained = info.counted
+            self.caches.trained = info.cache_counts
         progress.advance(info.rows, info.position)
         if self.state.ordered_prefetch is not None:
             self.state.ordered_prefetch.mark_trained(progress.step)
@@ -325,7 +326,7 @@ def read_clocks() -> dict[str, float]:
 
 
 class Clock:
-    """Training time, speed and waits, without blocks under `pause`. `seconds`: time of earlier processes of the run."""
+    """Training time, speed and waits; blocks under `pause` do not count. `seconds`: time of earlier processes."""
 
     def __init__(self, seconds: float = 0.0) -> None:
         self._earlier_seconds, self._start = seconds, read_clocks()  # pauses move the start forward
@@ -393,7 +394,8 @@ class CacheMeter:
         tables = [cached.config for cache in self._caches for cached in cache.rows if cached is not None]
         in_host_memory = any(table.cache.num_host_rows(table.num_embeddings) for table in tables)
         self._names = ("read", "written", "stall", *(HOST_STATISTICS if in_host_memory else ()))
-        self.trained: Counter[str] | None = None  # counters when the last trained step's rows had been prefetched
+        # Counters right after the prefetch of the step that was trained last; None before it.
+        self.trained: Counter[str] | None = None
         # Stalls: seconds in all and up to the last step; which of the recent steps stalled; deepenings of the prefetch.
         self.stall = self._last_stall = 0.0
         self._recent_stalls: deque[bool] = deque(maxlen=RECENT_STEPS)
@@ -411,7 +413,7 @@ class CacheMeter:
         return True
 
     def lap(self, steps: int) -> dict[str, float]:
-        """Means per step since the last call, see `Log.cache`."""
+        """Return means per step since the last call, see `Log.cache`."""
         last_counts, self._last_counts = self._last_counts, self._now()
         since = {name: number - last_counts.get(name, 0) for name, number in self._last_counts.items()}
         rows, means = since["lookups"], {name: since[name] / steps for name in self._names}
@@ -430,7 +432,7 @@ class DynamicMeter:
         self._last_counts = self._now()
 
     def lap(self, steps: int) -> dict[str, dict[str, float]]:
-        """Means per step since the last call, by table, see `Log.dynamic`."""
+        """Return means per step since the last call, by table, see `Log.dynamic`."""
         last_counts, self._last_counts = self._last_counts, self._now()
         return {
             table: {name: n if name in LEVELS else (n - last_counts[table][name]) / steps for name, n in now.items()}

@@ -31,9 +31,9 @@ from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule, label_scales, label_totals, loss_of
 
 PLAIN = (int, float, str, bool, type(None))  # types of optimizer options and states that are saved as JSON
-IMPLEMENTATION = "params", "fused"  # of optimizer options: not those of a checkpoint
+IMPLEMENTATION = "params", "fused"  # entries of a parameter group that a checkpoint does not save as options
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-WAIT_SECONDS = 0.2  # for a batch, between looks for a signal; a run that waits for rows stops as late
+WAIT_SECONDS = 0.2  # a wait for a batch looks for a signal so often: the delay of Ctrl-C if no rows arrive
 Forward = Callable[..., Any]
 Prefetch = Callable[[Any], Any]
 
@@ -48,12 +48,12 @@ class StepInfo:
     rows: int  # samples of all ranks
     position: Any  # of this rank's data after the step's batches
     report: ReadReport
-    signal: int = 0  # that a rank received, 0 for none
+    signal: int = 0  # number of a signal that a rank received, 0 for none
     clock: int = 0  # of rank 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)  # after the copy of the batches to the device
     ids: int = 0  # of this rank's batches
     times: tuple[float, ...] = ()  # begin of the first of `STAGES`, and the end of each
-    counted: Counter[str] | None = None  # counters of the caches after the last stage
+    cache_counts: Counter[str] | None = None  # after the last stage
     scales: Tensor | None = field(default=None, repr=False)  # see `loss_of`
 
 
@@ -72,8 +72,8 @@ class StepPipeline:
     empty: Callable[[], Batch]  # makes a batch without samples
     accumulate: int = 1  # batches per step
     prefetch: Prefetch | None = None  # exchanges a batch's ids, transfers its rows to the device; returns its features
-    counted: Callable[[], Counter[str]] | None = None  # counters of the caches that `prefetch` fills
-    signal: Callable[[], int] = lambda: 0  # that this rank has received, 0 for none
+    count_caches: Callable[[], Counter[str]] | None = None  # counts uses of the caches that `prefetch` fills
+    signal: Callable[[], int] = lambda: 0  # number of the signal that this rank has received, 0 for none
     clock: Callable[[], int] = lambda: 0  # time of this rank
     pad: bool = False  # so that the logit of a sample does not depend on the other samples; see `pad_batch`
     host_ids: bool = False  # ids stay on the CPU, for a prefetch by the training thread
@@ -81,8 +81,8 @@ class StepPipeline:
     num_labels: int = 0  # of batches with several labels or weights
 
     def steps(self, stream: Batches) -> Generator[PreparedStep]:
-        """Prepare the steps of a stream. Collective. The last one has no batches: the data has ended, or there is a
-        signal. Raise RankFailed if reading failed on another rank; raise the stream's exception on this rank."""
+        """Yield the prepared steps of a stream; a collective. The last step has no batches: the data has ended, or a
+        rank has received a signal. Raise this rank's exception of the stream; RankFailed for that of another rank."""
         device, prefetch = self.device, (lambda features: features) if self.host_ids else self.prefetch
         copy_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         while True:
@@ -111,7 +111,7 @@ class StepPipeline:
                 copied = None if copy_stream is None else copy_stream.record_event()
             times.append(time.perf_counter())
             state = stream.position, stream.report, 0, consensus.clock, copied, ids, tuple(times)
-            yield device_batches, StepInfo(weights, rows, *state, self.counted and self.counted(), scales)
+            yield device_batches, StepInfo(weights, rows, *state, self.count_caches and self.count_caches(), scales)
             del batches, device_batches  # free them before the next ones are read
 
     def prefetch_now(self, step: PreparedStep) -> PreparedStep:
@@ -191,10 +191,10 @@ def prefetch_for(model: nn.Module, training: bool) -> Callable[..., Any] | None:
 
 
 class OrderedPrefetch:
-    """Prefetcher in training order, for tables whose prefetch has effects: cached dynamic ones, and on servers.
+    """Prefetcher in training order, for tables whose prefetch changes them: cached dynamic tables, tables on servers.
 
     When tables are saved or evaluated, no later batch may have been prefetched. So a step beyond `limit`, or one that
-    arrives on hold, is passed to `skip`, without effects, and gets its rows in training; later steps wait.
+    arrives on hold, goes to `skip`, which changes nothing: its rows are fetched in training, and later steps wait.
     `accumulate` batches are a step; at most `depth` steps are prefetched at once, up to step `limit()`."""
 
     def __init__(

@@ -172,12 +172,12 @@ class TrainState:
         # Steps. `cached` must be equal on all ranks, so it covers tables whose shards other ranks hold.
         placements = {config.placement for module in sharded for config in module.configs}
         cached = needs_prefetch(self.model) or bool(placements - {"device"})
-        counted = partial(count, caches) if caches and prefetch and training else None
+        count_caches = partial(count, caches) if caches and prefetch and training else None
         empty, accumulate = partial(empty_batch, self.data), options.accumulate if training else 1
         in_thread = prefetch is None or getattr(self.model, "prefetches_in_thread", True)
         kind: dict[str, Any] = {"pad": not training, "is_stream": training and self.is_stream, **signals}
         kind |= {"host_ids": not in_thread, "num_labels": self.num_totals}
-        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, counted, **kind)
+        pipeline = StepPipeline(ranks, self.device, empty, accumulate, prefetch, count_caches, **kind)
         steps = pipeline.steps(stream)
 
         # Pipeline; on one CPU without cached tables there is nothing to overlap.

@@ -42,20 +42,20 @@ def plan(
     Args:
         tables: configs, or a model with embedding collections, which also has the optimizer and other layers.
         topology: ranks, memory, rates and latencies of the cluster.
-        batch_size: samples per rank; or `global_batch_size`, of all ranks.
-        optimizer: of the tables, for its states; row-wise Adagrad by default.
+        batch_size, global_batch_size: samples per step, per rank or of all ranks; pass one of them.
+        optimizer: optimizer of the tables, for the size of its states; row-wise Adagrad by default.
         stats: usage of the tables, from `te.collect_stats`; by default one id per sample and feature, uniform.
-        constraints: by table, or by a pattern such as "user_*", over which a table's name wins; a table's own
-            `placement` does not bind.
+        constraints: constraints by the name of a table, or by a pattern such as "user_*"; a name takes precedence over
+            a pattern. A table's own `placement` is only a default.
         previous: the running plan: its shards stay unless that costs more than 2 % of the time.
         exchange: codecs of the output exchange.
-        copies: of the tables, each on a part of the nodes; None tries all numbers.
-        dense_parameters: parameters of the other layers, if no model is passed.
-        activation_bytes: of the other layers, at their peak, on each rank.
+        copies: number of replicas of the tables, each on a part of the nodes; None tries all numbers.
+        dense_parameters: number of parameters of the other layers, if no model is passed.
+        activation_bytes: bytes of activations of the other layers on each rank, at their peak.
         epoch_samples: samples of all ranks per epoch, for its duration and price in the report.
 
     Returns:
-        a plan with a `report`; print it.
+        The plan; `print(plan)` shows its `report`.
 
     Raises:
         PlanError: the tables do not fit.

@@ -36,14 +36,14 @@ class Topology(JsonFile):
         control_bandwidth, control_latency: of a node's network for the ID exchange and embedding servers.
         ids_over: network of the ids of tables on devices, as in `HybridParallel`: "cpu", the one above; or "device",
             the links of exchanges, as the presets of GPUs have it.
-        flops: of a rank, per second, in the other layers.
+        flops: floating-point operations per second of a rank in the other layers.
         servers: number of embedding servers, each with `server_memory`. A server sends and updates `server_rows` per
             second, and sends and receives at `server_bandwidth`.
         readers: number of reader hosts.
-        node_price, server_price, reader_price: of a node, an embedding server and a reader host, per hour.
-        name: of a preset.
+        node_price, server_price, reader_price: price per hour of a node, an embedding server and a reader host.
+        name: name of the preset; empty without one.
         machine: the calibrated machine, e.g. "x86_64, 2 CPUs, cpu"; empty for assumed rates.
-        spread: of a calibration, by link: largest relative distance of measured times from the fitted line.
+        spread: largest relative distance of a calibration's times from the fitted line, by link.
         busy: whether other processes used the machine during calibration.
 
     Raises:

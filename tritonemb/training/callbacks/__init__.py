@@ -136,8 +136,8 @@ class Callback:
     callbacks at the same steps, with equal numbers except speed, waiting time and memory.
 
     Attributes:
-        essential: whether an `OSError` of a method ends training; if False, it is reported once on stderr, and another
-            one of `on_end`, too.
+        essential: whether an `OSError` of a method ends training. If False, the first one is reported on stderr, and
+            so is a different one of `on_end`.
         can_retry: whether the callback is called again after an `OSError` of `on_start`.
         model: the trainer's model, from `on_start` on.
     """

@@ -1,4 +1,4 @@
-"""Saving and restoring of runs: model, optimizers, progress, position in the data, random generators.
+"""Checkpoints of runs: model, optimizers, progress, position in the data, random generators.
 
 Asynchronous checkpoints are written during training by `torch.distributed.checkpoint.async_save`.
 """
@@ -188,8 +188,8 @@ def _prefix(collection: str) -> str:
 
 
 def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: CheckpointOptions | None = None) -> str:
-    """Describe how the data differ from those of a checkpoint, "" if not or unknown; with `options` that say "stop",
-    raise ValueError."""
+    """Describe how the data differ from those of a checkpoint; "" if they do not, or if that is unknown. ValueError
+    for a difference if `options.on_changed_data` is "stop"."""
     if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
         data.number_by_line()
     current = getattr(data, "contents", None)
