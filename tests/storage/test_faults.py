@@ -9,22 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.storage.stores import (
-    Model,
-    break_queues,
-    disk_rows,
-    failing,
-    identity,
-    initial,
-    read,
-    short,
-    shorten_queues,
-    some_records,
-    start_read,
-    use_threads,
-    without_direct,
-    write,
-)
+from tests.storage import stores
+from tests.storage.stores import disk_rows, identity, initial, read, short, some_records, write
 from tritonemb.optimizers import Adam, RowWiseAdagrad
 from tritonemb.storage import DiskRows, StorageError, aio, io
 from tritonemb.storage.io import TableIdentity
@@ -36,11 +22,11 @@ PAGE = 4096
 @pytest.mark.parametrize("threads", [None, 1])
 def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
     if threads:
-        use_threads(monkeypatch, threads)
+        stores.use_threads(monkeypatch, threads)
     store = disk_rows(filled, 100, 516)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing(os.preadv, errno.EIO, range(2 * PAGE, 3 * PAGE)))
-        break_queues(patch, errno.EIO, range(2 * PAGE, 3 * PAGE), writes=False)
+        patch.setattr(os, "preadv", stores.failing(os.preadv, errno.EIO, range(2 * PAGE, 3 * PAGE)))
+        stores.break_queues(patch, errno.EIO, range(2 * PAGE, 3 * PAGE), writes=False)
         with pytest.raises(StorageError) as caught:
             read(store, [6, 7, 20])
         message = str(caught.value)
@@ -57,16 +43,16 @@ def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, threads):
     if threads:
-        use_threads(monkeypatch, threads)
+        stores.use_threads(monkeypatch, threads)
     store = disk_rows(filled, 100, 516)
     rows = [8, 50, 99] if partial else range(100)
-    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
-    break_queues(monkeypatch, errno.EIO, range(8 * PAGE, 9 * PAGE))
+    monkeypatch.setattr(os, "pwritev", stores.failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
+    stores.break_queues(monkeypatch, errno.EIO, range(8 * PAGE, 9 * PAGE))
     requests = threading.Event()
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: requests.wait())
         flushed = store.flush()  # holds the others until all have been asked for
-        first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), start_read(store, [0])
+        first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), stores.start_read(store, [0])
         requests.set()
         flushed.wait()
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
@@ -77,7 +63,7 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, thre
     store.close()  # everybody knows by now
     monkeypatch.undo()
     with disk_rows(filled, 100, 516) as store:  # each page is as it was, or as it was to be
-        result, old, new = read(store, range(100)), Model(516), Model(516)
+        result, old, new = read(store, range(100)), stores.Model(516), stores.Model(516)
         old.write(range(100), 1)
         new.write(range(100), 1)
         new.write(rows, 2)
@@ -89,7 +75,7 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, thre
 
 def test_a_failure_that_nobody_has_waited_for_comes_out_of_close(filled, monkeypatch):
     store = disk_rows(filled, 100, 516)
-    break_queues(monkeypatch, errno.EIO)
+    stores.break_queues(monkeypatch, errno.EIO)
     write(store, [1], 2)
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\]"):
         store.close()
@@ -115,8 +101,8 @@ def test_a_disk_that_loses_what_was_written_is_told(filled, monkeypatch):
 def test_what_is_read_and_written_in_part_is_continued(tmp_path, monkeypatch, most):
     monkeypatch.setattr(os, "preadv", short(os.preadv, most))
     monkeypatch.setattr(os, "pwritev", short(os.pwritev, most))
-    shorten_queues(monkeypatch, most)
-    model = Model(10000)
+    stores.shorten_queues(monkeypatch, most)
+    model = stores.Model(10000)
     with disk_rows(tmp_path / "rows", 30, 10000) as store:
         for rows, seed in ((range(10), 1), (range(5, 25, 3), 2), ([29], 3)):
             write(store, rows, seed)
@@ -126,7 +112,7 @@ def test_what_is_read_and_written_in_part_is_continued(tmp_path, monkeypatch, mo
 
 def test_a_disk_that_takes_nothing_more_ends_the_write(filled, monkeypatch):
     store = disk_rows(filled, 100, 516)
-    shorten_queues(monkeypatch, 0)
+    stores.shorten_queues(monkeypatch, 0)
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(StorageError, match="no further byte could be written"):
         write(store, [1], 2).wait()
@@ -135,10 +121,10 @@ def test_a_disk_that_takes_nothing_more_ends_the_write(filled, monkeypatch):
 
 def test_a_full_disk(small_disk, monkeypatch):
     """The rows of pages that found no room read as before."""
-    use_threads(monkeypatch, 2)
+    stores.use_threads(monkeypatch, 2)
     path = small_disk / "rows"
     store = disk_rows(path, 100_000, 516)
-    model = Model(516)
+    model = stores.Model(516)
     write(store, range(700), 1).wait()
     model.write(range(700), 1)
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 28\] No space left on device; free"):
@@ -338,7 +324,7 @@ def test_a_file_has_one_owner_and_is_not_overwritten(filled):
 
 
 def test_a_table_half_made_has_no_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.ENOSPC))
+    monkeypatch.setattr(os, "pwritev", stores.failing(os.pwritev, errno.ENOSPC))
     with pytest.raises(StorageError, match="No space left on device"):
         disk_rows(tmp_path / "rows", 100, 516)
     assert list(tmp_path.iterdir()) == []
@@ -347,7 +333,7 @@ def test_a_table_half_made_has_no_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("system", ["plain", "refuses at the first read"])
 def test_file_systems_without_direct_io(tmp_path, monkeypatch, system):
     if system == "plain":
-        monkeypatch.setattr(os, "open", without_direct(os.open))
+        monkeypatch.setattr(os, "open", stores.without_direct(os.open))
     else:
         real_open, real_read, handles = os.open, os.preadv, set()
 
@@ -363,7 +349,7 @@ def test_file_systems_without_direct_io(tmp_path, monkeypatch, system):
 
         monkeypatch.setattr(os, "open", note)
         monkeypatch.setattr(os, "preadv", refuse)
-    path, model = tmp_path / "rows", Model(516)
+    path, model = tmp_path / "rows", stores.Model(516)
     with disk_rows(path, 3000, 516) as store:
         assert not store.direct
         for rows, seed in ((range(1000), 1), (range(500, 3000, 7), 2), (range(0, 3000, 50), 3)):
@@ -377,7 +363,7 @@ def test_file_systems_without_direct_io(tmp_path, monkeypatch, system):
 
 
 def test_the_page_cache_is_asked_to_keep_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "open", without_direct(os.open))
+    monkeypatch.setattr(os, "open", stores.without_direct(os.open))
     monkeypatch.setattr("tritonemb.storage.aio.SWEEP_BYTES", 100 * PAGE)
     requests, real = [], os.posix_fadvise
 
@@ -387,7 +373,7 @@ def test_the_page_cache_is_asked_to_keep_nothing(tmp_path, monkeypatch):
         real(handle, offset, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    use_threads(monkeypatch, 1)
+    stores.use_threads(monkeypatch, 1)
     with disk_rows(tmp_path / "rows", 2000, 516) as store:
         requests.clear()
         write(store, range(70), 1).wait()

@@ -14,18 +14,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from tests.storage.stores import (
-    Model,
-    break_queues,
-    disk_rows,
-    failing,
-    read,
-    rows_of_one_set,
-    run_python,
-    some_records,
-    start_read,
-    write,
-)
+from tests.storage import stores
+from tests.storage.stores import Model, disk_rows, failing, read, some_records, start_read, write
 from tritonemb.storage import DiskRows, StorageError
 from tritonemb.storage.disk import RowFile
 from tritonemb.storage.store import Counts
@@ -89,7 +79,7 @@ def test_the_policies_choose(tmp_path):
 
 
 def test_rows_without_a_place_go_straight_through(tmp_path):
-    rows = rows_of_one_set(3000, 2)[:50]
+    rows = stores.rows_of_one_set(3000, 2)[:50]
     with disk_rows(tmp_path / "rows", 3000, 5, host_rows=64) as store:
         write(store, rows, 1)
         assert store.counts() == Counts(0, 0, 18 * 5)
@@ -126,7 +116,7 @@ def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
     model.write(range(30), 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing(os.preadv, errno.EIO))
-        break_queues(patch, errno.EIO, writes=False)
+        stores.break_queues(patch, errno.EIO, writes=False)
         for rows in ([3, 50], range(100)):
             with pytest.raises(StorageError, match=r"could not be read: \[Errno 5\] Input/output error"):
                 read(store, rows)
@@ -140,7 +130,7 @@ def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
 
 def break_writes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO))
-    break_queues(patch, errno.EIO)
+    stores.break_queues(patch, errno.EIO)
 
 
 @pytest.mark.parametrize("operation", ["read", "write", "write through", "flush", "snapshot", "pages", "bytes"])
@@ -227,24 +217,18 @@ def test_pages_and_bytes_are_those_of_all_that_was_written(tmp_path):
     plain.close()
 
 
-def test_changes_need_a_snapshot_to_follow(filled):
-    store = disk_rows(filled, 100, 516, host_rows=32)
-    name = store.last_snapshot
-    write(store, [1], 2).wait()
-    with pytest.raises(StorageError, match="take a whole snapshot first"):
-        store.snapshot(filled.with_name("changes"), changes_only=True).wait()
-    assert (name, store.counts()) == (None, Counts())
-    store.close()
-
-
-@pytest.mark.parametrize("ending", ["dropped", "in a circle", "while operators are traced"])
-def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, ending):
+@pytest.mark.parametrize(
+    ("host_rows", "ending"),
+    [(None, "dropped"), *((1000, ending) for ending in ("dropped", "in a circle", "while operators are traced"))],
+)
+def test_a_table_that_nobody_has_any_more_is_written_back_and_closed(tmp_path, host_rows, ending):
     initial, shapes = set(threading.enumerate()), ShapeEnv()
-    store = disk_rows(tmp_path / "rows", 1000, 516, host_rows=1000)
+    store = disk_rows(tmp_path / "rows", 1000, 516, host_rows=host_rows)
     write(store, range(1000), 5).wait()
     if ending != "dropped":
         store.itself = store
     local = {thread for thread in set(threading.enumerate()) - initial if not thread.name.startswith("tritonemb-disk")}
+    assert local
     traced = ending == "while operators are traced"
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes) if traced else nullcontext():
         del store
@@ -267,23 +251,6 @@ def test_a_file_that_nobody_can_open_again_is_not_written_to_in_the_end(tmp_path
     monkeypatch.setattr(RowFile, "move", staticmethod(lambda *inputs: written.append(1) or real(*inputs)))
     store.close()
     assert written == []
-
-
-@pytest.mark.more
-def test_the_end_of_a_program_writes_back(tmp_path):
-    program = """
-import sys
-from pathlib import Path
-from tests.storage.stores import disk_rows, write
-store = disk_rows(Path(sys.argv[1]), 10_000, 100, host_rows=3000)
-for seed in range(5):
-    write(store, range(seed, 10_000, 5), seed)
-"""
-    done = run_python(program, tmp_path / "rows")
-    assert (done.returncode, done.stderr) == (0, "")
-    with disk_rows(tmp_path / "rows", 10_000, 100) as store:
-        for seed in range(5):
-            assert read(store, range(seed, 10_000, 5)).equal(some_records(2000, 100, seed))
 
 
 @pytest.mark.parametrize("host_rows", [None, 32])

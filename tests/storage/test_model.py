@@ -8,19 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.storage.stores import (
-    SIZES,
-    Model,
-    disk_rows,
-    identity,
-    initial,
-    read,
-    rows_of_one_set,
-    some_records,
-    start_read,
-    use_threads,
-    write,
-)
+from tests.storage import stores
+from tests.storage.stores import SIZES, Model, disk_rows, identity, initial, read, some_records, write
 from tritonemb.storage import DiskRows, memory, page_table, restore
 from tritonemb.storage.store import Counts
 
@@ -39,7 +28,7 @@ def random_rows(kind: str, number: int, cached: int, num_rows: int, generator: t
     if kind == "ends":
         pool, size = torch.cat([everything[:40], everything[-20:]]), 30
     elif kind == "one set":
-        pool, size = torch.tensor(rows_of_one_set(num_rows, -(-min(cached, num_rows) // 32))), 60
+        pool, size = torch.tensor(stores.rows_of_one_set(num_rows, -(-min(cached, num_rows) // 32))), 60
     elif kind == "more than fit":
         size = min(3 * cached + 40, num_rows)
     return pool[torch.randperm(pool.numel(), generator=generator)[:size]]
@@ -68,7 +57,7 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, store, monkeypatch):
     monkeypatch.setattr(page_table, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
     monkeypatch.setattr(memory, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
     if store == "file, by threads":
-        use_threads(monkeypatch, 3)
+        stores.use_threads(monkeypatch, 3)
     # Two pages of the smallest records and a part of a third; few of those that take pages each.
     num_rows = 1700 if num_bytes == 5 else 200 if num_bytes < 4000 else 80
 
@@ -84,7 +73,7 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, store, monkeypatch):
         saved = model
         for number, (kind, rows) in enumerate(operations):
             if kind == "r":
-                reads.append((start_read(rows_on_disk, rows), model.read(rows)))
+                reads.append((stores.start_read(rows_on_disk, rows), model.read(rows)))
             elif kind == "w":
                 write(rows_on_disk, rows, number)
                 model.write(rows, number)
@@ -101,7 +90,7 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, store, monkeypatch):
                 rows_on_disk.close()
                 # What was saved is the last snapshot of another file; this one begins a new chain.
                 rows_on_disk, chain = disk_rows(tmp_path / "rows", num_rows, num_bytes, **options), []
-        reads.append((start_read(rows_on_disk, range(num_rows)), model.read(range(num_rows))))
+        reads.append((stores.start_read(rows_on_disk, range(num_rows)), model.read(range(num_rows))))
         for (future, records), expected in reads:
             future.wait()
             assert records.equal(expected)

@@ -1,4 +1,4 @@
-"""Page tables, against a dict; pages of the size of a disk's sectors."""
+"""Page tables, against a dict; which blocks have changed; pages of the size of a disk's sectors."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tests.helpers import resident_growth
 from tests.storage.stores import disk_rows, read, some_records, write
 from tritonemb.storage import StorageError, aio, io, page_table, restore
-from tritonemb.storage.page_table import LEAF, MAX_POSITIONS, FileLayout, PageTable
+from tritonemb.storage.page_table import CHUNK_BITS, LEAF, MAX_POSITIONS, ChangedBlocks, FileLayout, PageTable
 
 NUM_BLOCKS = 5 * LEAF + 3
 blocks = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(sorted)
@@ -57,6 +57,33 @@ def test_memory_is_that_of_what_was_written():
     # 10,000 blocks far apart: 128 bytes each, and a page above for each
     assert resident_growth(lambda: written(10**9, np.arange(0, 10**9, 10**5))) < 60 << 20
     assert resident_growth(lambda: written(10**6, np.arange(10**6))) < 40 << 20
+
+
+NUM_FLAGS = 3 * CHUNK_BITS + 5
+flags = st.integers(0, 40) | st.integers(CHUNK_BITS - 9, CHUNK_BITS + 9) | st.integers(NUM_FLAGS - 9, NUM_FLAGS - 1)
+
+
+@given(st.lists(st.lists(flags, unique=True).map(sorted)))
+def test_changed_blocks_are_as_a_set(additions):
+    changed, expected = ChangedBlocks(NUM_FLAGS), set()
+    for subset in additions:
+        changed.add(np.array(subset, dtype=np.int64))
+        expected |= set(subset)
+        assert changed.blocks().tolist() == sorted(expected)
+    changed.clear()
+    assert changed.blocks().tolist() == []
+
+
+def test_memory_grows_with_what_changed():
+    """10^11 rows of 516 bytes: a bitmap of 1.8 GB, of which three pages and a flag for each page are used."""
+
+    def set_bits():
+        changed = ChangedBlocks(10**11 // 7)
+        changed.add(np.array([5, 10**10, 10**11 // 7 - 1]))
+        assert changed.blocks().tolist() == [5, 10**10, 10**11 // 7 - 1]
+        return changed
+
+    assert resident_growth(set_bits) < 16 << 20
 
 
 def test_a_file_has_a_limited_number_of_positions(tmp_path, monkeypatch):
