@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from tests.data.bundle import SIZES, Bundle
-from tests.data.logs import line, options, write
 from tests.helpers import process_ends
 from tritonemb.data import ClickLog, DataLoaderWorkers, ReaderHost, RemoteData, convert, make_synthetic
 
 
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory):
-    pytest.importorskip("pyarrow")
+    from tests.data.logs import line, options, write
+
     folder = tmp_path_factory.mktemp("bundle")
     data = {}
     for size in SIZES:

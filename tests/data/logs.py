@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from tritonemb.data import Batch, ClickLog, LogOptions, Schema, SplitRule
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+from tritonemb.data import Batch, ClickLog, LogOptions, Schema, SplitRule  # noqa: E402
 
 ALL_TRAIN = SplitRule(split_by="end", test_share=0.0)
 
@@ -38,7 +43,6 @@ def random_lines(num_lines: int, seed: int = 0) -> list[bytes]:
 
 
 def write(folder: Path, lines: Iterable[str | bytes], name: str = "train.txt") -> Path:
-    pa = __import__("pyarrow")
     raw = b"".join(
         (entry if isinstance(entry, bytes) else entry.encode(errors="surrogateescape")) + b"\n" for entry in lines
     )
@@ -68,6 +72,27 @@ def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
     return len(left) == len(right) and all(
         torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*map(contents, pair), strict=True)
     )
+
+
+def resumes(
+    log: ClickLog, split: Any = "train", batch_size: int = 8, after: int = 1, other: ClickLog | None = None, **how: Any
+) -> bool:
+    """Whether a log, or another one, opened at the position behind some batches, has the rest of them."""
+    with log.open(split, batch_size, **how) as stream:
+        list(itertools.islice(stream, after))
+        position, remainder = stream.position, list(stream)
+    return bool(remainder) and same((other or log).open(split, batch_size, **how, position=position), remainder)
+
+
+def check_streams(data: Any, expected: Any, split: str, batch_size: int, **how: Any) -> None:
+    """Check that both have the same batches, positions and reports, also where they resume behind two batches."""
+    with data.open(split, batch_size, **how) as stream, expected.open(split, batch_size, **how) as other:
+        assert same([next(stream), next(stream)], [next(other), next(other)])
+        assert stream.position == other.position
+        position = stream.position
+        assert same(stream, other)
+        assert (stream.position, stream.report) == (other.position, other.report)
+    assert same(*(source.open(split, batch_size, **how, position=position) for source in (data, expected)))
 
 
 def rows_of(log: ClickLog, split: Any = "train", batch_size: int = 64, **how: Any) -> list[tuple[float, ...]]:

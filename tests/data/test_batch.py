@@ -73,6 +73,7 @@ def test_a_batch_of_loose_tensors_is_moved_tensor_by_tensor():
     assert batch.buffer is None
     moved = batch.to("meta")
     assert (moved.dense.device.type, moved.sparse.values().device.type, moved.labels.device.type) == ("meta",) * 3
+    assert len(moved) == 2
 
 
 def test_no_dense_values_and_no_features():

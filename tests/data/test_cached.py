@@ -5,9 +5,7 @@ import re
 
 import pytest
 
-pytest.importorskip("pyarrow")
-
-from tests.data.logs import ALL_TRAIN, line, options, random_lines, rows_of, same, write
+from tests.data.logs import ALL_TRAIN, line, options, random_lines, resumes, rows_of, same, write
 from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule, cached_as_parquet, convert
 
 RULES = {
@@ -50,10 +48,7 @@ def test_it_is_written_once(tmp_path):
     second = cached_as_parquet(other, tmp_path / "cache", lambda *rows: seen.append(rows))
     assert not seen
     assert second.files == first.files
-    with first.open("train", 8, shuffle=True) as stream:
-        next(stream)
-        position, remainder = stream.position, list(stream)
-    assert same(second.open("train", 8, shuffle=True, position=position), remainder)
+    assert resumes(first, other=second, shuffle=True)
     for changed in (options(sparse=("cat_1",), label="label"), options(SplitRule()), options(on_bad_row="skip")):
         cached_as_parquet(ClickLog(path, changed), tmp_path / "cache", lambda *rows: seen.append(rows))
         assert seen

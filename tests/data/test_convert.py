@@ -2,10 +2,7 @@ import re
 
 import pytest
 
-pytest.importorskip("pyarrow")
-import pyarrow.parquet as parquet
-
-from tests.data.logs import line, options, random_lines, same, write
+from tests.data.logs import line, options, parquet, random_lines, same, write
 from tritonemb.data import ClickLog, convert
 
 
@@ -17,13 +14,8 @@ def test_a_file_keeps_its_values(tmp_path, compression):
         line("0", {1: "7", 2: "0", 3: "1"}, {1: "f", 2: "ffffffff"}),
     ]
     path, messages = write(tmp_path, lines), []
-    report = convert(
-        path,
-        tmp_path / "log.parquet",
-        options=options(on_bad_row="skip"),
-        compression=compression,
-        progress=messages.append,
-    )
+    settings = {"options": options(on_bad_row="skip"), "compression": compression, "progress": messages.append}
+    report = convert(path, tmp_path / "log.parquet", **settings)
     assert (report.rows, report.skipped) == (2, 1)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["log.parquet", "train.txt"]
     assert messages[-1] == 2

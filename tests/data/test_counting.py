@@ -4,19 +4,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-pa = pytest.importorskip("pyarrow")
-import pyarrow.parquet as parquet  # noqa: E402
-
-from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
-from tritonemb.data import (  # noqa: E402
-    ClickLog,
-    Schema,
-    SplitRule,
-    build_vocabulary,
-    convert,
-    encode,
-    load_vocabulary,
-)
+from tests.data.logs import line, options, pa, parquet, random_lines, rows_of, write
+from tritonemb.data import ClickLog, Schema, SplitRule, build_vocabulary, convert, encode, load_vocabulary
 
 SCHEMA = {"label": "click", "dense": (), "sparse": ("user", "item", "tags")}
 TABLE = {

@@ -3,8 +3,6 @@ import re
 
 import pytest
 
-pytest.importorskip("pyarrow")
-
 from tests.data.logs import line, options, rows_of, write
 from tritonemb.data import NAMES, ClickLog, LogOptions, SplitRule, kind_of, open_dataset, open_for_scoring
 
@@ -147,16 +145,6 @@ def test_a_bad_first_line_is_named_before_anything_is_read(tmp_path):
     assert len(rows_of(ClickLog(path, options(on_bad_row="skip")))) == 2
 
 
-def test_lines_are_counted_from_the_beginning_of_the_file_in_the_test_rows_too(tmp_path):
-    lines = [GOOD] * 30
-    lines[27] = line("x")
-    for name in ("train.txt", "train.txt.gz"):
-        log = ClickLog(write(tmp_path, lines, name), options(SplitRule(), chunk_bytes=300))
-        assert len(rows_of(log)) == 25
-        with pytest.raises(ValueError, match=r", line 28: field 1 \(label\) is 'x'"):
-            rows_of(log, "test")
-
-
 def test_many_bad_rows_are_counted_and_the_first_ten_told(tmp_path):
     lines = [GOOD, *[line("x")] * 30, *[line(integers={1: "y"})] * 5]
     log = ClickLog(write(tmp_path, lines), options(on_bad_row="skip", chunk_bytes=500))
@@ -169,12 +157,6 @@ def test_many_bad_rows_are_counted_and_the_first_ten_told(tmp_path):
         ("field 1 (label) is not 0 or 1", 30),
         ("field 2 (int_1) is not an integer or nothing", 5),
     ]
-
-
-def test_a_log_of_bad_rows_alone_has_no_rows(tmp_path):
-    log = ClickLog(write(tmp_path, [line("x")] * 3), options(on_bad_row="skip"))
-    with pytest.raises(ValueError, match=r"no train rows \(3 bad rows were skipped\)"):
-        rows_of(log)
 
 
 def test_another_encoding_is_recognised(tmp_path):

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-pa = pytest.importorskip("pyarrow")
 pandas = pytest.importorskip("pandas")
 polars = pytest.importorskip("polars")
-import pyarrow.parquet as parquet  # noqa: E402
 
-from tests.data.logs import ALL_TRAIN, options, random_lines, rows_of, same, write  # noqa: E402
+from tests.data.logs import ALL_TRAIN, options, pa, parquet, random_lines, resumes, rows_of, same, write  # noqa: E402
 from tritonemb.data import ClickLog, Schema, SplitRule, build_vocabulary, from_dataframe  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item")}
@@ -105,11 +103,7 @@ def test_lists_of_strings_are_multi_hot(tmp_path):
 
 def test_a_stream_goes_on_at_its_position(log):
     result = from_dataframe(polars.DataFrame(COLUMNS), options(ALL_TRAIN, **SCHEMA, shuffle_rows=30, chunk_bytes=2000))
-    with result.open("train", 8, shuffle=True) as stream:
-        for _ in range(6):
-            next(stream)
-        position, remainder = stream.position, list(stream)
-    assert same(result.open("train", 8, shuffle=True, position=position), remainder)
+    assert resumes(result, after=6, shuffle=True)
     assert same(result.open("train", 8, shuffle=True), log().open("train", 8, shuffle=True))
 
 

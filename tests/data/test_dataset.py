@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from tritonemb.data import Batch, Column, Dataset, Feature, Rows
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.data import Column, Dataset, Feature, Rows
 
 BAGS = [[1, 2, 3], [], [4], [0, 5], [2]]
 
@@ -21,12 +20,6 @@ def rows(num_rows: int = 5, bags: list[list[int]] | None = None) -> Rows:
 def dataset(**changes: object) -> Dataset:
     features = (Feature("one", 5), Feature("many", 6, multi_hot=True))
     return Dataset(**({"name": "tiny", "features": features, "train": rows(), "test": rows()} | changes))
-
-
-def test_take_gives_the_chosen_bags_in_order():
-    column = rows().take(torch.tensor([3, 1, 0, 3])).columns[1]
-    assert column.values.tolist() == [0, 5, 1, 2, 3, 0, 5]
-    assert column.offsets.diff().tolist() == [2, 0, 3, 2]
 
 
 def test_slice_of_a_slice_keeps_bags():
@@ -118,10 +111,3 @@ def test_rows_of_different_lengths_are_refused():
 def test_a_missing_split_is_named():
     with pytest.raises(ValueError, match="'tiny' has no 'validation' rows"):
         dataset().rows("validation")
-
-
-def test_batch_moves_every_part():
-    sparse = KeyedJaggedTensor.from_lengths(["a"], torch.tensor([1]), torch.tensor([1, 0]))
-    batch = Batch(torch.zeros(2, 3), sparse, torch.ones(2)).to("meta")
-    assert (batch.dense.device.type, batch.sparse.values().device.type, batch.labels.device.type) == ("meta",) * 3
-    assert len(batch) == 2

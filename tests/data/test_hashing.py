@@ -5,11 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pa = pytest.importorskip("pyarrow")
-
-from tests.data.logs import line, options, rows_of, write  # noqa: E402
-from tritonemb.data import ClickLog  # noqa: E402
-from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, hashes_to_ids  # noqa: E402
+from tests.data.logs import line, options, pa, rows_of, write
+from tritonemb.data import ClickLog
+from tritonemb.data.encode import encode_categories, feature_seed, hash_integers, hash_strings, hashes_to_ids
 
 WORD = (1 << 64) - 1
 
@@ -78,24 +76,24 @@ def test_the_ends_of_the_range(num_embeddings):
     assert hashes_to_ids(hashes, num_embeddings).tolist() == [1, num_embeddings - 1]
 
 
-def test_ids_of_neighbours_spread_evenly():
-    """Chi-square of 1,000 bins over 200,000 consecutive integers: 999 ± 45 is what chance gives."""
-    for name in ("cat_1", "cat_2", "user"):
-        ids = hashes_to_ids(hash_integers(np.arange(200_000), feature_seed(name)), 1001)
-        counts = np.bincount(ids, minlength=1001)
-        assert counts[0] == 0
-        assert 800 < (((counts[1:] - 200.0) ** 2) / 200).sum() < 1200
-
-
-def test_features_have_hashes_of_their_own():
-    left, right = (
-        hashes_to_ids(hash_integers(np.arange(10_000), feature_seed(name)), 101) for name in ("cat_1", "cat_2")
-    )
-    assert 50 < int((left == right).sum()) < 150
-
-
 def test_categories_of_a_text_file_are_hashed_as_integers(tmp_path):
     path = write(tmp_path, [line(categories={1: "00ABCDEF", 26: "0"})])
     (row,) = rows_of(ClickLog(path, options(num_embeddings=5000)))
     assert row[14] == id_of(hash_of("cat_1", 0xABCDEF), 5000)
     assert row[-1] == id_of(hash_of("cat_26", 0), 5000)
+
+
+@pytest.mark.parametrize(
+    ("column", "kwargs", "ids"),
+    [
+        (pa.array(["c", "b", "b", "a", "c", "b", None]), {"num_train": 7}, [2, 1, 1, 3, 2, 1, 0]),  # b: 3 rows, c: 2
+        (pa.array([7, 7, 5, 9, 9, 9, 7]), {"num_train": 3}, [1, 1, 2, 0, 0, 0, 1]),  # training rows lack 9
+        (pa.array([1, 1, 1, 2, 2, 3, None]), {"num_train": 7, "min_count": 2}, [1, 1, 1, 2, 2, 0, 0]),
+        (pa.chunked_array([pa.array([9, 4]), pa.array([4, 9, 1])]), {"num_train": 5}, [2, 1, 1, 2, 3]),  # ties by value
+        (pa.nulls(3, pa.uint32()), {"num_train": 2}, [0, 0, 0]),
+    ],
+    ids=range(5),
+)
+def test_categories_without_hashes_follow_training_counts_then_values(column, kwargs, ids):
+    result, num_embeddings = encode_categories(column, **kwargs)
+    assert (result.tolist(), num_embeddings) == (ids, max(ids) + 1)

@@ -119,36 +119,6 @@ def test_partitions_take_turns(cluster):
     ]
     assert actual == expected
     assert cluster.consumers == 0
-
-
-@pytest.mark.parametrize("count", [0, 1, 5, 13, 30])
-@pytest.mark.few(2)
-def test_a_topic_resumes_at_its_offsets(cluster, count):
-    log = open_dataset("kafka://one:9092/clicks", log=OPTIONS)
-    with log.open("train", 50) as stream:
-        whole = take(stream, 35)
-    with log.open("train", 50) as stream:
-        take(stream, count)
-        position = json.loads(json.dumps(stream.position))
-    with open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 50, position=position) as stream:
-        assert same(take(stream, 35 - count), whole[count:])
-
-
-def test_messages_that_come_later_have_the_same_order(cluster):
-    log = open_dataset("kafka://one:9092/clicks", log=OPTIONS)
-    with log.open("train", 50) as stream:
-        early = take(stream, 50)
-        for partition in (2, 0, 1):
-            cluster.send(partition, *(row(partition, number) for number in range(1_000, 1_400)))
-        late = take(stream, 20)
-    with log.open("train", 50) as stream:
-        assert same(take(stream, 70), [*early, *late])
-
-
-def test_shards_have_partitions(cluster):
-    log = open_dataset("kafka://one:9092/clicks", log=OPTIONS)
-    with log.open("train", 50, shard=(1, 2)) as stream:
-        assert prices(take(stream, 5)) == list(range(1_000, 1_250))
     assert list(log.open("train", 50, shard=(4, 5))) == []
 
 

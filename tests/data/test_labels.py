@@ -10,23 +10,11 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from tritonemb.data import (
-    ClickLog,
-    Column,
-    Dataset,
-    Feature,
-    LogOptions,
-    RemoteData,
-    Rows,
-    Schema,
-    from_dataframe,
-    open_dataset,
-    transform,
-)
-from tritonemb.data.batch import Batch, concat_rows, gather_batch, pad_batch
+from tritonemb.data import ClickLog, Dataset, Feature, LogOptions, RemoteData, Schema, from_dataframe, transform
+from tritonemb.data.batch import Batch, Column, Rows, concat_rows, gather_batch, pad_batch
 from tritonemb.data.convert import cached_as_parquet, convert
 from tritonemb.data.loader import DataLoaderWorkers, open_shards
-from tritonemb.data.open import ReaderHost
+from tritonemb.data.open import ReaderHost, open_dataset
 from tritonemb.data.schema import ALL_ROWS
 
 NAN = math.nan

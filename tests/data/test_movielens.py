@@ -50,6 +50,13 @@ def tables(tmp_path):
     return write_tables(tmp_path)
 
 
+@pytest.fixture
+def ratings(tables):
+    """Columns of the ratings in the order in which they are divided: 80, 10 and 10 rows."""
+    order = np.random.RandomState(0).permutation(NUM_ROWS)
+    return {name: column[order] for name, column in tables[0].items()}
+
+
 def joined(data, name):
     index = [feature.name for feature in data.features].index(name)
     bags = []
@@ -59,32 +66,21 @@ def joined(data, name):
     return bags
 
 
-def test_split_labels_and_ids(tmp_path, tables):
-    ratings, users, _ = tables
+def test_split_labels_and_ids(tmp_path, tables, ratings):
     data = read_movielens_100k(tmp_path)
     assert (len(data.train), len(data.validation), len(data.test)) == (80, 10, 10)
     labels = torch.cat([data.train.labels, data.validation.labels, data.test.labels])
-    order = np.random.RandomState(0).permutation(NUM_ROWS)
-    assert labels.tolist() == (ratings["rating"][order] >= 4).tolist()
-    genders = [users["gender"][user - 1] for user in ratings["user_id"][order]]
+    assert labels.tolist() == (ratings["rating"] >= 4).tolist()
+    genders = [tables[1]["gender"][user - 1] for user in ratings["user_id"]]
     ids = [id for (id,) in joined(data, "gender")]
     assert len(set(zip(genders, ids, strict=True))) == 2
+    for movie, bag in zip(ratings["movie_id"], joined(data, "genre"), strict=True):
+        assert bag == [j for j, genre in enumerate(movielens.GENRES) if tables[2][genre][movie - 1]]
 
 
-def test_genres_of_each_movie(tmp_path, tables):
-    ratings, _, items = tables
+def test_history_holds_only_earlier_training_rows(tmp_path, ratings):
     data = read_movielens_100k(tmp_path)
-    order = np.random.RandomState(0).permutation(NUM_ROWS)
-    for row, bag in zip(order, joined(data, "genre"), strict=True):
-        movie = ratings["movie_id"][row] - 1
-        assert bag == [j for j, genre in enumerate(movielens.GENRES) if items[genre][movie]]
-
-
-def test_history_holds_only_earlier_training_rows(tmp_path, tables):
-    ratings, _, _ = tables
-    data = read_movielens_100k(tmp_path)
-    order = np.random.RandomState(0).permutation(NUM_ROWS)
-    user, rating, time = (ratings[name][order] for name in ("user_id", "rating", "timestamp"))
+    user, rating, time = (ratings[name] for name in ("user_id", "rating", "timestamp"))
     movie = [id for (id,) in joined(data, "movie_id")]
     for name, chosen in (("liked", rating >= 4), ("disliked", rating < 4)):
         for row, bag in enumerate(joined(data, name)):
@@ -110,18 +106,12 @@ def test_held_out_ratings_touch_nothing_but_their_labels(tmp_path, tables):
             assert torch.equal(a.values, b.values)
 
 
-def test_dense_values_are_standardised_by_training_rows(tmp_path, tables):
+def test_dense_values_are_standardised_by_training_rows_and_so_are_counts(tmp_path, ratings):
     data = read_movielens_100k(tmp_path)
     assert data.train.dense.mean(0).tolist() == pytest.approx([0.0] * 4, abs=1e-6)
     assert data.train.dense.std(0, correction=0).tolist() == pytest.approx([1.0] * 4, abs=1e-5)
-
-
-def test_counts_come_from_training_rows(tmp_path, tables):
-    ratings, _, _ = tables
-    order = np.random.RandomState(0).permutation(NUM_ROWS)
-    data = read_movielens_100k(tmp_path)
     for place, name in ((2, "user_id"), (3, "movie_id")):
-        ids = ratings[name][order]
+        ids = ratings[name]
         logs = np.log1p(np.bincount(ids[:80], minlength=20)[ids])
         expected = (logs[90:] - logs[:80].mean()) / logs[:80].std()
         assert data.test.dense[:, place].tolist() == pytest.approx(expected.tolist(), abs=1e-5)

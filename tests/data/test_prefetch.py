@@ -1,8 +1,6 @@
 import gc
 import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -120,10 +118,6 @@ def test_a_stream_that_is_left_ends_its_threads(threaded, monkeypatch):
 
 
 def test_a_log_that_is_left_ends_its_threads(tmp_path):
-    pytest.importorskip("pyarrow")
-    from tests.data.logs import options, random_lines, write
-    from tritonemb.data import ClickLog
-
     log = ClickLog(write(tmp_path, random_lines(500)), options(chunk_bytes=2000, shuffle_rows=20))
     for selection in (0, 1, 30):
         stream = log.open("train", 4, shuffle=True)
@@ -161,10 +155,6 @@ def test_the_time_of_readers_is_that_of_all_their_threads(tmp_path):
 
 
 def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):
-    pytest.importorskip("pyarrow")
-    from tests.data.logs import options, random_lines, write
-    from tritonemb.data import ClickLog
-
     lines = random_lines(40)
     first = sum(len(line) + 1 for line in lines[:37])
     log = ClickLog(write(tmp_path, [*lines, b"bad"]), options(chunk_bytes=first, shuffle_rows=8))
@@ -173,18 +163,6 @@ def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):
     with pytest.raises(ValueError, match="line 41: expected 40 tab-separated fields, found 1"):
         next(stream)
     assert not running()
-
-
-@pytest.mark.more
-def test_a_program_may_end_with_a_stream_open(tmp_path):
-    """Threads that are at work when Python goes away can abort the process."""
-    pytest.importorskip("pyarrow")
-    from tests.data.logs import random_lines, write
-
-    path = write(tmp_path, random_lines(2000))
-    program = f"from tritonemb.data import ClickLog; stream = ClickLog({str(path)!r}).open('train', 4); next(stream)"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
@@ -214,10 +192,6 @@ def test_a_process_forked_off_ends_without_the_threads_of_its_streams():
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_log(tmp_path):
-    pytest.importorskip("pyarrow")
-    from tests.data.logs import options, random_lines, write
-    from tritonemb.data import ClickLog
-
     def resident() -> int:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -7,9 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("pyarrow")
-
-
 from tests.data.logs import line as line_of
 from tests.data.logs import options, random_lines, rows_of, write
 from tritonemb.data import CRITEO as COLUMNS
@@ -106,15 +103,15 @@ def test_a_row_is_accepted_alone_if_and_only_if_it_is_among_others(data):
             assert checked.batch.slice(place, 1).to_pylist() == one.batch.to_pylist()
 
 
-@given(st.lists(st.binary(max_size=22), min_size=1, max_size=20))
+NUMBERS = st.one_of(
+    st.binary(max_size=22).map(lambda field: re.sub(rb"[\t\n]", b"0", field)),
+    st.from_regex(rb"-?[0-9]{0,19}", fullmatch=True),
+    st.from_regex(rb"[0-9a-fA-F]{0,9}", fullmatch=True),
+)
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=40))
 def test_numbers_are_read_as_python_reads_them(fields):
-    fields = [re.sub(rb"[\t\n]", b"0", field) for field in fields]
-    check_numbers(fields)
-
-
-@given(st.lists(st.one_of(st.from_regex(rb"-?[0-9]{0,19}", fullmatch=True),
-                          st.from_regex(rb"[0-9a-fA-F]{0,9}", fullmatch=True)), min_size=1, max_size=40))  # fmt: skip
-def test_well_formed_numbers_are_read_as_python_reads_them(fields):
     check_numbers(fields)
 
 

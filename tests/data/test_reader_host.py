@@ -1,21 +1,16 @@
 """Reader hosts: the same batches as the data set they serve, for those who know the token, over TLS too."""
 
-import os
 import pickle
-import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("pyarrow.flight")
 
-from tests.data.logs import same
+from tests.data.logs import check_streams, same
 from tests.data.threads import running
-from tests.helpers import DEADLINE
+from tests.programs import Program
 from tritonemb.data import Dataset, ReaderHost, RemoteData, Rows, make_synthetic, open_dataset
 from tritonemb.data import open as open_
 from tritonemb.data.loader import open_shards
@@ -49,18 +44,7 @@ def test_remote_data_describe_themselves_as_the_data_do(served):
 def test_remote_batches_are_those_of_the_data(bundle, remote, split):
     options = {"shuffle": True, "seed": 2, "epoch": 1}
     for shard in ((0, 1), (1, 3)):
-        with (
-            remote.open(split, 8, shard=shard, **options) as second,
-            bundle.open(split, 8, shard=shard, **options) as local,
-        ):
-            assert same([next(second), next(second)], [next(local), next(local)])
-            assert second.position == local.position
-            position = second.position
-            assert same(second, local)
-            assert second.report == local.report
-        how_resumed = {**options, "shard": shard, "position": position}
-        with remote.open(split, 8, **how_resumed) as second, bundle.open(split, 8, **how_resumed) as local:
-            assert same(second, local)
+        check_streams(remote, bundle, split, 8, shard=shard, **options)
     with (
         open_shards(remote, split, 8, 0, 2, 5, **options) as second,
         open_shards(bundle, split, 8, 0, 2, 5, **options) as local,
@@ -145,21 +129,19 @@ print("ended", flush=True)
 
 
 @pytest.mark.more
-def test_another_host_continues_for_one_that_is_killed(caplog):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    hosts = [
-        subprocess.Popen([sys.executable, "-c", HOST], env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
+@pytest.mark.usefixtures("ranks")
+def test_another_host_continues_for_one_that_is_killed(tmp_path, caplog):
+    (tmp_path / "host.py").write_text(HOST)
+    hosts = [Program(str(tmp_path / "host.py")) for _ in range(2)]
     data, options = make_synthetic(ROWS_OF_HOST, 100), {"shuffle": True, "seed": 3}
     try:
-        addresses = [host.stdout.readline().strip() for host in hosts]
+        addresses = [host.output.readline().strip() for host in hosts]
         remote = RemoteData(addresses, token="secret")
         shard = {**options, "shard": (0, 2)}
         with remote.open("train", 64, **shard) as stream, data.open("train", 64, **shard) as local:
             read = [next(stream) for _ in range(20)]
-            hosts[0].kill()
-            hosts[0].wait()
+            hosts[0].process.kill()
+            hosts[0].process.join()
             read += stream
             assert same(read, local)
             assert (stream.position, stream.report) == (local.position, local.report)
@@ -174,15 +156,13 @@ def test_another_host_continues_for_one_that_is_killed(caplog):
                 ):
                     assert same(stream, local)
                     assert stream.position == local.position
-        hosts[1].send_signal(signal.SIGTERM)
-        assert hosts[1].communicate(timeout=DEADLINE)[0] == "ended\n"
-        assert hosts[1].returncode == 0
+        hosts[1].process.terminate()
+        assert hosts[1].finish() == (0, "ended\n")
         with pytest.raises(ConnectionError, match="does not answer"):
             remote.open("train", 4)
     finally:
         for host in hosts:
-            host.kill()
-            host.communicate()
+            host.process.kill()
     assert not running()
 
 

@@ -4,22 +4,13 @@ import logging
 
 import pytest
 
-pa = pytest.importorskip("pyarrow")
 moto = pytest.importorskip("moto.server")
 boto3 = pytest.importorskip("boto3")
 
-from tests.data.logs import line, options, random_lines, rows_of, same, write  # noqa: E402
-from tritonemb.data import (  # noqa: E402
-    ClickLog,
-    ReaderHost,
-    RemoteData,
-    SplitRule,
-    convert,
-    open_dataset,
-    open_for_scoring,
-    open_shards,
-)
+from tests.data.logs import line, options, random_lines, resumes, rows_of, same, write  # noqa: E402
+from tritonemb.data import ClickLog, ReaderHost, RemoteData, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
 from tritonemb.data.files import find_files  # noqa: E402
+from tritonemb.data.loader import open_shards  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +49,7 @@ def test_a_remote_file_is_read_as_a_local_one(tmp_path, bucket, name):
     for split in ("train", "test"):
         assert same(*(log.open(split, 16, shuffle=True) for log in logs))
         assert same(*(log.open(split, 16, shard=(1, 3)) for log in logs))
-    with logs[0].open("train", 16, shuffle=True) as stream:
-        next(stream)
-        position, remainder = stream.position, list(stream)
-    assert same(logs[1].open("train", 16, shuffle=True, position=position), remainder)
+    assert resumes(logs[0], batch_size=16, other=logs[1], shuffle=True)
 
 
 def test_a_remote_folder_has_its_data_files_in_order(tmp_path, bucket):

@@ -5,13 +5,10 @@ import json
 import re
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("pyarrow")
-
-from tests.data.logs import contents, line, options, random_lines, rows_of, same, write
+from tests.data.logs import line, options, random_lines, rows_of, same, write
 from tritonemb.data import ClickLog, SplitRule, convert, make_synthetic
 
 NUM_ROWS = 200
@@ -64,30 +61,6 @@ def test_the_rest_has_the_same_bits(logs, name, batch_size, shuffle_rows, chunk_
         assert stream.report.rows == sum(map(len, whole[:stop]))
         assert same(stream, whole[stop:])
         assert (stream.report.rows, stream.report.skipped) == (report.rows, report.skipped)
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("stop", [0, 1, 5, 8])
-def test_a_data_set_in_memory_goes_on_too(shuffle, stop):
-    data = make_synthetic(1000, 500)
-    kwargs = {"seed": 3, "epoch": 2, "shuffle": shuffle}
-    with data.open("train", 128, **kwargs) as stream:
-        assert len(list(itertools.islice(stream, stop))) == stop
-        position = json.loads(json.dumps(stream.position))
-    whole = list(data.open("train", 128, **kwargs))
-    assert len(whole) == 8
-    with data.open("train", 128, **kwargs, position=position) as stream:
-        assert same(stream, whole[stop:])
-        assert stream.report.rows == 1000
-
-
-def test_the_position_is_that_of_the_last_batch_returned(tmp_path):
-    log = ClickLog(write(tmp_path, random_lines(64)), options())
-    with log.open("train", 8) as stream:
-        for number in range(1, 4):
-            next(stream)
-            assert stream.position["rows"] == 8 * number
-            assert stream.report.rows == 8 * number
 
 
 def test_formats_give_the_same_batches(logs):
@@ -224,20 +197,3 @@ def test_a_run_that_left_out_rows_can_not_become_strict(tmp_path):
         list(stream)
     with pytest.raises(ValueError, match="1 bad rows were skipped before this position, so it cannot resume with"):
         strict.open("train", 8, position=late)
-
-
-@pytest.mark.slow
-def test_every_place_of_a_larger_log(tmp_path):
-    lines = random_lines(4000, seed=5)
-    log = ClickLog(write(tmp_path, lines, "log.txt.gz"), options(shuffle_rows=700, chunk_bytes=60_000))
-    kwargs = {"seed": 1, "epoch": 0, "shuffle": True}
-    whole, positions = [], []
-    with log.open("train", 64, **kwargs) as stream:
-        positions.append(stream.position)
-        for batch in stream:
-            whole.append(batch)
-            positions.append(stream.position)
-    for place, position in enumerate(positions):
-        with log.open("train", 64, **kwargs, position=position) as stream:
-            for a, b in zip(stream, whole[place : place + 3], strict=False):
-                assert all(torch.equal(x, y) for x, y in zip(contents(a), contents(b), strict=True))

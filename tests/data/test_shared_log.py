@@ -1,20 +1,17 @@
 """A log whose files are on several reader hosts: the batches of one host that has all of them."""
 
-import os
 import shutil
-import subprocess
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pyarrow.flight")
 pytest.importorskip("fsspec")
 
-from tests.data.logs import options, random_lines, same, write
+from tests.data.logs import check_streams, options, random_lines, same, write
 from tests.data.threads import running
+from tests.programs import Program
 from tests.ranks import free_port
 from tritonemb.data import ClickLog, OpenOptions, ReaderHost, RemoteData, SharedLog, SplitRule, convert
 from tritonemb.data.open import ReaderOptions, run_reader
@@ -89,15 +86,7 @@ def test_hosts_with_different_files_serve_the_batches_of_one_with_all(days, serv
     _, remote = serve(days[suffix], (0, 1), (2, 3), options_of=lambda folder: ENDS)
     assert remote.contents == log.contents
     for shard in ((0, 1), (0, 2), (1, 2), (1, 3)):
-        order = ORDER | {"shard": shard}
-        with remote.open("train", 16, **order) as stream, log.open("train", 16, **order) as local:
-            assert same([next(stream), next(stream)], [next(local), next(local)])
-            assert stream.position == local.position
-            position = stream.position
-            assert same(stream, local)
-            assert (stream.position, stream.report) == (local.position, local.report)
-        order["position"] = position
-        assert same(remote.open("train", 16, **order), log.open("train", 16, **order))
+        check_streams(remote, log, "train", 16, **ORDER, shard=shard)
     assert same(remote.open("test", 16), log.open("test", 16))
 
 
@@ -184,6 +173,7 @@ def test_the_command_serves_a_shared_log(days, capsys, monkeypatch):
 
 
 @pytest.mark.more
+@pytest.mark.usefixtures("ranks")
 def test_a_host_that_is_killed(tmp_path, caplog):
     """Of two hosts that have a file, the other continues; a file of the killed one is named."""
     folder, lines = tmp_path / "days", random_lines(100) * 300  # more than is on its way to a client
@@ -191,19 +181,14 @@ def test_a_host_that_is_killed(tmp_path, caplog):
     for day in range(4):
         write(folder, lines, f"part_{day}.txt")
     log_options = options(SplitRule(test_share=0.0), num_embeddings=1000, shuffle_rows=5000)
-    addresses, environment = (
-        [free_address(), free_address()],
-        os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    addresses = [free_address(), free_address()]
     paths = divide(folder, tmp_path, ((0, 1, 2), (2, 3)))
-    command = [sys.executable, "-m", "tritonemb", "reader", "--data", str(paths[0]), "--address", addresses[0]]
+    command = ["tritonemb", "reader", "--data", str(paths[0]), "--address", addresses[0]]
     command += ["--peers", *addresses, "--test-share", "0", "--num-embeddings", "1000", "--shuffle-rows", "5000"]
-    with (
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process,
-        ReaderHost(SharedLog(paths[1], log_options, peers=addresses), addresses[1]),
-    ):
+    program = Program(*command)
+    with ReaderHost(SharedLog(paths[1], log_options, peers=addresses), addresses[1]):
         try:
-            assert process.stdout.readline() == f"serving days at {addresses[0]}\n"
+            assert program.output.readline() == f"serving days at {addresses[0]}\n"
             remote, log = RemoteData(addresses), ClickLog(folder, log_options)
             shard = {**ORDER, "shard": (2, 4)}  # the whole file that both have
             with (
@@ -212,8 +197,8 @@ def test_a_host_that_is_killed(tmp_path, caplog):
                 log.open("train", 64, **shard) as local,
             ):
                 batches = [next(stream) for _ in range(20)]
-                process.kill()
-                process.wait()
+                program.process.kill()
+                program.process.join()
                 batches += stream
                 assert same(batches, local)
                 assert (stream.position, stream.report) == (local.position, local.report)
@@ -223,4 +208,4 @@ def test_a_host_that_is_killed(tmp_path, caplog):
                     list(lost)
             assert f"{addresses[0]} does not answer" in caplog.text
         finally:
-            process.kill()
+            program.process.kill()

@@ -8,11 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-pa = pytest.importorskip("pyarrow")
-import pyarrow.parquet as parquet  # noqa: E402
-
-from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert, open_for_scoring  # noqa: E402
+from tests.data.logs import line, options, pa, parquet, random_lines, resumes, rows_of, write
+from tritonemb.data import ClickLog, SplitRule, convert, open_for_scoring
 
 
 def numbered(num_rows: int, first: int = 0) -> list[str]:
@@ -119,11 +116,7 @@ def test_random_rows_of_a_text_are_those_of_its_copy(tmp_path, quoted):
     assert numbers(text, "test") == numbers(copy, "test") == expected
     shards = [[round(row[1]) for row in rows_of(text, "test", shard=(index, 3))] for index in range(3)]
     assert sorted(itertools.chain(*shards)) == expected
-    with text.open("train", 8) as stream:
-        next(stream)
-        position, remainder = stream.position, [batch.dense[:, 0].tolist() for batch in stream]
-    with text.open("train", 8, position=position) as stream:
-        assert [batch.dense[:, 0].tolist() for batch in stream] == remainder
+    assert resumes(text)
 
 
 def test_random_rows_of_earlier_runs_stay_what_they_were(tmp_path):
@@ -256,17 +249,13 @@ def test_a_held_out_file_may_be_spelled_otherwise(tmp_path, source, spelling):
         write(folder, ["y,r,u", *(f"0,{row},u" for row in range(10 * day, 10 * day + 10))], f"day {day}.csv")
     os.link(folder / "day 2.csv", tmp_path / "hard.csv")
     rule = SplitRule(test_files=(spelling.format(folder),))
-    log = reader(
-        source.format(str(folder).replace(" ", "%20") if "://" in source else folder),
-        rule,
-        label="y",
-        dense=("r",),
-        sparse=("u",),
-    )
+    source = source.format(str(folder).replace(" ", "%20") if "://" in source else folder)
+    columns = {"label": "y", "dense": ("r",), "sparse": ("u",)}
+    log = reader(source, rule, **columns)
     assert [numbers(log, "train"), numbers(log, "test")] == [list(range(20)), list(range(20, 30))]
     both = SplitRule(test_files=(spelling.format(folder),), validation_files=(str(folder / "day 2.csv"),))
     with pytest.raises(ValueError, match="is both a validation and a test file"):
-        reader(folder, both, label="y", dense=("r",), sparse=("u",))
+        reader(folder, both, **columns)
 
 
 def test_no_file_is_trained_and_tested_by_another_name(tmp_path):

@@ -6,28 +6,11 @@ import threading
 import numpy as np
 import pytest
 
-pytest.importorskip("pyarrow")
-
-import pyarrow as pa
-from pyarrow import parquet
-
-from tests.data.logs import same
+from tests.data.logs import pa, parquet, same
 from tests.data.threads import running, threads_end
-from tritonemb.data import (
-    ClickLog,
-    DataLoaderWorkers,
-    FolderStream,
-    LogOptions,
-    ReaderHost,
-    RemoteData,
-    Schema,
-    SplitRule,
-    build_vocabulary,
-    merge_positions,
-    open_dataset,
-    open_for_scoring,
-)
-from tritonemb.data.loader import open_shards
+from tritonemb.data import ClickLog, FolderStream, LogOptions, Schema, SplitRule, build_vocabulary, open_for_scoring
+from tritonemb.data.loader import DataLoaderWorkers, merge_positions, open_shards
+from tritonemb.data.open import ReaderHost, RemoteData, open_dataset
 
 SCHEMA = Schema("click", dense=("price",), sparse=("user", "tags"), num_embeddings=100)
 FOLLOW = LogOptions(SCHEMA, follow=True, parser_threads=2)

@@ -11,18 +11,9 @@ import pyarrow as pa
 from pyarrow import compute, parquet
 from pyarrow import csv as arrow_csv
 
-from tests.data.logs import ALL_TRAIN, options, random_lines, same, write
-from tritonemb.data import (
-    ClickLog,
-    DataLoaderWorkers,
-    LogOptions,
-    Schema,
-    SplitRule,
-    convert,
-    open_for_scoring,
-    transform,
-)
-from tritonemb.data.loader import open_shards
+from tests.data.logs import ALL_TRAIN, options, random_lines, resumes, same, write
+from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule, convert, open_for_scoring, transform
+from tritonemb.data.loader import DataLoaderWorkers, open_shards
 from tritonemb.data.parquet import file_of_frame
 
 HERE = "tests.data.test_transforms"
@@ -133,13 +124,8 @@ def test_a_label_may_be_made(logs):
 
 def test_shards_workers_positions_and_chunks_do_not_matter(logs):
     log = ClickLog(logs / "log.parquet", with_transforms("ratio", schema=DERIVED, shuffle_rows=100))
-    with log.open("train", 30, shuffle=True) as stream:
-        whole = list(stream)
-    with log.open("train", 30, shuffle=True) as stream:
-        assert same([next(stream) for _ in range(5)], whole[:5])
-        position = stream.position
     other = ClickLog(log.files[0], replace(log.options, chunk_bytes=5_000, parser_threads=1))
-    assert same(other.open("train", 30, shuffle=True, position=position), whole[5:])
+    assert resumes(log, batch_size=30, after=5, other=other, shuffle=True)
 
 
 @pytest.mark.more
