@@ -47,6 +47,7 @@ def make(
     accumulate=1,
     cache: int | None = None,
     exchange=EXACT,
+    attached: bool = True,
 ) -> te.nn.EmbeddingBagCollection:
     """Two static tables and perhaps a dynamic one, with initial values of a fixed seed."""
     place = {} if servers is None else {"placement": "server", "cache": te.CacheConfig(rows=cache)}
@@ -58,7 +59,7 @@ def make(
         tables.append(te.TableConfig("d", None, 8, features=["a"], **dynamic, **place))
     torch.manual_seed(3)
     collection = te.nn.EmbeddingBagCollection(tables, optimizer or te.optim.Adagrad(lr=0.1))
-    if servers is not None:
+    if servers is not None and attached:
         attach(collection, servers, staleness, accumulate=accumulate, group=group, exchange=exchange)
     return collection
 
@@ -117,6 +118,19 @@ def train_all(
         if isinstance(result, BaseException):
             raise result
     return outputs, {name: value.clone() for name, value in models[0].state_dict().items()}
+
+
+def train_on(servers: int, steps: int, **how) -> tuple[list[Outputs], dict[str, Tensor]]:
+    """`train_all` on so many undisturbed servers in this process."""
+    with local_servers(servers) as connections:
+        return train_all(connections, steps, **how)
+
+
+def outputs_on(servers: int, staleness: int, *steps: int) -> Outputs:
+    """What an undisturbed trainer reads that trains so many steps, and so many more, each time from the first batch."""
+    with local_servers(servers) as connections:
+        model = make(connections, staleness)
+        return [output for number in steps for output in train(model, number)]
 
 
 def same(found: tuple[list[Outputs], dict[str, Tensor]], expected: tuple[list[Outputs], dict[str, Tensor]]) -> None:

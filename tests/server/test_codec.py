@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.server.jobs import batches, local_servers, make, same, train, train_all
+from tests.server.jobs import batches, local_servers, make, same, train, train_on
 from tritonemb.server import flush
 from tritonemb.sharding import ExchangePrecision
 from tritonemb.types import CODECS
@@ -22,9 +22,8 @@ DYNAMIC = {
 def test_bits_depend_on_the_codecs_and_the_staleness_alone(exchange):
     expected = None
     for servers, cache in ((1, None), (3, None), (2, 64)):
-        with local_servers(servers) as subset:
-            options = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
-            actual = train_all(subset, 8, **options, exchange=exchange, cache=cache)
+        options = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
+        actual = train_on(servers, 8, **options, exchange=exchange, cache=cache)
         expected = expected or actual
         same(actual, expected)
 

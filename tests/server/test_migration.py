@@ -11,20 +11,8 @@ import torch
 
 import tritonemb as te
 from tests.helpers import DEADLINE
-from tests.server.jobs import (
-    Faults,
-    FaultyTransport,
-    RawClient,
-    Restarted,
-    Trainers,
-    batches,
-    local_servers,
-    make,
-    quick_resending,
-    same,
-    train,
-    train_all,
-)
+from tests.server import jobs
+from tests.server.jobs import local_servers, make, same, train, train_all, train_on
 from tritonemb import cli
 from tritonemb.server import Servers, connect, flush, launch, migration, transport
 from tritonemb.server.attach import attach_for_reading
@@ -43,7 +31,7 @@ FIRST = "tables#0-of-4"
 @contextmanager
 def tablet_servers(transports, nodes, number=4):
     """Two servers with tablets, and a third one that may join."""
-    with quick_resending(), Servers(transports[:2], nodes, DEADLINE, tablets=number) as servers:
+    with jobs.quick_resending(), Servers(transports[:2], nodes, DEADLINE, tablets=number) as servers:
         third = Connection(transports[2], DEADLINE)
         servers.directory._by_address[transports[2].address] = third
         servers.connections.append(third)
@@ -58,14 +46,14 @@ def three(tmp_path=None, log=None, faults=None):
     else:
         local = [EmbeddingServer(f"server-{index}") for index in range(3)]
         transports = [
-            LocalTransport(server, server.name) if faults is None else FaultyTransport(server, faults, index)
+            LocalTransport(server, server.name) if faults is None else jobs.FaultyTransport(server, faults, index)
             for index, server in enumerate(local)
         ]
     with tablet_servers(transports, local) as servers:
         yield transports, local, servers
 
 
-class KilledAt(Restarted):
+class KilledAt(jobs.Restarted):
     """A server that is killed by one message, before or after it has executed it, and started again."""
 
     killer: str | None = None  # operation
@@ -117,8 +105,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.few(2)
 def test_servers_that_join_and_leave_change_no_bit(case):
-    with local_servers(2) as servers:
-        expected = train_all(servers, 14, **case)
+    expected = train_on(2, 14, **case)
     with three() as (transports, local, servers):
         counts = []
 
@@ -142,9 +129,8 @@ def test_servers_that_join_and_leave_change_no_bit(case):
 def test_tablets_that_move_all_the_time_over_a_bad_network(seed):
     """While batches are pulled and pushed by two trainers."""
     options = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
-    with local_servers(2) as servers:
-        expected = train_all(servers, 20, **options)
-    with three(faults=Faults(lost=0.02, twice=0.05, late=0.1, cut=0.01)) as (transports, _, servers):
+    expected = train_on(2, 20, **options)
+    with three(faults=jobs.Faults(lost=0.02, twice=0.05, late=0.1, cut=0.01)) as (transports, _, servers):
         stopped, problems, num_moves = threading.Event(), [], 0
 
         def move() -> None:
@@ -177,8 +163,7 @@ MOMENTS = [(op, executed) for op in ("fetch_tablet", "stage_tablet", "commit_mov
 @pytest.mark.parametrize(("op", "executed"), MOMENTS)
 def test_a_source_or_a_target_that_is_killed_changes_no_bit(tmp_path, log, case, op, executed):
     case = CASES[case]
-    with local_servers(2) as servers:
-        expected = train_all(servers, 12, **case)
+    expected = train_on(2, 12, **case)
     with three(tmp_path, log) as (transports, local, servers):
         victims = local[:2] if op in ("fetch_tablet", "commit_move") else local[2:]
 
@@ -226,8 +211,7 @@ def test_a_coordinator_that_is_killed_changes_no_bit(op, case, monkeypatch):
     """Training continues without it; another one completes the move or starts again."""
     monkeypatch.setattr(migration, "MAX_SUSPENSION", 0.5)
     case = CASES[case]
-    with local_servers(2) as servers:
-        expected = train_all(servers, 12, **case)
+    expected = train_on(2, 12, **case)
     with three() as (transports, local, servers):
 
         def move() -> None:
@@ -254,7 +238,8 @@ def test_a_move_that_was_undone_cannot_be_committed(monkeypatch):
     with three() as (_, local, servers):
         model = make(servers, 1)
         train(model, 2)
-        (source, target), ticket = (RawClient(local[n]) for n in (0, 2)), {"collection": FIRST, "ticket": "11" * 16}
+        source, target = (jobs.RawClient(local[n]) for n in (0, 2))
+        ticket = {"collection": FIRST, "ticket": "11" * 16}
         assert "undone" in source.query("commit_move", address="server-2", **ticket)["error"]["message"]
         monkeypatch.setattr(migration, "MAX_SUSPENSION", -1.0)
         assert "error" not in source.query("fetch_tablet", record=0, **ticket)
@@ -291,12 +276,12 @@ def test_a_client_that_was_away_finds_its_tablets():
         results.append(train(model, 3))
         rebalance(transports, ["server-0", "server-1"])
         with Servers(transports) as peers, torch.no_grad():  # the number of tablets is known to the servers
-            reader = placed(dynamic=DYNAMIC)
+            reader = make(peers, dynamic=DYNAMIC, attached=False)
             attach_for_reading(reader, peers)
             rebalance(transports, ["server-2"])
-            initial = reader(next(batches(1)))
+            initial = reader(next(jobs.batches(1)))
             rebalance(transports, ["server-1"])
-            assert torch.equal(reader(next(batches(1))), initial)
+            assert torch.equal(reader(next(jobs.batches(1))), initial)
             with pytest.raises(ValueError, match=r"is read by id from embedding servers; load its checkpoint"):
                 te.quantize(reader)
         results.append(train(model, 3))
@@ -304,17 +289,6 @@ def test_a_client_that_was_away_finds_its_tablets():
         same((results, model.state_dict()), (list(expected), expected_state))
         statistics = totals(servers.statistics())["tables"]
         assert (statistics["steps"], list(statistics["tables"])) == (9, ["a", "b", "d"])
-
-
-def placed(**case):
-    """A collection whose tables are on servers, which are not attached."""
-    place = {"placement": "server"}
-    tables = [
-        te.TableConfig("a", 300, 6, features=["a", "c"], **place),
-        te.TableConfig("b", 9_000, 4, pooling="mean", **place),
-        te.TableConfig("d", None, 8, features=["a"], **case["dynamic"], **place),
-    ]
-    return te.nn.EmbeddingBagCollection(tables, te.optim.Adagrad(lr=0.1))
 
 
 @pytest.mark.parametrize("into_tablets", [False, True])
@@ -360,7 +334,7 @@ def test_servers_of_other_tablets_are_refused():
         with Servers(transports, tablets=2) as peers, pytest.raises(ValueError, match="have None tablets"):
             make(peers, 1)
 
-    class Others(Trainers):
+    class Others(jobs.Trainers):
         def all_gather_object(self, value):
             return [value, value[::-1] if value and isinstance(value[0], str) else value]
 
@@ -405,7 +379,7 @@ def test_a_request_of_an_earlier_stay_is_not_executed():
         rebalance(transports, ["server-0"])
         rebalance(transports, ["server-1", "server-2"])
         assert tablet_counts(local) == [4, 0, 0]
-        raw = RawClient(local[0])
+        raw = jobs.RawClient(local[0])
         route = raw.send("read", collection=FIRST, ticket=None, table="a")["moved"]
         assert route["address"] == "server-0"
         assert "names" in raw.send("read", collection=FIRST, ticket=route["ticket"], table="a")
@@ -440,8 +414,7 @@ def test_a_process_joins_and_leaves(monkeypatch, capsys):
     pytest.importorskip("pyarrow.flight")
     monkeypatch.setenv("TRITONEMB_TOKEN", "11" * 16)
     kwargs = {"trainers": 2, "staleness": 2, "ahead": 1, "dynamic": DYNAMIC}
-    with local_servers(2) as servers:
-        expected = train_all(servers, 12, **kwargs)
+    expected = train_on(2, 12, **kwargs)
     with ExitStack() as stack:
         local = [stack.enter_context(EmbeddingServer()) for _ in range(2)]
         for server in local:

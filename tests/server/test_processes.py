@@ -22,7 +22,7 @@ pytest.importorskip("pyarrow.flight")
 
 import tritonemb as te
 from tests.helpers import DEADLINE, assert_same_bits, process_ends
-from tests.server.jobs import local_servers, make, same, train, train_all
+from tests.server.jobs import Trainers, make, outputs_on, same, train, train_all, train_on
 from tritonemb import cli
 from tritonemb.comm.group import RankGroup
 from tritonemb.server import EmbeddingServer, Servers, connect, launch, start, start_on_ray
@@ -54,8 +54,7 @@ def processes_of(parent: int) -> list[int]:
 def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
     """And do not load what only trainers need."""
     options = {"trainers": 2, "staleness": 2, "ahead": 2, "dynamic": DYNAMIC}
-    with local_servers(1) as servers:
-        expected = train_all(servers, 8, **options)
+    expected = train_on(1, 8, **options)
     initial = set(processes_of(os.getpid()))
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")  # has the process say what it imports
     with start(1, processes=True) as servers:
@@ -73,6 +72,11 @@ def test_processes_have_the_bits_of_threads(monkeypatch, capfd):
         assert "all is well" in text
         assert cli.main(["doctor", "--servers", "grpc://127.0.0.1:1"]) == 1
         assert "FAILS: grpc://127.0.0.1:1 does not answer" in capfd.readouterr().out
+        model = make(servers, 2, dynamic=DYNAMIC, group=Trainers(0, 2))
+        servers.connections[0]._patience = 2.0
+        servers._local_servers[0]._process.kill()  # it has no log
+        with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; restart it"):
+            train(model, 1)
     assert all(map(process_ends, local))
 
 
@@ -155,8 +159,7 @@ def test_a_server_that_is_asked_for_without_a_token_says_which_one_it_has(capsys
 def test_killed_servers_change_no_bit(tmp_path, log, staleness):
     """At any moment: while they take pushes, log them, answer, save their state, or have just been started again."""
     options = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 1), "dynamic": DYNAMIC}
-    with local_servers(1) as servers:
-        expected = train_all(servers, 150, **options)
+    expected = train_on(1, 80, **options)
     with start(2, processes=True, folder=tmp_path, log=log) as servers:
         draw, steps, kills = random.Random(staleness), itertools.count(), []
 
@@ -167,10 +170,10 @@ def test_killed_servers_change_no_bit(tmp_path, log, staleness):
                 for connection in servers._local_servers if len(kills) == 2 else [draw.choice(servers._local_servers)]:
                     connection._process.kill()
 
-        moments = draw.sample(range(10, 250), 2)
+        moments = draw.sample(range(10, 130), 2)
         for connection in servers.connections:
             connection._max_replay_bytes, connection._patience = 30_000, 4 * DEADLINE
-        same(train_all(servers, 150, on_step=kill, **options), expected)
+        same(train_all(servers, 80, on_step=kill, **options), expected)
         assert len(kills) == 2
 
 
@@ -243,17 +246,6 @@ def test_a_process_that_cannot_start_says_so(tmp_path):
         start(1, processes=True, folder=tmp_path, log="disk")
 
 
-@pytest.mark.more
-def test_a_killed_server_without_a_log_ends_training():
-    with start(1, processes=True) as servers:
-        model = make(servers)
-        train(model, 2)
-        servers.connections[0]._patience = 2.0
-        servers._local_servers[0]._process.kill()
-        with pytest.raises(ConnectionError, match=r"has not answered for 2 seconds; restart it"):
-            train(model, 2)
-
-
 def test_a_server_that_has_moved_is_found(tmp_path):
     server = EmbeddingServer("server-0", tmp_path / "server-0", "disk")
     initial = FlightServer(server)
@@ -265,9 +257,7 @@ def test_a_server_that_has_moved_is_found(tmp_path):
             address_file(tmp_path / "server-0").write_text(now.address)
             result += train(model, 2)
             assert servers.addresses == [now.address] != [initial.address]
-    with local_servers(1) as servers:
-        model = make(servers, 1)
-        same(([result], {}), ([train(model, 2) + train(model, 2)], {}))
+    same(([result], {}), ([outputs_on(1, 1, 2, 2)], {}))
 
 
 def test_ray_has_to_be_installed(monkeypatch):

@@ -26,7 +26,7 @@ import ray
 
 import tritonemb as te
 from tests.helpers import DEADLINE
-from tests.server.jobs import local_servers, make, same, train, train_all
+from tests.server.jobs import make, same, train, train_all, train_on
 from tritonemb.server import start_on_ray
 from tritonemb.utils import cache_dir
 
@@ -78,8 +78,7 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_actors_have_the_bits_of_threads(temporary):
-    with local_servers(2) as servers:
-        expected = train_all(servers, 8, **HOW)
+    expected = train_on(2, 8, **HOW)
     initial = set(below())
     with start_on_ray(2) as servers:
         same(train_all(servers, 8, **HOW), expected)
@@ -99,8 +98,7 @@ def test_actors_have_the_bits_of_threads(temporary):
 
 def test_killed_actors_change_no_bit(tmp_path):
     """They come back where they were; or, as if on another machine, somewhere else."""
-    with local_servers(2) as servers:
-        expected = train_all(servers, 400, **HOW)
+    expected = train_on(2, 400, **HOW)
     with start_on_ray(2, folder=tmp_path, log="disk", memory=1e8, resources={"disk": 1}) as servers:
         addresses, files = servers.addresses, [tmp_path / f"server-{index}" / "address" for index in range(2)]
         assert [file.read_text() for file in files] == addresses

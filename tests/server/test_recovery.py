@@ -9,6 +9,7 @@ import torch
 
 import tritonemb as te
 from tests.helpers import DEADLINE, assert_same_bits
+from tests.server import jobs
 from tests.server.jobs import RawClient, Trainers, batches, local_servers, make, restarted, same, train, train_all
 from tritonemb.server import Servers, attach, connection, durable, flush
 from tritonemb.server.connection import HEARTBEAT
@@ -37,8 +38,7 @@ SMALL = {"capacity": 50, "eviction": te.EvictionConfig(protect=3)}
     ids=["two trainers", "staleness", "leased rows"],
 )
 def test_lost_servers_change_no_bit(tmp_path, log, how):
-    with local_servers(2) as servers:
-        expected = train_all(servers, 12, **how)
+    expected = jobs.train_on(2, 12, **how)
     with restarted(tmp_path, log) as (servers, local):
         same(train_all(servers, 12, **how), expected)
     assert min(server.times for server in local) > 2
@@ -46,8 +46,7 @@ def test_lost_servers_change_no_bit(tmp_path, log, how):
 
 @pytest.mark.more
 def test_the_state_is_saved_when_clients_keep_too_much(tmp_path):
-    with local_servers(1) as servers:
-        expected = train_all(servers, 12, dynamic=DYNAMIC)
+    expected = jobs.train_on(1, 12, dynamic=DYNAMIC)
     with restarted(tmp_path, "memory", 1, NEVER) as (servers, _):
         connection = servers.connections[0]
         connection._max_replay_bytes = 4_000
@@ -64,17 +63,6 @@ def test_a_server_that_has_lost_its_folder_ends_training(tmp_path):
         pytest.raises(ConnectionError, match=message),
     ):
         train_all(servers, 30)
-
-
-@pytest.mark.more
-def test_a_server_that_is_gone_ends_training(tmp_path):
-    with restarted(tmp_path, "disk", every=NEVER) as (servers, local):
-        model = make(servers)
-        train(model, 2)
-        servers.connections[0]._patience = 3.0
-        local[0].receive = lambda message, reply: None
-        with pytest.raises(ConnectionError, match=r"server-0 has not answered for 3 seconds"):
-            train(model, 1)
 
 
 def test_a_server_that_was_closed_is_gone():
@@ -348,10 +336,7 @@ def test_snapshots_that_do_not_fit_are_refused(tmp_path):
 
 @pytest.mark.parametrize("log", ["memory", "disk"])
 def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
-    with local_servers(1) as servers:
-        single = make(servers)
-        train(single, 5)
-        expected = train(single, 4)
+    expected = jobs.outputs_on(1, 0, 5, 4, 1)[5:]
     with restarted(tmp_path, log, 1, NEVER) as (servers, (local,)):
         model = make(servers)
         train(model, 5)
@@ -366,15 +351,7 @@ def test_what_came_after_a_restored_checkpoint_is_not_lost(tmp_path, log):
             local.restart()
             assert local.server.collections["tables"].ordering.next_push == (9 if log == "disk" else 5)
         more = train(model, 1)
-    with local_servers(1) as servers:
-        same(([actual + more], {}), ([expected + train(_trained(servers, 9), 1)], {}))
-
-
-def _trained(servers: Servers, steps: int):
-    model = make(servers)
-    train(model, 5)
-    train(model, steps - 5)
-    return model
+    same(([actual + more], {}), ([expected], {}))
 
 
 def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
@@ -439,11 +416,7 @@ def test_what_was_pulled_before_a_checkpoint_was_restored_is_void(tmp_path):
         actual = train(model, 4)
         del occupied, output
         actual += train(model, 2)
-    with local_servers(2) as servers:
-        model = make(servers, 2)
-        train(model, 4)
-        expected = train(model, 4) + train(model, 2)
-    same(([actual], {}), ([expected], {}))
+    same(([actual], {}), ([jobs.outputs_on(2, 2, 4, 4, 2)[4:]], {}))
 
 
 def test_statistics_wait_for_a_server_that_is_busy_or_comes_back(monkeypatch):
@@ -544,9 +517,7 @@ def test_a_second_trainer_of_a_rank_is_refused_while_the_first_is_heard_of(monke
             train(model, 1)
         with pytest.raises(PermissionError, match="has replaced this one"):
             first.connections[0].query("connect")
-    with local_servers(1) as servers:
-        model = make(servers, 2)
-        same(([result], {}), ([train(model, 3) + train(model, 3)], {}))
+    same(([result], {}), ([jobs.outputs_on(1, 2, 3, 3)], {}))
 
 
 def test_a_server_hears_of_a_client_that_has_nothing_to_say(monkeypatch):
@@ -625,9 +596,6 @@ MALFORMED = [
 @pytest.mark.parametrize("log", [None, "disk"])
 def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
     """Of somebody without a name, of a stranger, and of a trainer of other tables; also when the log is read again."""
-    with local_servers(1) as servers:
-        model = make(servers, 2)
-        expected = train(model, 2) + train(model, 4)
     with restarted(tmp_path, log, 1, NEVER) as (servers, (local,)):
         model = make(servers, 2)
         actual, server = train(model, 2), local.server
@@ -659,4 +627,4 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
             local.restart()
         actual += train(model, 4)
         assert local.server._failure is None
-    same(([actual], {}), ([expected], {}))
+    same(([actual], {}), ([jobs.outputs_on(1, 2, 2, 4)], {}))

@@ -7,7 +7,7 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import KEYS, batches, local_servers, make, same, train, train_all
+from tests.server.jobs import KEYS, batches, local_servers, make, same, train, train_on
 from tritonemb.layout import partitions_of
 from tritonemb.server import Servers, flush
 from tritonemb.server.node import HANDLERS
@@ -31,17 +31,7 @@ def alone(steps: int, **how):
 def test_bits_are_those_of_one_process(cache, ahead, dynamic):
     """Whatever the cache's size, and how far batches are prefetched."""
     expected = alone(16, dynamic=dynamic)
-    with local_servers(3) as servers:
-        same(train_all(servers, 16, ahead=ahead, dynamic=dynamic, cache=cache), expected)
-
-
-@pytest.mark.more
-@pytest.mark.parametrize("number", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 4))])
-def test_over_flight_they_are_the_same(number):
-    pytest.importorskip("pyarrow.flight")
-    expected = alone(16, dynamic=ADMITTED)
-    with te.server.start(number, processes=True) as servers:
-        same(train_all(servers, 16, ahead=2, dynamic=ADMITTED, cache=1), expected)
+    same(train_on(3, 16, ahead=ahead, dynamic=dynamic, cache=cache), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import ALONE, KEYS, Faults, batches, local_servers, make, same, train, train_all
+from tests.server.jobs import ALONE, KEYS, Faults, batches, local_servers, make, same, train, train_all, train_on
 from tritonemb.data import make_synthetic
 from tritonemb.server import AtMost, EmbeddingServer, Servers, attach, flush, node
 from tritonemb.server.transport import LocalTransport
@@ -32,8 +32,7 @@ LFU = {"capacity": 90, "eviction": te.EvictionConfig("lfu", protect=4, ttl=6, ha
 def test_staleness_0_has_the_bits_of_one_process(servers, optimizer):
     single = make(None, optimizer=optimizer, dynamic=DYNAMIC)
     expected = [train(single, 9)], single.state_dict()
-    with local_servers(servers) as subset:
-        same(train_all(subset, 9, optimizer=optimizer, dynamic=DYNAMIC), expected)
+    same(train_on(servers, 9, optimizer=optimizer, dynamic=DYNAMIC), expected)
     assert single["d"].statistics().evictions > 0
 
 
@@ -49,8 +48,7 @@ def test_bits_depend_on_the_staleness_alone(staleness):
     dynamic = {"capacity": 60 + 18 * staleness, "eviction": te.EvictionConfig(protect=staleness + 1)}
     expected = None
     for servers, ahead in ((1, 0), (2, 1), (4, staleness)):
-        with local_servers(servers) as subset:
-            actual = train_all(subset, 12, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
+        actual = train_on(servers, 12, trainers=2, staleness=staleness, ahead=ahead, dynamic=dynamic)
         expected = expected or actual
         same(actual, expected)
 
@@ -61,8 +59,7 @@ def test_bits_depend_on_the_staleness_alone(staleness):
 def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
     """Against dense Adagrad in float64, of which older weights are kept; only rows of a batch change."""
     steps, lr = 8, 0.1
-    with local_servers(2) as servers:
-        outputs, state = train_all(servers, steps, trainers, staleness)
+    outputs, state = train_on(2, steps, trainers=trainers, staleness=staleness)
     first = make(None)
     weights = [table.weight.detach().double() for table in first.tables]
     sums = [torch.zeros_like(weight) for weight in weights]
@@ -107,8 +104,7 @@ def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
 )
 @pytest.mark.few(3)
 def test_a_bad_network_changes_no_bit(faults, how):
-    with local_servers(2) as servers:
-        expected = train_all(servers, 8, **how)
+    expected = train_on(2, 8, **how)
     with local_servers(2, faults) as servers:
         actual = train_all(servers, 8, **how)
         histograms = [s["collections"]["tables"]["staleness"] for s in servers.statistics()]
@@ -180,21 +176,6 @@ def test_a_batch_that_is_not_trained_holds_nobody_up():
         assert model.state_dict()["a.weight"].isfinite().all()
 
 
-def test_evaluation_changes_nothing():
-    with local_servers(2) as servers:
-        model = make(servers, dynamic={"capacity": 90})
-        train(model, 3)
-        initial = model.state_dict()
-        batch = next(batches(1, trainer=7))
-        with torch.no_grad():
-            result = model(batch)
-        assert_same_bits(model.state_dict(), initial)
-    single = make(None, dynamic={"capacity": 90})
-    train(single, 3)
-    with torch.no_grad():
-        assert torch.equal(single(batch), result)
-
-
 def test_what_a_user_gets_wrong():
     with pytest.raises(ValueError, match=r"'x' is on embedding servers.*te\.server\.attach"):
         te.nn.EmbeddingBagCollection([te.TableConfig("x", 9, 4, placement="server")], te.optim.SGD())(
@@ -211,8 +192,7 @@ def test_what_a_user_gets_wrong():
 
 
 def test_another_run_goes_on_with_tables_that_are_there():
-    with local_servers(2) as servers:
-        expected = train_all(servers, 9)
+    expected = train_on(2, 9)
     with local_servers(2) as servers:
         model = make(servers)
         train(model, 4)
@@ -244,8 +224,7 @@ def test_tables_that_were_left_in_the_middle_of_a_step_are_not_trained(staleness
     ids=["staleness", "leased rows"],
 )
 def test_tables_that_find_no_room_are_put_on_disk(how, tmp_path):
-    with local_servers(1) as servers:
-        expected = train_all(servers, 10, **how)
+    expected = train_on(1, 10, **how)
     server = EmbeddingServer("small", tmp_path, memory=200_000, over_memory="spill")
     with Servers([LocalTransport(server, "small")], [server]) as servers:
         same(train_all(servers, 10, **how), expected)

@@ -33,16 +33,17 @@ EVERY = CheckpointOptions(checkpoint_steps=6, keep=9)
 CHANGES = replace(EVERY, checkpoint_incremental=True)
 
 
-def trainer_of(servers, folder: Path | None = None, *callbacks: Any, staleness=0, **options: Any) -> te.Trainer:
+def trainer_of(servers, folder: Path | None = None, *callbacks: Any, staleness=0, names=None, **options: Any):
+    """All tables are on servers, if there are any, and some are dynamic; with names, static ones of these names are."""
     data = jobs.planted()
     torch.manual_seed(0)
-    placed = {} if servers is None else {"placement": "server"}
-    tables = [
-        replace(table, num_embeddings=None, **DYNAMIC[table.name], **placed)
-        if table.name in DYNAMIC
-        else replace(table, **placed)
-        for table in data.tables(8)
-    ]
+    tables = []
+    for table in data.tables(8):
+        is_placed = servers is not None and (names is None or table.name in names)
+        changes: dict[str, Any] = {"placement": "server"} if is_placed else {}
+        if names is None and table.name in DYNAMIC:
+            changes |= {"num_embeddings": None, **DYNAMIC[table.name]}
+        tables.append(replace(table, **changes))
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
     settings = {"batch_size": 50, "epochs": 2, "log_every": 4, "verbose": False, "evaluate_every": 7} | options
@@ -76,18 +77,19 @@ def test_without_staleness_a_run_has_the_bits_of_one_process(options, tmp_path):
 
 @pytest.mark.parametrize("staleness", [0, 4])
 @pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
-@pytest.mark.few(1)
-def test_a_resumed_run_has_the_bits_of_one_that_went_on(staleness, checkpoints, tmp_path):
-    options = {"staleness": staleness, "checkpoints": checkpoints}
+@pytest.mark.parametrize("names", [None, ("user", "site")], ids=["all", "some tables"])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(staleness, checkpoints, names, tmp_path):
+    options = {"staleness": staleness, "checkpoints": checkpoints, "names": names}
     with local_servers(2) as servers:
         expected, rows = trained(servers, tmp_path / "whole", **options)
     with local_servers(1) as servers:
         trainer_of(servers, tmp_path / "run", **options, max_steps=21).fit()
-    names = [path.name for path in (tmp_path / "run/checkpoints/step-18").iterdir()]
-    assert any(".2." in name for name in names) == (checkpoints is CHANGES)
+    files = [path.name for path in (tmp_path / "run/checkpoints/step-18").iterdir()]
+    assert any(".2." in name for name in files) == (checkpoints is CHANGES)
     record = jobs.Record()
     with local_servers(3) as servers:
         trainer = trainer_of(servers, tmp_path / "other", record, **options)
+        assert names is None or {*trainer.model.embeddings.on_servers.feature_names} == {*names}
         trainer.resume(tmp_path / "run/checkpoints/step-18")
         trainer.fit()
         assert_same_bits(trainer.model.state_dict(), rows)
@@ -229,40 +231,6 @@ def test_ranks_have_tables_on_servers_beside_sharded_ones(ranks, tmp_path):
             arguments = [flight.address], "secret", tmp_path / str(number), None
             results.append(ranks(2).run(partial(run, checkpoints=checkpoints), *arguments))
     assert results[0][0][0] == results[1][0][0] == results[1][1][0]
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.few(1)
-def test_some_tables_on_servers_and_others_not(staleness, tmp_path):
-    """A resumed run has the bits of one that went on."""
-
-    def made(servers, names, folder=None, record=None, **options):
-        data = jobs.planted()
-        torch.manual_seed(0)
-        tables = [replace(t, placement="server") if t.name in names else t for t in data.tables(8)]
-        model = te.nn.DLRM(
-            tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=te.optim.RowWiseAdagrad(lr=0.05)
-        )
-        on_servers = {"servers": servers, "staleness": staleness} if names else {}
-        options = {"batch_size": 50, "epochs": 2, "log_every": 4, "verbose": False, "checkpoints": EVERY} | options
-        callbacks = [] if record is None else [record]
-        return te.Trainer(model, data, folder=folder, callbacks=callbacks, **on_servers, **options)
-
-    record = jobs.Record()
-    with local_servers(2) as servers:
-        trainer = made(servers, ("user", "site"), tmp_path / "whole", record)
-        assert set(trainer.model.embeddings.on_servers.feature_names) == {"user", "site"}
-        trainer.fit()
-        rows = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-    again = jobs.Record()
-    with local_servers(1) as servers:
-        made(servers, ("user", "site"), tmp_path / "run", max_steps=20).fit()
-    with local_servers(3) as servers:
-        trainer = made(servers, ("user", "site"), tmp_path / "other", again)
-        trainer.resume(tmp_path / "run/checkpoints/step-18")
-        trainer.fit()
-        assert_same_bits(trainer.model.state_dict(), rows)
-    assert again.losses == [loss for loss in record.losses if loss[0] > 18]
 
 
 def test_columns_stand_in_the_order_of_tables():

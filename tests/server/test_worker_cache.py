@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.server.jobs import batches, local_servers, make, same, train, train_all
+from tests.server.jobs import batches, local_servers, make, same, train, train_on
 from tritonemb.server import AtMost, flush
 
 
@@ -21,10 +21,8 @@ def test_a_cache_changes_no_bit(servers, staleness, cache, fallback_rows):
         "fallback_rows": fallback_rows,
     }  # fmt: skip
     options = {"trainers": 2, "staleness": staleness, "ahead": min(staleness, 2), "dynamic": dynamic}
-    with local_servers(servers) as subset:
-        expected = train_all(subset, 14, **options)
-    with local_servers(servers) as subset:
-        same(train_all(subset, 14, **options, cache=cache), expected)
+    expected = train_on(servers, 14, **options)
+    same(train_on(servers, 14, **options, cache=cache), expected)
 
 
 def test_only_rows_that_have_changed_are_sent():
