@@ -376,56 +376,14 @@ def test_predict_needs_no_labels(trained, log, tmp_path, capsys):
     assert "bad.txt, line 6: field 1 (int_1) is 'x" in capsys.readouterr().err
 
 
-def test_rows_of_text_are_scored_by_a_model_that_was_trained_on_parquet(tmp_path, capsys):
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    chance = random.Random(0)
-    users, x = [chance.randrange(20) for _ in range(600)], [chance.gauss(0, 1) for _ in range(600)]
-    table = arrow.table({"click": [user % 2 for user in users], "x": x, "user": users})
-    parquet.write_table(table, tmp_path / "log.parquet")
-    pytest.importorskip("pyarrow.csv").write_csv(table, tmp_path / "log.csv")
-    parquet.write_table(table.cast(arrow.schema([*list(table.schema)[:2], ("user", "string")])), tmp_path / "s.parquet")
-    options = ["--label", "click", "--dense", "x", "--sparse", "user", "--embedding-lr", 0.3, "--epochs", 2, *SMALL]
-    assert run("train", "--data", tmp_path / "log.parquet", "--out", tmp_path / "run", *options) == 0
-    scores = []
-    for name in ("log.parquet", "log.csv", "s.parquet"):
-        out = tmp_path / f"{name}.scores.parquet"
-        assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / name, "--out", out) == 0
-        scores.append(parquet.read_table(out)["score"].to_pylist())
-    assert scores[1] == scores[2] == scores[0]
-    (tmp_path / "log.csv").write_text("click,x,user\n1,0.5,7\n0,0.5,u7\n")
-    capsys.readouterr()
-    assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "log.csv") == 2
-    assert "log.csv, line 3: field 3 (user) is 'u7', expected an integer or nothing" in capsys.readouterr().err
-    options += ["--out", tmp_path / "logarithms", "--log-transform", "TRUE"]
-    assert run("train", "--data", tmp_path / "log.parquet", *options) == 2
-    assert "log.parquet, row 1: field 2 (x) is '-" in capsys.readouterr().err
-
-
-def test_a_log_of_csv_may_have_lists_and_times(tmp_path, capsys):
-    lines = [f"{day % 2}\t{day}\tu{day % 5}|u{day % 3}\t2026-01-{day:02d} 06:00:00" for day in range(1, 31)]
-    (tmp_path / "log.tsv").write_text("\n".join(["click\tx\ttags\ttime", *lines]) + "\n")
-    columns = ["--label", "click", "--dense", "x", "--sparse", "tags", "--delimiter", r"\t", "--list-separator", "|"]
-    times = ["--time-column", "time", "--test-from", "2026-01-21 00:00:00"]
-    train = ["train", "--data", tmp_path / "log.tsv", *columns, *times, "--epochs", 2, *SMALL]
-    assert run(*train, "--out", tmp_path / "run") == 0
-    saved = from_plain(load_toml(tmp_path / "run" / "config.toml"), TrainConfig(), "")
-    data = open_dataset(str(tmp_path / "log.tsv"), log=saved.read)
-    assert data.features[0].multi_hot
-    assert [sum(len(batch) for batch in data.open(split, 7)) for split in ("train", "test")] == [20, 10]
-    scores = tmp_path / "scores.csv"
-    assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "log.tsv", "--out", scores) == 0
-    assert len(scores.read_text().splitlines()) == 31
-
-
 def test_vocabulary_and_conversion_serve_training(log, tmp_path, capsys):
     assert run("vocab", "--data", log, "--out", tmp_path / "v.parquet", "--min-count", 2) == 0
     assert "cat_1 21" in capsys.readouterr().out
     assert run("convert", "--data", log, "--out", tmp_path / "train.parquet") == 0
     assert "train.parquet: 1,200 rows" in capsys.readouterr().out
     options = ["--vocabulary", tmp_path / "v.parquet", "--max-steps", 4, "--log-every", 1, *SMALL]
-    assert run("train", "--data", log, "--out", tmp_path / "text", *options) == 0
     assert run("train", "--data", tmp_path / "train.parquet", "--out", tmp_path / "parquet", *options) == 0
-    assert len(losses(tmp_path / "text")) == 4
+    assert len(losses(tmp_path / "parquet")) == 4
 
 
 def test_doctor_says_how_it_is(capsys):

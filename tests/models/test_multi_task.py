@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import tritonemb as te
+from tests.serving.scorers import call
 from tests.training.test_labels import IDS, NAMES, data
 from tritonemb.models import MODELS
 from tritonemb.serving.http import App
@@ -107,21 +107,6 @@ def test_sharded_on_two_ranks_and_compiled(name, ranks):
     np.testing.assert_allclose(fit(0, name, compiled=True), expected, rtol=1e-4)
 
 
-def post(scorer: Scorer, path: str, body) -> dict:
-    sent = []
-
-    async def receive():
-        return {"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}
-
-    async def send(message):
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    asyncio.run(App(scorer, "", 1 << 20, 60.0)(scope, receive, send))
-    assert sent[0]["status"] == 200, sent
-    return json.loads(sent[1]["body"])
-
-
 def test_a_run_is_trained_exported_evaluated_and_served(name, tmp_path: Path, capsys):
     pytest.importorskip("tyro")
     from tritonemb.cli import main
@@ -146,28 +131,17 @@ def test_a_run_is_trained_exported_evaluated_and_served(name, tmp_path: Path, ca
     assert scores.shape == (3, 2)
     np.testing.assert_array_equal(te.load_run(tmp_path / "run").predict(rows), scores)
     np.testing.assert_array_equal(run.predict(rows[1]), scores[1])
-    assert (
-        main(
-            [
-                "predict",
-                "--checkpoint",
-                f"{tmp_path}/run",
-                "--data",
-                f"{tmp_path}/log.csv",
-                "--out",
-                f"{tmp_path}/s.csv",
-            ]
-        )
-        == 0
-    )
+    predict = ["predict", "--checkpoint", f"{tmp_path}/run", "--data", f"{tmp_path}/log.csv"]
+    assert main([*predict, "--out", f"{tmp_path}/s.csv"]) == 0
     assert (tmp_path / "s.csv").read_text().splitlines()[0] == '"score[buy]","score[like]"'
     with Scorer(run) as scorer:
-        assert post(scorer, "/score", rows) == {"scores": dict(zip(NAMES, scores.T.tolist(), strict=True))}
+        app = App(scorer, "", 1 << 20, 60.0)
+        assert call(app, "POST", "/score", rows) == (200, {"scores": dict(zip(NAMES, scores.T.tolist(), strict=True))})
         inputs = [
             {"name": "price", "shape": [3], "datatype": "FP64", "data": [0, 1, 2]},
             {"name": "user", "shape": [3], "datatype": "BYTES", "data": ["0", "1", "2"]},
         ]
-        outputs = post(scorer, "/v2/models/model/infer", {"inputs": inputs})["outputs"]
+        outputs = call(app, "POST", "/v2/models/model/infer", {"inputs": inputs})[1]["outputs"]
         assert {output["name"]: output["data"] for output in outputs} == {
             f"score[{label}]": column for label, column in zip(NAMES, scores.T.tolist(), strict=True)
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 from collections.abc import Iterator
@@ -66,6 +67,26 @@ def request(port: int, method: str, path: str, body: Any = None) -> Any:
         connection.close()
     assert response.status == 200, content
     return content
+
+
+def call(app: Any, method: str, path: str, body: Any = b"", headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    """Status and content of a request, by the app itself."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    pairs = {"content-length": str(len(data)), **(headers or {})}
+    messages: list[dict[str, Any]] = []
+    halves = [{"body": data[:7], "more_body": True}, {"body": data[7:], "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", **halves.pop(0)}
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    scope = {"method": method, "path": path, "headers": [(k.encode(), v.encode()) for k, v in pairs.items()]}
+    asyncio.run(app(scope, receive, send))
+    start, content = messages
+    is_json = (b"content-type", b"application/json") in start["headers"]
+    return start["status"], json.loads(content["body"]) if is_json else content["body"].decode()
 
 
 def scores_at(port: int, rows: list[dict[str, Any]]) -> list[float]:

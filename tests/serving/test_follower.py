@@ -268,28 +268,6 @@ def test_a_server_that_does_not_know_what_it_wrote_writes_all(tmp_path):
         assert torch.equal(follower.look_up({"b": IDS["b"]})["b"], model.state_dict()["b.weight"][IDS["b"]])
 
 
-def test_a_damaged_file_is_not_served(chain, folder):
-    path = folder / chain.manifests[1]["servers"]["tables"][1]["files"][-1]
-    whole = path.read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(whole) * 2 // 3] ^= 64
-    with Follower(folder, poll=None) as follower:
-        publish(folder, chain.manifests[1])
-        for content, message in ((bytes(damaged), "damaged at byte"), (whole[:-70], "no end|damaged"), (b"", "is not")):
-            path.write_bytes(content)
-            assert not follower.refresh()
-            assert any(part in follower.problem for part in message.split("|"))
-            assert same(follower.look_up(IDS), chain.rows[0])
-        text = (folder / PUBLISHED).read_text()
-        (folder / PUBLISHED).write_text(text.replace("tables", "tabled"))
-        assert not follower.refresh()
-        assert "damaged" in follower.problem
-        path.write_bytes(whole)
-        publish(folder, chain.manifests[1])
-        assert follower.refresh()
-        assert same(follower.look_up(IDS), chain.rows[1])
-
-
 def checkpoint(chain: Chain, folder: Path, step: int, number: int) -> None:
     """As a run makes it: complete, then renamed."""
     backup = folder / ".writing"
@@ -391,18 +369,6 @@ def test_other_processes_ask_a_follower(chain, folder):
             follower.look_up({"a": torch.tensor([0.0])})
         with pytest.raises(ValueError, match="look_up and stats, not 'pull'"):
             connection.submit("pull", {}).result(5)
-
-
-def test_a_follower_over_flight(chain, folder):
-    pytest.importorskip("pyarrow.flight")
-    from tritonemb.server.transport import FlightServer, FlightTransport
-
-    with (
-        Follower(folder, poll=None) as follower,
-        FlightServer(follower) as server,
-        Connection(FlightTransport(server.address, server.token)) as connection,
-    ):
-        assert same(look_up(connection, IDS), chain.rows[0])
 
 
 def test_what_a_folder_does_not_have(chain, folder):

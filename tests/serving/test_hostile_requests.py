@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn")
 
-from tests.serving.scorers import scores_at, served_at, train_run
-from tests.serving.test_scorer import call, tensors_of
+from tests.serving.scorers import call, scores_at, served_at, train_run
+from tests.serving.test_scorer import tensors_of
 from tritonemb.serving import http
 from tritonemb.serving.http import App
 from tritonemb.serving.scorer import Scorer, missing_row

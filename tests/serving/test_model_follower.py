@@ -163,26 +163,6 @@ def test_damage_of_any_byte_changes_nothing(chain):
     assert (follower.step, follower.problem) == (3, None)
 
 
-def test_a_hole_is_refused_until_the_next_full_snapshot(chain):
-    folder, manifests, expected = chain
-    use(folder, manifests[0])
-    served = Model("dynamic", seed=1)
-    follower = ModelFollower(served, folder, poll=None)
-    hole = {**manifests[2], "model": [dict(manifests[2]["model"][0])]}
-    del (files := list(hole["model"][0]["files"]))[1]
-    hole["model"][0]["files"] = files
-    use(folder, hole)
-    assert not follower.refresh()
-    assert "is missing" in follower.problem
-    assert torch.equal(scores(served), expected[0])
-    model = Model("dynamic", seed=5)
-    Publisher(folder).publish(model, 9)
-    assert follower.refresh()
-    follower.apply()
-    assert follower.step == 9
-    assert torch.equal(scores(served), scores(model))
-
-
 @pytest.mark.parametrize("published", ["fp32", "int8"])
 @pytest.mark.parametrize("quantized", [None, "int8", "int4", "int2"])
 def test_quantized_rows(published, quantized, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import shutil
 from itertools import pairwise
 
 import pytest
@@ -142,23 +141,6 @@ def test_seconds_between_publications(tmp_path, monkeypatch):
         publisher.on_step(StepEnd(step, 0, 0))
     assert steps[:5] == [1, 2, 18, 34, 50]  # 16 steps of 0.125 seconds
     assert all(second - first < 20 for first, second in pairwise(steps[4:]))
-
-
-def test_a_full_disk(small_disk):
-    """The publisher says so, the earlier manifest stays, and the next snapshot is a full one."""
-    model, publisher = Model(), Publisher(small_disk)
-    publisher.publish(model, 1)
-    first_rows = published_rows(small_disk)[1]["tables.a"][7]
-    (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 8192))
-    with torch.no_grad():
-        model.tables["a"].weight += 1
-    with pytest.raises(StorageError, match="could not be written"):
-        publisher.publish(model, 2)
-    assert torch.equal(published_rows(small_disk)[1]["tables.a"][7], first_rows)
-    (small_disk / "filler").unlink()
-    publisher.publish(model, 3)
-    assert len(json.loads(read_sealed(small_disk / PUBLISHED))["model"][0]["files"]) == 1
-    assert torch.equal(published_rows(small_disk)[1]["tables.a"][7], model.tables["a"].weight[7])
 
 
 @pytest.mark.more

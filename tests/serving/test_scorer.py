@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import http.client
 import json
-import os
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,7 +21,7 @@ from hypothesis import strategies as st
 pytest.importorskip("uvicorn")
 
 import tritonemb as te
-from tests.serving.scorers import NAMES, scores_at, start_server, train_run
+from tests.serving.scorers import NAMES, call, request, scores_at, start_server, train_run
 from tritonemb.cli import main
 from tritonemb.flight import pa, pa_flight
 from tritonemb.serving.http import App, FlightApp
@@ -41,26 +37,6 @@ def served(tmp_path_factory):
 def app(served):
     with Scorer(served.run) as scorer:
         yield App(scorer, "", 1 << 16, 60.0)
-
-
-def call(app: App, method: str, path: str, body: Any = b"", headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    """Status and content of a request, by the app itself."""
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    pairs = {"content-length": str(len(data)), **(headers or {})}
-    messages: list[dict[str, Any]] = []
-    halves = [{"body": data[:7], "more_body": True}, {"body": data[7:], "more_body": False}]
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", **halves.pop(0)}
-
-    async def send(message: dict[str, Any]) -> None:
-        messages.append(message)
-
-    scope = {"method": method, "path": path, "headers": [(k.encode(), v.encode()) for k, v in pairs.items()]}
-    asyncio.run(app(scope, receive, send))
-    start, content = messages
-    is_json = (b"content-type", b"application/json") in start["headers"]
-    return start["status"], json.loads(content["body"]) if is_json else content["body"].decode()
 
 
 def scores_of(app: App, body: Any) -> Any:
@@ -103,14 +79,8 @@ class SlowRun:
     transforms, score_names = (), ("score",)
 
     def __init__(self, run: te.serving.Run) -> None:
-        self.encoder, self.path, self._run, self.gate, self.busy = (
-            run.encoder,
-            run.path,
-            run,
-            threading.Event(),
-            threading.Event(),
-        )
-        self.sizes: list[int] = []
+        self.encoder, self.path, self._run, self.sizes = run.encoder, run.path, run, list[int]()
+        self.gate, self.busy = threading.Event(), threading.Event()
 
     def score(self, batch: Any) -> Any:
         self.busy.set()
@@ -331,47 +301,6 @@ def test_a_server_that_cannot_start_says_why(served, capsys, monkeypatch, argume
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.more
-def test_a_server_scores_over_http_and_finishes_requests_when_it_is_stopped(served):
-    command = [
-        sys.executable,
-        "-m",
-        "tritonemb",
-        "serve",
-        str(served.folder / "run"),
-        "--address",
-        "http://127.0.0.1:0",
-    ]
-    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    process = subprocess.Popen(
-        [*command, "--warm-up", str(served.folder / "clicks.csv")], stdout=subprocess.PIPE, text=True, env=environment
-    )
-    try:
-        port = int(process.stdout.readline().rpartition(":")[2])
-
-        def post(rows: Any) -> Any:
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-            connection.request("POST", "/score", json.dumps(rows))
-            return json.loads(connection.getresponse().read())["scores"]
-
-        with ThreadPoolExecutor(8) as pool:
-            assert np.float32([*pool.map(post, served.rows)])[:, 0].tolist() == served.scores.tolist()
-        # A request whose body arrives after the signal is finished, too.
-        body = json.dumps(served.rows).encode()
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-            client.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:100])
-            assert post(served.rows[:1]) == [served.scores[0]]  # the server has read the head
-            process.send_signal(signal.SIGTERM)
-            client.sendall(body[100:])
-            response = http.client.HTTPResponse(client)
-            response.begin()
-            assert np.float32(json.loads(response.read())["scores"]).tolist() == served.scores.tolist()
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
 def tensors_of(rows: list[dict[str, Any]], shared: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """Inputs of the Open Inference Protocol; lists of tags are as long as one another."""
     kinds = {"price": "FP64", "age": "INT64", "user": "BYTES", "item": "INT64", "tags": "BYTES"}
@@ -521,16 +450,32 @@ def test_flight_with_token_and_tls(served, certificate):
 
 @pytest.mark.more
 @pytest.mark.usefixtures("ranks")
-def test_a_process_serves_http_and_flight(served):
-    program = start_server(served.folder / "run", "--flight", "grpc://127.0.0.1:0")
+def test_a_process_serves_until_it_is_stopped(served, tmp_path):
+    """Over HTTP and Flight, what a publisher writes; a request that has begun is finished."""
+    te.serving.Publisher(tmp_path).publish(te.load_run(served.folder / "run").model, 7)
+    options = ("--flight", "grpc://127.0.0.1:0", "--warm-up", str(served.folder / "clicks.csv"))
+    program = start_server(served.folder / "run", *options, "--follow", str(tmp_path))
+    rows, scores = served.rows, served.scores.tolist()
     try:
         lines = [program.output.readline()]
         while not lines[-1].startswith("serving "):
             lines.append(program.output.readline())
         (flight,) = (line.split()[-1] for line in lines if line.startswith("Arrow Flight at grpc://"))
-        assert scores_at(int(lines[-1].rpartition(":")[2]), served.rows) == served.scores.tolist()
-        assert ask(flight, served.rows)["score"].to_pylist() == served.scores.tolist()
-        program.process.terminate()
+        assert ask(flight, rows)["score"].to_pylist() == scores
+        port = int(lines[-1].rpartition(":")[2])
+        assert request(port, "GET", "/health")["step"] == 7
+        with ThreadPoolExecutor(8) as pool:
+            assert [score for (score,) in pool.map(partial(scores_at, port), rows)] == scores
+        # A request whose body arrives after the signal is finished, too.
+        body = json.dumps(rows).encode()
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(b"POST /score HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body[:100])
+            assert scores_at(port, rows[:1]) == scores[:1]  # the server has read the head
+            program.process.terminate()
+            client.sendall(body[100:])
+            response = http.client.HTTPResponse(client)
+            response.begin()
+            assert np.float32(json.loads(response.read())["scores"]).tolist() == scores
         assert program.finish()[0] == 0
     finally:
         program.process.kill()

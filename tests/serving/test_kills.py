@@ -1,16 +1,14 @@
-"""Followers and scorers that are killed at any time, while a trainer publishes, serve states that were published."""
+"""Followers and publishers that are killed at any time: what is served are states that were published."""
 
 from __future__ import annotations
 
 import hashlib
-import http.client
 import random
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +17,13 @@ import tritonemb as te
 from tests.programs import Program
 from tests.server.jobs import local_servers
 from tests.serving.models import Model, scores, train
-from tests.serving.scorers import port_of, request, scores_at, start_server, train_run
-from tritonemb.serving import Publisher
+from tritonemb.serving import ModelFollower, Publisher
 
 IDS = torch.arange(300)
 PROGRAM = """
 import sys
 from tests.serving.models import Model, scores
-from tests.serving.test_killed_followers import IDS, digest
+from tests.serving.test_kills import IDS, digest
 from tritonemb.serving import Follower, ModelFollower
 
 if sys.argv[2] == "server":  # a replica of tables, which a thread keeps up to date
@@ -74,11 +71,13 @@ def publishing(publish: Callable[[int], None]) -> Iterator[None]:
         assert not errors, errors
 
 
-def kill_followers(folder: Path, kind: str, rounds: int, seed: int = 0) -> int:
-    """Kill a follower's process so many times; return how many served states were compared."""
-    (folder / "follow.py").write_text(PROGRAM)
-    model, expected, draw, last, count = Model(kind), dict[int, str](), random.Random(seed), 0, 0
-    publisher = Publisher(folder / "published", most=3)
+@pytest.mark.more
+@pytest.mark.usefixtures("ranks")
+@pytest.mark.parametrize("kind", ["dynamic", "server"])
+def test_a_follower_that_is_killed_at_any_time(kind, tmp_path):
+    (tmp_path / "follow.py").write_text(PROGRAM)
+    model, expected, draw, last, count = Model(kind), dict[int, str](), random.Random(0), 0, 0
+    publisher = Publisher(tmp_path / "published", most=3)
 
     def publish(step: int) -> None:
         train(model, step)
@@ -92,8 +91,8 @@ def kill_followers(folder: Path, kind: str, rounds: int, seed: int = 0) -> int:
         if servers is not None:
             te.server.attach(model, servers, 0)
         with publishing(publish):
-            for _ in range(rounds):
-                program = Program(str(folder / "follow.py"), str(folder / "published"), kind)
+            for _ in range(3):
+                program = Program(str(tmp_path / "follow.py"), str(tmp_path / "published"), kind)
                 if draw.random() < 0.3:  # perhaps before it serves
                     threading.Timer(draw.random() * 0.5, program.process.kill).start()
                 lines, left = [], draw.randrange(1, 12)
@@ -107,58 +106,43 @@ def kill_followers(folder: Path, kind: str, rounds: int, seed: int = 0) -> int:
                 program.process.kill()
                 status, text = program.finish()
                 assert status == -signal.SIGKILL, [*lines, text]
-    return count
+    assert count > 3
 
 
-def kill_scorers(folder: Path, rounds: int, seed: int = 0) -> int:
-    """Kill `tritonemb serve --follow` so many times, while it scores; return how many answers were compared."""
-    served, expected, draw, last, count = train_run(folder), dict[int, list[float]](), random.Random(seed), 0, 0
-    trained, publisher = te.load_run(folder / "run"), Publisher(folder / "published", most=3)
-    generator = torch.Generator().manual_seed(0)
+PUBLISH = """
+import sys
+from tests.serving.models import Model, train
+from tritonemb.serving import Publisher
 
-    def publish(step: int) -> None:
-        with torch.no_grad():
-            for weight in trained.model.parameters():
-                weight.mul_(
-                    1 + 0.02 * torch.randn(len(weight), generator=generator).view(-1, *[1] * (weight.dim() - 1))
-                )
-        expected[step] = trained.predict(served.rows).tolist()
-        publisher.publish(trained.model, step)
-
-    with publishing(publish):
-        for round_number in range(rounds):
-            program = start_server(folder / "run", "--follow", str(folder / "published"))
-            timer = threading.Timer(draw.random() * 2, program.process.kill)
-            if round_number % 3 == 2:  # perhaps before it is ready
-                timer.start()
-            try:
-                port = port_of(program)
-                if round_number % 3 < 2:
-                    timer.start()
-                assert request(port, "GET", "/health")["step"] >= last, "it serves an older state than before"
-                while True:
-                    answer = scores_at(port, served.rows)
-                    (step,) = (step for step, values in list(expected.items()) if values == answer)
-                    assert step >= last, "it serves an older state than before"
-                    last, count = step, count + 1
-            except TimeoutError:
-                raise
-            except (EOFError, OSError, http.client.HTTPException) as error:  # it was killed
-                timer.join()
-                if program.finish()[0] != -signal.SIGKILL:
-                    raise AssertionError("the server has ended by itself") from error
-    return count
+model, publisher = Model("dynamic"), Publisher(sys.argv[1], most=3)
+for step in range(1, 60):
+    train(model, step)
+    if step > int(sys.argv[2]):
+        publisher.publish(model, step, wait=step % 2 == 0)
+        print(step, flush=True)
+"""
 
 
 @pytest.mark.more
 @pytest.mark.usefixtures("ranks")
-@pytest.mark.parametrize("kind", ["dynamic", "server"])
-def test_a_follower_that_is_killed_at_any_time(kind, tmp_path):
-    assert kill_followers(tmp_path, kind, rounds=3) > 3
-
-
-@pytest.mark.more
-@pytest.mark.usefixtures("ranks")
-def test_a_scorer_that_is_killed_at_any_time(tmp_path):
-    pytest.importorskip("uvicorn")
-    assert kill_scorers(tmp_path, rounds=3) > 3
+def test_a_publisher_that_is_killed_at_any_time(tmp_path):
+    (tmp_path / "publish.py").write_text(PUBLISH)
+    expected, model, draw = [None], Model("dynamic"), random.Random(0)
+    for step in range(1, 60):
+        train(model, step)
+        expected.append(scores(model))
+    served = Model("dynamic", seed=1)
+    follower = ModelFollower(served, tmp_path / "published", poll=None)
+    for _ in range(6):
+        program = Program(str(tmp_path / "publish.py"), str(tmp_path / "published"), str(follower.step or 0))
+        for _ in range(draw.randrange(1, 5)):
+            assert program.output.readline().strip().isdecimal()
+        time.sleep(draw.random() * 0.02)  # so that it is killed at another point of a publication
+        program.process.kill()
+        program.finish()
+        previous = follower.step or 0
+        assert follower.refresh(), follower.problem
+        follower.apply()
+        assert follower.problem is None
+        assert follower.step > previous
+        assert torch.equal(scores(served), expected[follower.step])
