@@ -308,6 +308,29 @@ def test_what_is_no_message_ends_the_stream(server, message):
     stream.end()
 
 
+def test_a_client_that_does_not_read_blocks_no_other_client(server):
+    """Not even if one thread answers all: the replies to the first client wait in a thread of its channel."""
+    service, large, resume = Later(), torch.zeros(32 << 20, dtype=torch.uint8), threading.Event()
+    with FlightServer(service, token=server.token) as other_server:
+        way = FlightTransport(other_server.address, server.token)
+        slow, peer = way.open(lambda message: resume.wait(DEADLINE), lambda error: None), Peer(way)
+        for number in range(3):
+            slow.send(({"number": number}, []))
+        replies = [service.received.get(timeout=DEADLINE)[1] for _ in range(3)]
+        peer.channel.send(({"number": 3}, []))
+        replies.append(service.received.get(timeout=DEADLINE)[1])
+
+        def answer() -> None:
+            for reply, tensors in zip(replies, [*[[large]] * 3, []], strict=True):
+                reply(({}, tensors))
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert peer.replies.get(timeout=DEADLINE) == ({}, [])
+        resume.set()
+        slow.close()
+        peer.channel.close()
+
+
 def test_closing_a_server_ends_its_channels(monkeypatch):
     server = FlightServer(Echo())
     peers = [Peer(FlightTransport(server.address, server.token)) for _ in range(2)]

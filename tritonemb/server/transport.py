@@ -5,6 +5,7 @@ order in which it was sent.
 """
 
 import os
+import queue
 import secrets
 import threading
 import weakref
@@ -178,13 +179,24 @@ class FlightServer(Closeable):
 
 
 def _serve(service: Service, stream: flight.MessageStream) -> None:
-    def reply(message: Message) -> None:
-        with suppress(ConnectionError):  # the client is gone
-            stream.send(_encode(message))
+    replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
 
-    for message in _decode(stream.receive()):
-        service.receive(message, reply)
-        del message  # free it before waiting for the next one
+    def send() -> None:
+        with suppress(ConnectionError):  # the client is gone
+            while (message := replies.get()) is not None:
+                stream.send(_encode(message))
+                message = None  # free it before waiting for the next one
+
+    # A client that does not read its replies blocks this thread, and not that of the service.
+    thread = threading.Thread(target=send, name="tritonemb-replies", daemon=True)
+    thread.start()
+    try:
+        for message in _decode(stream.receive()):
+            service.receive(message, replies.put)
+            del message  # free it before waiting for the next one
+    finally:
+        replies.put(None)
+        thread.join()
 
 
 def empty_tensors(dtypes_and_shapes: Sequence[tuple[str, Sequence[int]]]) -> list[Tensor]:
