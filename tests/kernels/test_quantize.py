@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Sequence
 
@@ -17,11 +18,13 @@ from tritonemb.kernels.packing import ROW_PARAMETERS, Packing, make_packing
 from tritonemb.kernels.quantize import cast_by_torch, row_codes, scale_and_saturate
 from tritonemb.kernels.random import narrow_by_torch
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
+from tritonemb.ops.registry import CPU, load
 from tritonemb.types import CODECS
 
 INT8 = "int8"
 REFERENCES = kernels.quantize_pack_reference, kernels.quantize_unpack_reference
 TRITON = kernels.quantize_pack, kernels.quantize_unpack
+COMPILED = load("quantize_pack", CPU), load("quantize_unpack", CPU)
 DIMS = (1, 3, 4, 60, 64, 100, 128, 257, 700)
 MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 FLOATS = [codec for codec in CODECS if codec != INT8]
@@ -271,8 +274,15 @@ def check_kernels(
 def test_cpu_kernels_give_the_bits_of_packing_by_hand(codec, problem, scale, mapped):
     matrix, parts = problem
     packing, rows = make_packing(parts, matrix.shape[1], codec), torch.randperm(matrix.shape[0]) if mapped else None
-    for strided in (matrix, matrix.T.contiguous().T):
-        check_kernels(REFERENCES, strided, packing, None if scale is None else torch.tensor(scale), rows)
+    for serving, strided in itertools.product((REFERENCES, COMPILED), (matrix, matrix.T.contiguous().T)):
+        check_kernels(serving, strided, packing, None if scale is None else torch.tensor(scale), rows)
+
+
+@pytest.mark.parametrize("codec", ["fp16", INT8])
+def test_cpu_kernels_divide_a_matrix_among_threads(codec, monkeypatch):
+    matrix, packing = torch.randn(601, 96) * 1e5, make_packing([[(40, 56)], [(0, 40)]], 96, codec)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    check_kernels(COMPILED, matrix[:, :96], packing, None, torch.randperm(601), MATRIX_DTYPES[:2])
 
 
 @pytest.mark.triton

@@ -50,7 +50,7 @@ _FILES = {  # op -> file
     for name in names
 }
 _BY_TORCH = ("embedding_bag", "row_update", "interaction", "cross")  # files whose ops `by_torch.py` implements
-_CPU_BY_TORCH = ("cross", "quantize")  # files whose CPU kernels and references are PyTorch's operators
+_CPU_BY_TORCH = ("cross",)  # files whose CPU kernels and references are PyTorch's operators
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _forced: str | None = None  # name of the kernels that `use_kernels` selects
