@@ -105,7 +105,10 @@ def bucketize_by_hand(
 
 
 def same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    return all(f.dtype == e.dtype and torch.equal(f, e) for f, e in zip(actual, expected, strict=True))
+    return all(
+        f.dtype == e.dtype and f.stride() == e.stride() and torch.equal(f, e)
+        for f, e in zip(actual, expected, strict=True)
+    )
 
 
 @given(batches(), st.sampled_from((1, 2, 3, 9)), st.data())

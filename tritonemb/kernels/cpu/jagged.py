@@ -108,21 +108,21 @@ def block_bucketize(
     batch_size = num_bags // max(1, blocks.size)
     _check_offsets(bags, ids.size, batch_size)
     # Positions beyond the last offset stay where they are.
-    destinations, out_values, num_tasks = np.empty(ids.size, np.int32), np.empty_like(ids), tasks_for(ids.size)
+    out = torch.empty(ids.size, dtype=torch.int32), values.new_empty(ids.size), offsets.new_zeros(num_owners * num_bags)
+    (destinations, out_values, lengths), num_tasks = map(Tensor.numpy, out), tasks_for(ids.size)
     destinations[end:], out_values[end:] = np.arange(end, ids.size), ids[end:]
     # Count ids by owner.
     counts = np.zeros((num_tasks, -(-num_owners // COUNTS_PER_LINE) * COUNTS_PER_LINE), np.int64)
-    lengths, args = np.zeros(num_owners * num_bags, bags.dtype), (ids, bags, blocks, batch_size)
+    args = ids, bags, blocks, batch_size
     _count(num_tasks, num_tasks, num_tasks, *args, (destinations, counts, lengths, num_owners))
     # Move them to where the cumulative counts, by owner, then task, begin.
     starts = counts.T.ravel().cumsum().reshape(counts.T.shape).T - counts
     _move(num_tasks, num_tasks, num_tasks, *args, (destinations, np.ascontiguousarray(starts), out_values))
     assert end == counts.sum()
-    places = torch.from_numpy(destinations)
     out_weights = values.new_empty(0) if weights is None else torch.empty_like(weights)
     if weights is not None:
-        out_weights[places.long()] = weights
-    return torch.from_numpy(out_values), torch.from_numpy(lengths), places, out_weights
+        out_weights[out[0].long()] = weights
+    return out[1], out[2], out[0], out_weights
 
 
 def _check_offsets(offsets: Any, num_values: int, batch_size: int) -> None:
