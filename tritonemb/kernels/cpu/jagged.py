@@ -23,8 +23,9 @@ COUNTS_PER_LINE = 16  # columns of `counts` are a multiple of these, so that no 
 
 
 @parallel
-def _permute(task, num_tasks, order, starts, offsets, out_offsets, memory, num_out):
+def _permute(task, num_tasks, keys, offsets, out_offsets, memory):
     """Copy the task's keys. `memory`: address of source and result, and bytes per item, for values, then weights."""
+    order, starts, num_out = keys
     batch_size = (out_offsets.size - 1) // max(1, order.size)
     for index in range(order.size * task // num_tasks, order.size * (task + 1) // num_tasks):
         first_bag, start = order[index] * batch_size, starts[index]
@@ -62,7 +63,7 @@ def jagged_permute(
         (s.data_ptr(), o.data_ptr(), o.itemsize * min(1, o.numel())) for s, o in zip(sources, out, strict=True)
     )
     num_tasks = min(tasks_for(num_values), max(1, keys.size))
-    _permute(num_tasks, num_tasks, num_tasks, keys, starts, bags, out_offsets, memory, num_values)
+    _permute(num_tasks, num_tasks, num_tasks, (keys, starts, num_values), bags, out_offsets, memory)
     return out[0], torch.from_numpy(out_offsets), out[1]
 
 

@@ -74,21 +74,20 @@ def _encode_int8(row, codes, parameters):
 
 
 @inlined_uncounted
-def _transfer_row(packs, element, dtype, code, kind, parameters, limits, buffer):
-    """Encode elements at an address as codes at another, or decode them. Returns how many saturate."""
+def _transfer_row(packs, elements, codes, parameters, limits, buffer):
+    """Encode elements as codes, or decode them; both are an address and a type. Returns how many saturate."""
     (width, num_codes, _), (factor, is_scaled, limits), saturated = parameters, limits, 0
-    source, target = (element, code) if packs else (code, element)
-    source_type, target_type = (dtype, kind) if packs else (kind, dtype)
+    (source, source_type), (target, target_type) = (elements, codes) if packs else (codes, elements)
     if source_type == target_type and not is_scaled:
-        copy_bytes(target, source, row_size(width, dtype))
+        copy_bytes(target, source, row_size(width, source_type))
         return saturated
     # As float32, in place if the result is float32.
     in_place = target_type == FLOAT32
     row = float32_row(target if in_place else np.int64(buffer.ctypes.data), width)
     if source_type == _INT8:
-        codes, scale_and_offset = uint8_row(source, width), float32_row(parameters[2], 2)
+        int8_codes, scale_and_offset = uint8_row(source, width), float32_row(parameters[2], 2)
         for j in range(width):
-            row[j] = np.float32(codes[j]) * scale_and_offset[0] + scale_and_offset[1]
+            row[j] = np.float32(int8_codes[j]) * scale_and_offset[0] + scale_and_offset[1]
     elif source_type == FLOAT32:
         copy_bytes(np.int64(row.ctypes.data), source, width * 4)
     else:
@@ -102,9 +101,9 @@ def _transfer_row(packs, element, dtype, code, kind, parameters, limits, buffer)
 
 
 @parallel
-def _transfer(task, num_tasks, packs, matrix, message, pieces, rows, limits, saturated):
+def _transfer(task, num_tasks, packs, matrix, message, limits, saturated):
     """Encode the task's rows of the matrix, or decode them; rows that are not in the message become zeros."""
-    (elements, stride, dtype, num_rows), (codes, num_message_rows, kind) = matrix, message
+    (elements, stride, dtype, num_rows), (codes, kind, num_message_rows, pieces, rows) = matrix, message
     buffer, num_saturated = empty(PIECE, np.float32), np.int64(0)
     code_size = np.int64(1) if kind == _INT8 else row_size(1, kind)
     for row in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
@@ -117,7 +116,7 @@ def _transfer(task, num_tasks, packs, matrix, message, pieces, rows, limits, sat
             parameters = pieces[piece, 1], pieces[piece, 2], base + pieces[piece, 6]
             code = base + pieces[piece, 4] * code_size
             if in_message:
-                num_saturated += _transfer_row(packs, element, dtype, code, kind, parameters, limits, buffer)
+                num_saturated += _transfer_row(packs, (element, dtype), (code, kind), parameters, limits, buffer)
             elif not packs:
                 zeros = uint8_row(element, row_size(pieces[piece, 1], dtype))
                 for j in range(zeros.size):
@@ -138,9 +137,8 @@ def quantize_pack(
 
 
 def quantize_unpack(
-    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Any = None, rows: Any = None
+) -> Tensor:
     """See `kernels/quantize.py`."""
     if _by_reference(packing):
         return quantize_unpack_reference(message, packing, dtype, saturated, scale, rows)
@@ -156,9 +154,8 @@ def _by_reference(packing: Packing) -> bool:
 
 
 def _run(
-    packs: bool, matrix: Tensor, message: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None,
-    rows: Tensor | None,
-) -> None:  # fmt: skip
+    packs: bool, matrix: Tensor, message: Tensor, packing: Packing, saturated: Tensor, scale: Any, rows: Any
+) -> None:
     codec, num_rows = CODECS[packing.codec], matrix.shape[0]
     kind = int(_INT8) if codec.row_wise else DTYPE_CODES[codec.dtype]
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
@@ -168,7 +165,8 @@ def _run(
     num_tasks = 1 if matrix.numel() < FEW_ELEMENTS else torch.get_num_threads()
     counts = np.zeros(num_tasks, np.int64)
     places = matrix.data_ptr(), stride, DTYPE_CODES[matrix.dtype], num_rows
-    codes = message.data_ptr(), message.numel() // max(1, packing.row_bytes), kind
+    num_message_rows = message.numel() // max(1, packing.row_bytes)
+    codes = message.data_ptr(), kind, num_message_rows, packing.pieces.numpy(), row_map
     scaling = np.float32(factor), scale is not None, limits
-    _transfer(num_tasks, num_tasks, num_tasks, packs, places, codes, packing.pieces.numpy(), row_map, scaling, counts)
+    _transfer(num_tasks, num_tasks, num_tasks, packs, places, codes, scaling, counts)
     saturated += int(counts.sum())
