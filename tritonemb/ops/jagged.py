@@ -1,5 +1,9 @@
 """`tritonemb::jagged_permute` and `block_bucketize`: reorder the ids of a batch for an exchange, without a host
-synchronization; see `kernels/jagged.py`. Both raise TypeError or ValueError for unsupported dtypes or shapes."""
+synchronization; see `kernels/jagged.py`.
+
+Both raise TypeError or ValueError for unsupported dtypes or shapes, and on the CPU ValueError for offsets that do not
+ascend from 0 to at most `N`, and for keys in `order` that the batch lacks.
+"""
 
 import torch
 from torch import Tensor

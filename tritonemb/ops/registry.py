@@ -77,9 +77,10 @@ def explain_choice(op: str, device: torch.device, dtype: torch.dtype = torch.flo
     name = choose(op, device, [dtype])
     if name is None:
         return "none", "Triton is not installed" if device.type == "cuda" and not _HAS_TRITON else "not implemented"
+    by_torch = name == CPU and load(op, CPU) is load(op, REFERENCE)
     reasons = {
         TRITON: "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow",
-        CPU: "PyTorch's own operators" if _FILES[op] in _CPU_BY_TORCH else "compiled for the CPU by Numba",
+        CPU: "PyTorch's own operators" if by_torch else "compiled for the CPU by Numba",
         TORCH: f"PyTorch's own operators, for {str(dtype).removeprefix('torch.')}",
         REFERENCE: "forced",
     }

@@ -139,8 +139,8 @@ def grouped_auc(
     weights = torch.ones_like(labels, dtype=torch.float64) if weights is None else weights[order].double()
     logits, groups, clicks = logits[order], groups[order], labels[order].double() * weights
     # Runs of equal logits of a group, in the order of groups and logits.
-    starts_group = F.pad(groups[1:] != groups[:-1], (1, 0), value=True)
-    starts_run = starts_group | F.pad(logits[1:] != logits[:-1], (1, 0), value=True)
+    starts_group = F.pad(groups[1:] != groups[:-1], (1, 0), value=True)[: len(groups)]  # of no rows, too
+    starts_run = starts_group | F.pad(logits[1:] != logits[:-1], (1, 0), value=True)[: len(groups)]
     group, run = starts_group.cumsum(0) - 1, starts_run.cumsum(0) - 1
     group_of_run = group[starts_run]
     positives, negatives = run.bincount(clicks), run.bincount(weights - clicks)

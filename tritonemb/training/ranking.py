@@ -36,7 +36,7 @@ def top_items(
         raise ValueError(f"k must be at least 1, got {k}")
     best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)  # keys: score, then item in reverse
     for start in range(0, len(items), block_items):
-        with torch.autocast(queries.device.type, enabled=False):
+        with torch.autocast("cpu" if queries.is_meta else queries.device.type, enabled=False):
             scores = queries.float() @ items[start : start + block_items].float().T
         if excluded is not None:
             inside = (excluded[1] >= first_item + start) & (excluded[1] < first_item + start + scores.shape[1])

@@ -266,7 +266,7 @@ def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
     batch_size = batch_size_of(offsets, layout.key_starts)
-    out, (gradient, *indices) = torch.zeros(values.numel(), dtype=torch.float32), batch_arrays(grad, values, offsets)
+    out, (gradient, *indices) = grad.new_zeros(values.numel(), dtype=torch.float32), batch_arrays(grad, values, offsets)
     num_tasks = _num_tasks(batch_size, values, layout)
     args = memory_of(weights), arrays_of(layout), tuple(indices)
     target = layout.pooled, gradient.ctypes.data, layout.width, out.numpy()

@@ -61,8 +61,8 @@ _DEFAULT_FLAGS = Flags().values()
 def _kernel_cache_dir(folder: Path) -> Path:
     """Return the cache folder of kernels in `folder`, which may use functions of that folder and of this one."""
     digest = hashlib.sha256(f"{numba.__version__} {sys.version}".encode())
-    cpu_kernels, _, package = Path(__file__).parents[:3]
-    constants = package / "layout.py", package / "optimizers.py"
+    cpu_kernels, kernels, package = Path(__file__).parents[:3]
+    constants = package / "layout.py", package / "optimizers.py", kernels / "packing.py"
     for source in (*sorted({*cpu_kernels.glob("*.py"), *folder.glob("*.py")}), *constants):
         digest.update(source.read_bytes())
     return kernel_folder() / digest.hexdigest()[:16]

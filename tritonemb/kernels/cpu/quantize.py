@@ -131,7 +131,7 @@ def quantize_pack(
     if _by_reference(packing):
         return quantize_pack_reference(matrix, packing, saturated, scale, rows)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
-    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8)
+    message = matrix.new_empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8)
     _run(True, matrix, message, packing, saturated, scale, rows)
     return message
 
@@ -144,7 +144,7 @@ def quantize_unpack(
         return quantize_unpack_reference(message, packing, dtype, saturated, scale, rows)
     message = message.contiguous()
     num_rows = message.numel() // max(1, packing.row_bytes) if rows is None else rows.numel()
-    matrix = torch.empty(num_rows, packing.width, dtype=dtype)
+    matrix = message.new_empty(num_rows, packing.width, dtype=dtype)
     _run(False, matrix, message, packing, saturated, scale, rows)
     return matrix
 

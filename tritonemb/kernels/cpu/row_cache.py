@@ -198,7 +198,7 @@ def row_cache_allocate_(directory: DirectoryTensors, rows: Tensor, slots: Tensor
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), tasks_for(order.numel())
+    values, num_tasks = slots.new_full((order.numel(),), -1, dtype=torch.int64), tasks_for(order.numel())
     arrays = slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
     _translate(num_tasks, num_tasks, num_tasks, *arrays)
     return values
