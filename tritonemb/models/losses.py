@@ -120,7 +120,9 @@ def _scores(queries: Tensor, positives: Tensor, negatives: Tensor) -> tuple[Tens
     dtype = torch.promote_types(queries.dtype, torch.float32)
     queries, positives, negatives = queries.to(dtype), positives.to(dtype), negatives.to(dtype)
     shared = negatives.dim() == 2
-    with torch.autocast("cpu" if queries.is_meta else queries.device.type, enabled=False):  # it would round the scores of negatives only
+    with torch.autocast(
+        "cpu" if queries.is_meta else queries.device.type, enabled=False
+    ):  # it would round the scores of negatives only
         negative = queries @ negatives.T if shared else torch.bmm(negatives, queries[:, :, None]).squeeze(2)
     return (queries * positives).sum(1), negative
 

@@ -32,6 +32,8 @@ Message = tuple[Values, list[Tensor]]
 Reply = Callable[[Message], None]
 
 ALIGNMENT = 64  # bytes
+# Replies of a channel that may wait; more replies to queries are dropped, as a client sends a query again each second.
+MAX_QUEUED_REPLIES = 64
 RECORD_BATCH_BYTES = 16 << 20  # gRPC receives a few batches of this size several times faster than a large one
 
 
@@ -179,20 +181,28 @@ class FlightServer(Closeable):
 
 
 def _serve(service: Service, stream: flight.MessageStream) -> None:
-    replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[list[flight.Message] | None] = queue.SimpleQueue()
 
     def send() -> None:
-        with suppress(ConnectionError):  # the client is gone
-            while (message := replies.get()) is not None:
-                stream.send(_encode(message))
-                message = None  # free it before waiting for the next one
+        try:
+            with suppress(ConnectionError):  # the client is gone
+                while (batches := replies.get()) is not None:
+                    stream.send(batches)
+                    batches = None  # free them before waiting for the next ones
+        except Exception as error:
+            stream.fail(error)  # the client opens another channel
+            raise
+
+    def reply(message: Message) -> None:
+        if "query" not in message[0] or replies.qsize() < MAX_QUEUED_REPLIES:
+            replies.put(_encode(message))
 
     # A client that does not read its replies blocks this thread, and not that of the service.
     thread = threading.Thread(target=send, name="tritonemb-replies", daemon=True)
     thread.start()
     try:
         for message in _decode(stream.receive()):
-            service.receive(message, replies.put)
+            service.receive(message, reply)
             del message  # free it before waiting for the next one
     finally:
         replies.put(None)

@@ -177,11 +177,12 @@ class Update:
                 raise ValueError(f"table {name!r} is dynamic either in {path} or in the model, and static in the other")
             fields = rows_by_id(fields, path)
             ids, rows = fields.get("ids", torch.arange(len(fields["weight"]))), fields["weight"]
-            rows = decode_rows(rows, fields[SCALE]) if SCALE in fields else rows
+            scales = fields.get(SCALE)
             if "ids" in fields:
                 self._parts[name][0] = fields
             for at in torch.arange(len(ids)).split(max(1, BLOCK_ELEMENTS // rows.shape[1])):
-                self._add(name, ids[at], table.encode(ids[at], rows[at], 32, 0), 0)
+                block = rows[at] if scales is None else decode_rows(rows[at], scales[at])
+                self._add(name, ids[at], table.encode(ids[at], block, 32, 0), 0)
         self._newer_ids = {key: torch.cat(values) for key, values in self._ids.items()}
 
     def finish(self) -> None:

@@ -109,7 +109,11 @@ def block_bucketize(
     batch_size = num_bags // max(1, blocks.size)
     _check_offsets(bags, ids.size, batch_size)
     # Positions beyond the last offset stay where they are.
-    out = values.new_empty(ids.size, dtype=torch.int32), values.new_empty(ids.size), offsets.new_zeros(num_owners * num_bags)
+    out = (
+        values.new_empty(ids.size, dtype=torch.int32),
+        values.new_empty(ids.size),
+        offsets.new_zeros(num_owners * num_bags),
+    )
     (destinations, out_values, lengths), num_tasks = map(Tensor.numpy, out), tasks_for(ids.size)
     destinations[end:], out_values[end:] = np.arange(end, ids.size), ids[end:]
     # Count ids by owner.

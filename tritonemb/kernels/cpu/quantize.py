@@ -1,6 +1,6 @@
 """CPU twin of `kernels/quantize.py`: each row of a piece is encoded or decoded in the L1 cache.
 
-Float8 messages are encoded and decoded by the reference: PyTorch's casts are vectorized, and float8 is rare on a CPU.
+Float8 messages are encoded and decoded by PyTorch's operators, whose casts are vectorized; they are rare on a CPU.
 """
 
 from typing import Any
@@ -22,7 +22,8 @@ from tritonemb.kernels.cpu.simd import (
     uint16_row,
 )
 from tritonemb.kernels.packing import LIMITS, PIECE, Packing
-from tritonemb.kernels.quantize import quantize_pack_reference, quantize_unpack_reference
+from tritonemb.kernels.quantize import quantize_pack_reference as pack_by_torch
+from tritonemb.kernels.quantize import quantize_unpack_reference as unpack_by_torch
 from tritonemb.types import CODECS
 
 _MAX_INT32, _INFINITY = np.int32(0x7FFFFFFF), np.int32(0x7F800000)
@@ -128,8 +129,8 @@ def quantize_pack(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
     """See `kernels/quantize.py`."""
-    if _by_reference(packing):
-        return quantize_pack_reference(matrix, packing, saturated, scale, rows)
+    if _is_float8(packing):
+        return pack_by_torch(matrix, packing, saturated, scale, rows)
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     message = matrix.new_empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8)
     _run(True, matrix, message, packing, saturated, scale, rows)
@@ -140,8 +141,8 @@ def quantize_unpack(
     message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Any = None, rows: Any = None
 ) -> Tensor:
     """See `kernels/quantize.py`."""
-    if _by_reference(packing):
-        return quantize_unpack_reference(message, packing, dtype, saturated, scale, rows)
+    if _is_float8(packing):
+        return unpack_by_torch(message, packing, dtype, saturated, scale, rows)
     message = message.contiguous()
     num_rows = message.numel() // max(1, packing.row_bytes) if rows is None else rows.numel()
     matrix = message.new_empty(num_rows, packing.width, dtype=dtype)
@@ -149,7 +150,7 @@ def quantize_unpack(
     return matrix
 
 
-def _by_reference(packing: Packing) -> bool:
+def _is_float8(packing: Packing) -> bool:
     return CODECS[packing.codec].dtype.itemsize == 1 and not CODECS[packing.codec].row_wise
 
 
