@@ -68,7 +68,7 @@ def test_a_full_disk(small_disk: Path, num_items: int):
         if room == 20_000 and num_items == 10:
             index.save(small_disk / "items")
             continue
-        with pytest.raises(StorageError, match=r"items could not be written: .*No space left on device; make"):
+        with pytest.raises(StorageError, match=r"could not be written: .*No space left on device; free disk space"):
             index.save(small_disk / "items")
         assert [path.name for path in small_disk.iterdir()] == ["filler"]
 
