@@ -48,11 +48,6 @@ def fill_philox(words, seed, first, row, step):
         words[4 * counter + 2], words[4 * counter + 3] = c2, c3
 
 
-@inlined_uncounted
-def _random16(words, element):
-    return (words[element >> 1] >> np.uint32((element & 1) << 4)) & np.uint32(0xFFFF)
-
-
 @inlined
 def _narrow_bfloat16(value, addend):
     """Add to the dropped bits, so that they carry or not, and truncate; finite values stay finite."""
@@ -69,21 +64,26 @@ def _narrow_bfloat16(value, addend):
 
 @inlined
 def _narrow_float16(value, noise):
-    """Round stochastically: away from zero if the noise is below the dropped bits; saturates at 65504."""
-    magnitude = abs(value)
-    if not magnitude <= _MAX_FLOAT16:  # too large, infinite or NaN
-        finite = magnitude < np.float32(np.inf)
-        return float32_to_float16(np.float32(np.copysign(_MAX_FLOAT16, value)) if finite else value)
+    """Round stochastically: away from zero if the noise is below the dropped bits; saturates at 65504.
+
+    Without branches, so that a loop over a row is vectorized.
+    """
     bits = float32_bits(value)
-    # Normal values drop 13 bits; subnormal ones are multiples of 2^-24.
-    if magnitude >= _MIN_NORMAL_FLOAT16:
-        rounded = float32_from_bits((bits + (np.uint32(0x1FFF) - (noise >> np.uint32(3)))) & np.uint32(0xFFFFE000))
-        return float32_to_float16(min(max(rounded, -_MAX_FLOAT16), _MAX_FLOAT16))
-    scaled = magnitude * np.float32(2.0**24)
-    floor = np.floor(scaled)
-    rounds_up = np.float32(noise) < (scaled - floor) * np.float32(65536)
-    units = np.uint32(floor) + (np.uint32(1) if rounds_up else np.uint32(0))
-    return np.uint16(units | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+    magnitude_bits = np.uint32(bits & np.uint32(0x7FFFFFFF))
+    # Normal values drop 13 bits; values that are too large become the largest one.
+    rounded = np.uint32(magnitude_bits + np.uint32(np.uint32(0x1FFF) - np.uint32(noise >> np.uint32(3))))
+    normal = float32_from_bits(np.uint32(rounded & np.uint32(0xFFFFE000)))
+    code = np.uint32(float32_to_float16(normal if normal < _MAX_FLOAT16 else _MAX_FLOAT16))
+    # Subnormal ones are multiples of 2^-24.
+    magnitude = float32_from_bits(magnitude_bits)
+    is_subnormal = magnitude < _MIN_NORMAL_FLOAT16
+    scaled = magnitude * np.float32(2.0**24) if is_subnormal else np.float32(0)
+    units = np.int32(scaled)
+    rounds_up = np.float32(noise) < (scaled - np.float32(units)) * np.float32(65536)
+    code = np.uint32(units + (np.int32(1) if rounds_up else np.int32(0))) if is_subnormal else code
+    # Infinities and NaN stay.
+    signed = np.uint16(code | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+    return signed if magnitude < np.float32(np.inf) else float32_to_float16(value)
 
 
 @inlined
@@ -123,13 +123,14 @@ def narrow_row(row, dtype, bits):
 
 @inlined_uncounted
 def narrow_row_stochastic(row, dtype, bits, words):
-    """Round float32 `row` to 16-bit `bits` stochastically, by random `words`; finite values saturate."""
+    """Round float32 `row` to 16-bit `bits` stochastically by 16 random bits each; finite values saturate."""
+    noise = uint16_row(words.ctypes.data, row.size)  # of a word the lower half first
     if dtype == FLOAT16:
         for j in range(row.size):
-            bits[j] = _narrow_float16(row[j], _random16(words, j))
+            bits[j] = _narrow_float16(row[j], np.uint32(noise[j]))
     else:
         for j in range(row.size):
-            bits[j] = _narrow_bfloat16(row[j], np.uint32(0xFFFF) - _random16(words, j))
+            bits[j] = _narrow_bfloat16(row[j], np.uint32(0xFFFF) - np.uint32(noise[j]))
 
 
 ELEMENTS_PER_TASK = 1 << 15
