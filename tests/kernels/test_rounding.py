@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.helpers import contents, make_collection, random_steps, train
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, compiled
-from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.random import BLOCK_WORDS, fill_philox, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.random import narrow_by_torch, narrow_stochastic_by_torch, random16_by_torch
 
 CODES = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
@@ -50,9 +50,9 @@ def _widen(bits, dtype, row):
 
 
 def words_of(seed: int, row: int, step: int, num_counters: int, column: int = 0) -> np.ndarray:
-    words = np.zeros(4 * num_counters, dtype=np.uint32)
+    words = np.zeros(-(-4 * num_counters // BLOCK_WORDS) * BLOCK_WORDS, dtype=np.uint32)
     _words(words, np.int64(seed), np.int64(row), np.int64(column), np.int64(step))
-    return words
+    return words[: 4 * num_counters]
 
 
 def philox(counter: tuple[int, ...], key: tuple[int, ...]) -> list[int]:

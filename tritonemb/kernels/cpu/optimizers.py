@@ -10,9 +10,8 @@ from numba import types
 from numba.core import cgutils
 
 from tritonemb.kernels.cpu.jit import address_of, addressed, called, inlined, inlined_uncounted
-from tritonemb.kernels.cpu.random import fill_philox, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.random import BLOCK_WORDS, fill_philox, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.simd import DOT_LANES, emitted, float32_row, float64_row, load, uint16_row, uint32_row
-from tritonemb.layout import ELEMENTS_PER_COUNTER
 from tritonemb.optimizers import DECAY_MODES, KINDS, OPTIMIZERS, Hyperparameters
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
@@ -269,7 +268,7 @@ def step_address(kind: int, is_float32: bool, is_clipped: bool, decays: bool, is
         widen_row(bits, dtype, weight)
         step_float32((scratch, *args[1:9]))
         if float64_row(h, COW_CLIP_FLOOR + 1)[STOCHASTIC_ROUNDING] != 0.0:
-            words = uint32_row(scratch + 4 * dim, (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4)
+            words = uint32_row(scratch + 4 * dim, (dim + 2 * BLOCK_WORDS - 1) // (2 * BLOCK_WORDS) * BLOCK_WORDS)
             fill_philox(words, seed, counter, row, step)
             narrow_row_stochastic(weight, dtype, bits, words)
         else:

@@ -4,48 +4,71 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir
+from numba import types
 from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import FLOAT16, FLOAT32, inlined, inlined_uncounted, parallel
 from tritonemb.kernels.cpu.row_groups import memory_of
 from tritonemb.kernels.cpu.simd import (
+    LONG,
     bfloat16_to_float32,
+    emitted,
     empty,
     float16_to_float32,
     float32_bits,
     float32_from_bits,
     float32_row,
     float32_to_float16,
+    int32_row,
     prefetch,
     row_size,
+    splat,
     uint16_row,
     uint32_row,
 )
 from tritonemb.layout import UNIFORMS_PER_COUNTER, UNIT
 
-_MASK32 = np.uint64(0xFFFFFFFF)
-_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL_0, _WEYL_1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+COUNTERS = 8  # that are drawn at once: more need more registers than there are
+BLOCK_WORDS = 4 * COUNTERS
 _MAX_FLOAT16 = np.float32(65504.0)
 _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
 
 
+@emitted(types.void, *[types.int64] * 5)
+def _fill_block(builder: Any, words: Any, seed: Any, first: Any, row: Any, step: Any) -> None:
+    """Fill in the words of `COUNTERS` counters. Lanes have 64 bits, as products have; upper halves are ignored."""
+
+    def constant(value: int) -> ir.Constant:
+        return ir.Constant(ir.VectorType(LONG, COUNTERS), [value] * COUNTERS)
+
+    low, half = constant(2**32 - 1), constant(32)
+    row, upper_row, step, key_0, key_1 = (
+        splat(builder, value, COUNTERS)
+        for value in (row, builder.lshr(row, LONG(32)), step, seed, builder.lshr(seed, LONG(32)))
+    )
+    numbers = ir.Constant(low.type, [*range(COUNTERS)])
+    c0, c1, c2, c3 = builder.add(splat(builder, first, COUNTERS), numbers), row, upper_row, step
+    for _ in range(10):
+        product_0 = builder.mul(builder.and_(c0, low), constant(0xD2511F53))
+        product_1 = builder.mul(builder.and_(c2, low), constant(0xCD9E8D57))
+        c0 = builder.xor(builder.xor(builder.lshr(product_1, half), c1), key_0)
+        c2 = builder.xor(builder.xor(builder.lshr(product_0, half), c3), key_1)
+        c1, c3 = product_1, product_0
+        key_0, key_1 = builder.add(key_0, constant(0x9E3779B9)), builder.add(key_1, constant(0xBB67AE85))
+    # Pair the words, and alternate the pairs.
+    pairs = [builder.or_(builder.and_(a, low), builder.shl(b, half)) for a, b in ((c0, c1), (c2, c3))]
+    order = [number + pair for number in range(COUNTERS) for pair in (0, COUNTERS)]
+    block = builder.shuffle_vector(*pairs, ir.Constant(ir.VectorType(ir.IntType(32), 2 * COUNTERS), order))
+    builder.store(block, builder.inttoptr(words, ir.PointerType(block.type)), align=4)
+
+
 @inlined_uncounted
 def fill_philox(words, seed, first, row, step):
-    """Fill in the words of counters (first …, row, row >> 32, step); `words` uint32 [4 * counters]."""
-    for counter in range(words.size // 4):
-        c0, c1 = np.uint32(first + counter), np.uint32(row & 0xFFFFFFFF)
-        c2, c3 = np.uint32(row >> 32), np.uint32(step & 0xFFFFFFFF)
-        k0, k1 = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
-        for _ in range(10):
-            product_0 = _MULTIPLIER_0 * np.uint64(c0)
-            product_1 = _MULTIPLIER_1 * np.uint64(c2)
-            c0 = np.uint32(product_1 >> np.uint64(32)) ^ c1 ^ k0
-            c2 = np.uint32(product_0 >> np.uint64(32)) ^ c3 ^ k1
-            c1, c3 = np.uint32(product_1 & _MASK32), np.uint32(product_0 & _MASK32)
-            k0, k1 = np.uint32(k0 + _WEYL_0), np.uint32(k1 + _WEYL_1)
-        words[4 * counter], words[4 * counter + 1] = c0, c1
-        words[4 * counter + 2], words[4 * counter + 3] = c2, c3
+    """Fill in the words of counters (first …, row, row >> 32, step); `words` uint32 `[n * BLOCK_WORDS]`."""
+    for block in range(words.size // BLOCK_WORDS):
+        address = np.int64(words.ctypes.data) + block * BLOCK_WORDS * 4
+        _fill_block(address, seed, first + block * COUNTERS, row, step)
 
 
 @inlined
@@ -162,13 +185,13 @@ def _initialize_rows(task, num_tasks, memory, states, initial, entries, origin):
             continue
         # Draw words, and convert them; round 16-bit values.
         dim, dtype, id = dims[table], dtypes[table], ids[index] if ids.size else first_row + index
-        num_counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
-        row_words = uint32_row(words.ctypes.data, num_counters * UNIFORMS_PER_COUNTER)
+        row_words = uint32_row(words.ctypes.data, (begin + dim + BLOCK_WORDS - 1) // BLOCK_WORDS * BLOCK_WORDS)
         fill_philox(row_words, seeds[table], first_column // UNIFORMS_PER_COUNTER, id, np.int64(0))
-        address = addresses[table] + row * row_size(dim, dtype)
+        address, integers = addresses[table] + row * row_size(dim, dtype), int32_row(words.ctypes.data + begin * 4, dim)
         values = float32_row(address if dtype == FLOAT32 else np.int64(buffer.ctypes.data), dim)
+        scale = scales[table]
         for column in range(dim):
-            values[column] = np.float32(np.int32(row_words[begin + column]) >> np.int32(8)) * scales[table]
+            values[column] = np.float32(np.int32(integers[column] >> np.int32(8))) * scale
         if dtype != FLOAT32:
             narrow_row(values, dtype, uint16_row(address, dim))
         for state in range(per_element.size):
@@ -179,7 +202,7 @@ def _initialize_rows(task, num_tasks, memory, states, initial, entries, origin):
 @parallel
 def _initialize(task, num_tasks, memory, states, initial, entries, origin):
     first_row, first_column, max_dim = origin
-    words, buffer = empty(max_dim + 2 * UNIFORMS_PER_COUNTER, np.uint32), empty(max_dim, np.float32)  # a 16-bit row
+    words, buffer = empty(max_dim + 2 * BLOCK_WORDS, np.uint32), empty(max_dim, np.float32)  # a 16-bit row
     _initialize_rows(task, num_tasks, memory, states, initial, entries, (first_row, first_column, words, buffer))
 
 

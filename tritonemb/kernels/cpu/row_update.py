@@ -34,6 +34,7 @@ from tritonemb.kernels.cpu.optimizers import (
     WEIGHT_DECAY,
     step_address,
 )
+from tritonemb.kernels.cpu.random import BLOCK_WORDS
 from tritonemb.kernels.cpu.row_groups import (
     KEYS,
     LOOKUPS,
@@ -253,7 +254,7 @@ def _update_rows(task, check_only, tasks, optimizer, arrays, reads, sorted_ids, 
     for table in range(tables.shape[0]):
         max_dim = max(max_dim, tables[table, ROW_DIM])
     block_rows: Any = max(1, BLOCK_ELEMENTS // max_dim)
-    sizes = block_rows * max_dim, SPAN // PIECE * max_dim, 2 * max_dim + ELEMENTS_PER_COUNTER
+    sizes = block_rows * max_dim, SPAN // PIECE * max_dim, 2 * max_dim + BLOCK_WORDS
     buffer, (rows, starts, order, _) = empty(sizes[0] + sizes[1] + sizes[2], np.float32), groups
 
     for item in range(costs.size - 1):
