@@ -30,11 +30,11 @@ def test_the_best_items_are_those_of_all_scores():
     assert ItemIndex(VECTORS).search(torch.tensor([[1.0, 0.1]]), 2)[1].tolist() == [[0, 2]]
 
 
-def test_excluded_items_come_last():
+def test_excluded_items_are_left_out():
     index = ItemIndex(VECTORS, IDS)
     excluded = torch.tensor([0, 0, 1, 1, 1]), torch.tensor([50, 99, 12, -3, 1 << 50])  # some are unknown
     scores, ids = index.search(torch.tensor([[1.0, 0.1], [0.0, -1.0]]), 4, excluded)
-    assert ids.tolist() == [[1 << 40, 7, 12, 50], [50, 1 << 40, 7, 12]]
+    assert ids.tolist() == [[1 << 40, 7, 12, -1], [50, 1 << 40, 7, -1]]
     assert scores[:, 3].tolist() == [-torch.inf] * 2
 
 

@@ -13,11 +13,12 @@ NUM_QUERIES, NUM_ITEMS = 13, 37
 
 
 def ranked(queries, items, excluded=()):
-    """All items of each query by score, ties by item; excluded ones last."""
+    """All items of each query by score, ties by item; -1 in place of excluded ones, last."""
     scores = (queries.double() @ items.double().T).tolist()
     for query, item in excluded:
         scores[query][item] = -math.inf
-    return [sorted(range(len(row)), key=lambda item, row=row: (-row[item], item)) for row in scores]
+    orders = [sorted(range(len(row)), key=lambda item, row=row: (-row[item], item)) for row in scores]
+    return [[item if row[item] > -math.inf else -1 for item in order] for row, order in zip(scores, orders, strict=True)]
 
 
 def vectors(seed=0):
@@ -37,7 +38,7 @@ def test_top_items_are_those_of_a_full_sort(block_items, k):
         assert torch.equal(top_items(queries, items, k, block_items=block_items)[0], scores)
 
 
-def test_excluded_items_come_last_and_shards_can_be_merged():
+def test_excluded_items_are_left_out_and_shards_can_be_merged():
     queries, items = vectors(1)
     excluded = [(q, i) for q in range(NUM_QUERIES) for i in range(NUM_ITEMS) if (q * i) % 3 == 0]
     pairs = tuple(torch.tensor(column) for column in zip(*excluded, strict=True))
@@ -47,6 +48,10 @@ def test_excluded_items_come_last_and_shards_can_be_merged():
     scores, numbers = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
     order = scores.argsort(dim=1, descending=True, stable=True)[:, :6]
     assert numbers.gather(1, order).tolist() == expected
+    # An item that was left out is no hit, whatever the cutoff.
+    metrics, relevant = RankingMetrics((NUM_ITEMS, 50)), torch.zeros(NUM_QUERIES, dtype=torch.int64)
+    metrics.update(top_items(queries, items, 50, pairs)[1], relevant, torch.arange(NUM_QUERIES + 1))
+    assert set(metrics.compute().values()) == {0.0}
 
 
 def test_metrics_are_those_of_loops_and_batches_add_up():

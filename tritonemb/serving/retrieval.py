@@ -50,8 +50,8 @@ class ItemIndex:
         """Return scores float32 and item ids int64 `[B, min(k, M)]`, best first, for queries `[B, D]`.
 
         Args:
-            excluded: pairs of query and item id, such as items that a user has seen, two int64 `[P]`; they come last,
-                with score -inf. Ids that the index lacks are ignored.
+            excluded: pairs of query and item id, such as items that a user has seen, two int64 `[P]`; where a query has
+                fewer others than k, the score is -inf and the id -1. Ids that the index lacks are ignored.
         """
         if excluded is not None and len(self.ids):
             rows, ids = (tensor.cpu() for tensor in excluded)
@@ -60,7 +60,8 @@ class ItemIndex:
             device = self.vectors.device
             excluded = rows[known].to(device), self._order[places[known]].to(device)
         scores, numbers = top_items(queries.detach().to(self.vectors), self.vectors, k, excluded)
-        return scores, self.ids[numbers.cpu()]
+        numbers = numbers.cpu()
+        return scores, self.ids[numbers].masked_fill(numbers < 0, -1)
 
     def save(self, folder: str | Path) -> None:
         """Write the index to a new folder, with checksums; it appears under its name when it is complete.

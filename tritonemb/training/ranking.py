@@ -19,6 +19,7 @@ def top_items(
 ) -> tuple[Tensor, Tensor]:
     """Return scores float32 and numbers int64 `[B, min(k, M)]` of the items with the largest dot products, best first.
 
+    Excluded items are not among them: where a query has fewer others, the score is -inf and the number -1.
     Items are scored in blocks, so that memory does not grow with their number. Equal scores are ordered by item, in any
     blocks. Items of several ranks: call it with each shard and its `first_item`, concatenate the results in order of
     the shards, and sort them by score, stable.
@@ -26,7 +27,7 @@ def top_items(
     Args:
         queries: `[B, D]`, for example users.
         items: `[M, D]`.
-        excluded: pairs of query and item, such as training rows, two int64 `[P]`; they come last, with score -inf.
+        excluded: pairs of query and item, such as training rows, two int64 `[P]`.
         first_item: number of the first of these items.
 
     Raises:
@@ -53,8 +54,9 @@ def top_items(
         keys = torch.cat([best, (ordered << 32) + (0xFFFFFFFF - start - numbers)], dim=1)
         best = keys.topk(min(k, keys.shape[1]), dim=1).values
     bits = (best >> 32).int()
+    scores = (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32)
     numbers = 0xFFFFFFFF - (best & 0xFFFFFFFF) + first_item
-    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(torch.float32), numbers
+    return scores, numbers if excluded is None else numbers.masked_fill(scores == -torch.inf, -1)
 
 
 class RankingMetrics:
