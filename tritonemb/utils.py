@@ -17,7 +17,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
@@ -217,17 +217,18 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 @contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, errors: AbstractContextManager[object] | None = None) -> Iterator[Path]:
     """Yield a temporary folder beside `path`, which becomes `path` at the end, or is removed after an error.
 
-    Raise FileExistsError if `path` is not an empty folder, FileNotFoundError if its parent does not exist.
+    Raise FileExistsError if `path` is not an empty folder, FileNotFoundError if its parent does not exist; `errors`
+    converts those of the block, and of the folder's way to the disk.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists; remove it, or choose another folder")
     if not path.absolute().parent.is_dir():
         raise FileNotFoundError(f"{path.absolute().parent}: no such folder to write {path.name} to")
     temporary = path.absolute().with_name(f"{WRITING}{path.name}-{os.getpid()}")
-    with on_error(lambda: shutil.rmtree(temporary, ignore_errors=True)):
+    with errors or nullcontext(), on_error(lambda: shutil.rmtree(temporary, ignore_errors=True)):
         temporary.mkdir()
         yield temporary
         for file in temporary.rglob("*"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import shutil
@@ -12,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from torch.export.pt2_archive._package import PT2ArchiveWriter
 import tritonemb as te
 from tests import durability
 from tests.strategies import random_batch
+from tritonemb import utils
 from tritonemb.data import LogOptions, Schema, build_vocabulary, from_dataframe
 from tritonemb.data.files import pa
 from tritonemb.serving import package
@@ -185,7 +188,7 @@ def test_a_large_table_is_mapped_not_read(tmp_path):
     assert final - initial < 0.05 * num_rows * 256
 
 
-def test_tables_are_replaced(tmp_path):
+def test_tables_are_replaced(tmp_path, monkeypatch):
     models = [Model(KINDS["dynamic"]) for _ in range(2)]
     for model in models:
         model(batch_of()).sum().backward()
@@ -198,6 +201,9 @@ def test_tables_are_replaced(tmp_path):
     loaded = te.load_run(folders[0], model=Model(KINDS["dynamic"])).model
     batch = batch_of()
     assert torch.equal(loaded.tables(batch), models[1].eval().tables(batch))
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="could not be written: .*No space left"):
+        patch.setattr(utils, "sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        te.serving.replace_table(old[0], new[0])
     # Nothing is replaced by a table of another kind, or by a damaged one.
     with pytest.raises(ValueError, match=r"cannot replace .*: name is 'b', expected 'a'"):
         te.serving.replace_table(old[0], new[1])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
+from tritonemb import utils
 from tritonemb.serving import ItemIndex, encode_rows, retrieval
 from tritonemb.storage.store import StorageError
 
@@ -56,6 +59,13 @@ def test_an_index_is_saved_whole_or_its_damage_is_an_error(tmp_path: Path, monke
         ItemIndex.load(tmp_path / "items")
     with pytest.raises(FileNotFoundError, match=r"it has no items\.json"):
         ItemIndex.load(tmp_path)
+
+
+def test_a_disk_that_is_full_at_the_last_sync(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(utils, "sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(StorageError, match=r"items could not be written: .*No space left on device; free disk space"):
+        ItemIndex(VECTORS, IDS).save(tmp_path / "items")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("num_items", [10, 100_000])

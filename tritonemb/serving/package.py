@@ -300,6 +300,6 @@ def replace_table(path: str | Path, source: str | Path) -> None:
     path, source = Path(path), Path(source)
     old, new = ({**_stored_schema(file, map_tensors(file)[1]), "seed": 0} for file in (path, source))
     _check_equal(f"{source} cannot replace {path}: it", new, old)
-    with atomic_path(path, durable=True) as temporary, storage_errors(f"{path} could not be written", "check the disk"):
+    with storage_errors(f"{path} could not be written", "check the disk"), atomic_path(path, durable=True) as temporary:
         shutil.copyfile(source, temporary)
         check_contents(temporary)

@@ -69,7 +69,8 @@ class ItemIndex:
         Raise FileExistsError for a folder that is not empty, and StorageError, which leaves nothing, for a full disk.
         """
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        with new_folder(Path(folder)) as temporary, storage_errors(f"{folder} could not be written", "check the disk"):
+        errors = storage_errors(f"{folder} could not be written", "check the disk")
+        with new_folder(Path(folder), errors) as temporary:
             with ArchiveFile(FileIO(temporary / TENSORS, "w")) as file:
                 torch.save({"vectors": self.vectors.cpu(), "ids": self.ids}, file)
             write_manifest(temporary, {"files": {TENSORS: size_and_checksum(temporary / TENSORS)}}, MANIFEST)
