@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -155,6 +156,24 @@ def test_messages_that_are_no_rows_are_bad_rows(cluster):
         for index, value in enumerate((3, "b", "c"))
     ]
     with pytest.raises(ValueError, match=r"partition 0, offsets 0 to .*: values of 'user' have several types"):
+        next(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64))
+
+
+def test_messages_with_values_of_other_types_are_skipped(cluster):
+    values = ({"user": 3}, {"user": ["a"]}, {"price": "x"}, {"price": 2**70}, {"click": [1]}, {"tags": ["t", 1]})
+    places = {7 * number: value for number, value in enumerate((*values, {"tags": 3}, {"tags": ["t"]}, {"click": {}}))}
+    for number, value in (*places.items(), *((number + 300, value) for number, value in places.items())):
+        message = cluster.partitions[0][number]
+        message.value = json.dumps(json.loads(message.value()) | value).encode()
+    cluster.partitions[1][9].value = json.dumps(json.loads(cluster.partitions[1][9].value()) | {"click": True}).encode()
+    log = open_dataset("kafka://one:9092/clicks", log=replace(OPTIONS, on_bad_row="skip"))
+    assert [feature.kind for feature in log.features] == ["strings", "integers"]
+    with log.open("train", 64) as stream:
+        actual = prices(take(stream, 23))
+        assert stream.report.skipped == 2 * len(places)
+    expected = [1000 * p + block + n for block in (0, 256) for p in range(3) for n in range(256)]
+    assert actual == [price for price in expected if price not in {*places, *(n + 300 for n in places)}][: 23 * 64]
+    with pytest.raises(ValueError, match="values of '(user|price|click|tags)' have several types"):
         next(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64))
 
 

@@ -76,7 +76,7 @@ class ClickLog(protocol.TablesMixin):
                 raise ValueError(f"{self.name}: {text}")
         else:
             paths: Any = source
-            paths = KafkaStream(paths) if str(paths).startswith(SCHEME) else paths
+            paths = KafkaStream(paths, options) if str(paths).startswith(SCHEME) else paths
             stream = paths if hasattr(paths, "read") else FolderStream(paths) if options.follow else None
             log_files = find_files(paths) if stream is None else (LogFile(stream.path, "stream", table=stream),)
             self.name = name or _log_name(paths if stream is None else stream.path, log_files)

@@ -1,14 +1,16 @@
 """A topic of Kafka as a stream: its messages are rows as JSON objects, `{"click": 1, "user": "a"}`."""
 
 import json
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from types import NoneType
 from typing import Any
 from urllib.parse import parse_qsl
 
 from tritonemb.data.files import pa
 from tritonemb.data.protocol import Shard
+from tritonemb.data.schema import CATEGORIES, LogOptions
 from tritonemb.data.streams import IDLE_SECONDS, Offsets
 from tritonemb.utils import require
 
@@ -22,10 +24,11 @@ TIMEOUT = 10.0  # seconds for a broker to describe the topic
 class KafkaStream:
     """Messages of a topic, `kafka://HOST:PORT,HOST:PORT/TOPIC?option=value`, with options of librdkafka. Partitions are
     read in turns, a block of messages each, so that rows have one order: a stream waits for a partition without any.
-    Shard i of n has the partitions p with p % n = i. Raise ConnectionError if no broker answers, or if messages at the
-    offsets are gone; ValueError for an invalid URI, an unknown topic, or another number of partitions."""
+    Shard i of n has the partitions p with p % n = i. If the options skip bad rows, so is a message of which a value has
+    another type than most of the first block. Raise ConnectionError if no broker answers, or if messages at the offsets
+    are gone; ValueError for an invalid URI, an unknown topic, or another number of partitions."""
 
-    def __init__(self, uri: str) -> None:
+    def __init__(self, uri: str, options: LogOptions) -> None:
         address, _, query = uri.removeprefix(SCHEME).partition("?")
         brokers, _, self._topic = address.partition("/")
         if not brokers or not self._topic or "/" in self._topic:
@@ -34,6 +37,8 @@ class KafkaStream:
         # Offsets are those of checkpoints: brokers must not store them, nor skip messages that are gone.
         fixed = {"group.id": "tritonemb", "enable.auto.commit": False, "auto.offset.reset": "error"}
         self._config = dict(parse_qsl(query)) | fixed | {"bootstrap.servers": brokers}
+        self._skips, self._sparse = options.on_bad_row == "skip", options.schema.sparse or CATEGORIES
+        self._types: dict[str, str] = {}  # of most values in the first block, by column, if bad rows are skipped
 
     def read(self, offsets: Offsets, shard: Shard, columns: Sequence[str]) -> Iterator[tuple[Offsets, Any]]:
         """See `RowStream.read`. Offsets are those of partitions, their number, and that of the messages ("turn")."""
@@ -74,9 +79,17 @@ class KafkaStream:
 
     def _to_batch(self, messages: Sequence[Any], columns: Sequence[str]) -> Any:
         rows = list(map(_parse, messages))
+        if columns and self._skips:
+            rows = [row if all(self._fits(name, row.get(name)) for name in columns) else {} for row in rows]
         arrays = dict[str, Any]()
         for name in columns or dict.fromkeys(name for row in rows for name in row):
             values = [row.get(name) for row in rows]
+            if not columns and self._skips:
+                types = Counter(kind for value in values if (kind := self._type_of(name, value)) not in ("", "list of "))
+                self._types[name] = max(types, key=types.__getitem__, default="")
+                values = [value if self._fits(name, value) else None for value in values]
+            if {bool} < {*map(type, values)} - {NoneType} <= {bool, int, float}:
+                values = [int(value) if isinstance(value, bool) else value for value in values]
             try:
                 arrays[name] = pa.array(values)
             except (pa.ArrowException, OverflowError) as error:
@@ -86,6 +99,21 @@ class KafkaStream:
                     raise ValueError(f"{self.path}, {text} ({error})") from error
                 arrays[name] = pa.nulls(len(rows))  # of the first block, which has columns that are not needed, too
         return pa.RecordBatch.from_pydict(arrays)
+
+    def _fits(self, name: str, value: Any) -> bool:
+        expected, actual = self._types.get(name, ""), self._type_of(name, value)
+        return expected.startswith(actual) or actual.startswith(expected)  # a list of nothing fits any list
+
+    def _type_of(self, name: str, value: Any) -> str:
+        """Name the type of a value, "" if it is missing; numbers have one type, but in sparse columns."""
+        if isinstance(value, list):
+            types = {self._type_of(name, element) for element in value} - {""}
+            return f"list of {''.join(types)}" if len(types) < 2 else "mixed list"
+        if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+            return "large int"
+        if isinstance(value, int | float) and name not in self._sparse:
+            return "number"
+        return "" if value is None else type(value).__name__
 
 
 def _parse(message: Any) -> dict[str, Any]:
