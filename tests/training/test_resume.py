@@ -26,7 +26,7 @@ from tritonemb.storage.checkpoint import write_manifest
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
-from tritonemb.training.checkpoint.manager import CheckpointManager
+from tritonemb.training.checkpoint.manager import CheckpointManager, data_changes
 
 RUN = CheckpointManager._run
 
@@ -255,6 +255,32 @@ def test_a_run_resumes_with_changed_data_only_if_it_is_told_to(tmp_path, max_ste
             results.resume()
         assert (results.progress.position, results.progress.epoch_samples) == (None, 0)
     assert results.fit().steps > (max_steps or 7)
+
+
+def test_a_run_resumes_with_other_columns_only_if_it_is_told_to(tmp_path):
+    path = tmp_path / "log.csv"
+    path.write_text("\n".join(["y,z,x,u,v,w,s,t", *(f"{n % 2},{n % 3 % 2},{n},u{n % 9},1,2,{n},{n}" for n in range(99))]))
+
+    def trainer(label: str = "y", weight: str = "w", time: str = "t", **options: Any) -> te.Trainer:
+        schema = Schema(label, dense=("x",), sparse=("u",), weight=weight, num_embeddings=50)
+        rule = SplitRule(time_column=time, test_from="80")
+        return log_trainer(ClickLog(path, LogOptions(schema, rule)), tmp_path / "run", **options)
+
+    trainer(max_steps=2).fit()
+    for changes, message in (
+        ({"weight": "v"}, "weight column was w, is v"),
+        ({"weight": ""}, "weight column was w, is absent"),
+        ({"time": "s"}, "time column was t, is s"),
+    ):
+        with pytest.raises(ValueError, match=f"the data have changed since .*: {message}. Restore them"):
+            trainer(**changes).resume()
+    manifest = read_manifest(tmp_path / "run" / "checkpoints" / "step-2")
+    with pytest.raises(ValueError, match="label column was y, is z"):
+        data_changes(tmp_path, manifest, trainer("z").data, CheckpointOptions())
+    other = trainer(weight="v", checkpoints=CheckpointOptions(on_changed_data="continue"))
+    with pytest.warns(UserWarning, match="weight column was w, is v. The epoch restarts"):
+        other.resume()
+    trainer().resume()
 
 
 def test_a_run_that_did_not_record_its_data_resumes_with_its_split(tmp_path):

@@ -192,8 +192,12 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
     for a difference if `options.on_changed_data` is "stop"."""
     if not (recorded := manifest.get("data")) and isinstance(data, ClickLog):
         data.number_by_line()
-    current = getattr(data, "contents", None)
-    if not recorded or not current or list(current.items()) == list(recorded.items()):
+    if not recorded or not (current := getattr(data, "contents", None)):
+        return ""
+    if isinstance(data, ClickLog) and (read := manifest.get("reading", {}).get("read")):
+        recorded = recorded | _columns(read)
+        current = current | _columns(plain(replace(data.options, schema=data.schema)))
+    if list(current.items()) == list(recorded.items()):
         return ""
     pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
     changes = [f"{name} was {old}, is {new}" for name, (old, new) in pairs.items() if old != new]
@@ -201,6 +205,14 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
     if options is not None and options.on_changed_data == "stop":
         raise ValueError(f"{text}. Restore them, or restart the epoch with --on-changed-data continue")
     return text
+
+
+def _columns(read: Mapping[str, Any]) -> dict[str, str]:
+    """Name label, weight and time columns of the options of a log, plain values, by role."""
+    schema, rule = read["schema"], read.get("split", {})
+    label = ", ".join(schema.get("labels") or [schema.get("label", "")])
+    columns = {"label": label, "weight": schema.get("weight"), "time": rule.get("time_column")}
+    return {f"{role} column": name for role, name in columns.items() if name}
 
 
 def services_of(model: nn.Module) -> dict[str, TableService]:
