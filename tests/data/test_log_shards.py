@@ -92,6 +92,16 @@ def test_every_row_of_a_log_is_in_one_shard(logs, kind, size, count, rule, split
         assert rows == expected  # runs, one after the other
 
 
+def test_rows_of_shards_are_known_where_those_of_the_split_are(logs):
+    for rule in RULES[:2]:
+        log = ClickLog(logs["parquet files", 300], options(rule, log_transform=False))
+        for split, count in itertools.product(log.splits(), (1, 2, 3, 7)):
+            rows = [len(numbers(log, split, shard=(index, count))) for index in range(count)]
+            assert log.shard_rows(split, count) == rows
+    for kind in ("plain", "parquet"):
+        assert reader(logs[kind, 300]).shard_rows("train", 2) is None
+
+
 @settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),

@@ -20,6 +20,8 @@ pytest.importorskip("psutil")
 from tests.helpers import assert_same_bits, breadth
 from tests.training import jobs
 from tritonemb.comm.group import RankGroup
+from tritonemb.data import ClickLog, LogOptions, Schema
+from tritonemb.data.schema import ALL_ROWS
 from tritonemb.training import CheckpointOptions
 
 SAMPLES_A_STEP = 200
@@ -66,6 +68,27 @@ def test_uneven_shares_change_nothing(ranks, size, rows):
     for result in run(ranks, size, **options):
         assert result["samples"] == expected["samples"]
         close(result["losses"], expected["losses"])
+
+
+def steps_of_a_log(rank, path):
+    """Steps and samples, planned and trained, of two epochs of a Parquet file."""
+    log = ClickLog(path, LogOptions(Schema("click", ("x",), ("u",), num_embeddings=50), ALL_ROWS))
+    model = te.nn.DLRM(log.tables(4), 1, bottom_mlp=(4,), top_mlp=(4,), optimizer=jobs.ROW_WISE_ADAGRAD)
+    plan = te.sharding.ShardingPlan({"u": te.sharding.RowWise()}, 2)
+    trainer = te.Trainer(te.HybridParallel(model, plan), log, batch_size=19, epochs=2, verbose=False)
+    planned = trainer.state.total_steps, trainer.state.total_samples(110)
+    result = trainer.fit()
+    return planned, (result.steps, result.num_samples)
+
+
+def test_the_steps_of_uneven_row_groups_are_planned(ranks, tmp_path):
+    """Row groups of 58 and 52 rows: the first rank has four batches per epoch, the second three."""
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"click": [n % 2 for n in range(110)], "x": [n / 10 for n in range(110)], "u": list(range(110))}
+    with parquet.ParquetWriter(tmp_path / "log.parquet", pa.table(columns).schema) as writer:
+        writer.write_table(pa.table(columns), row_group_size=58)
+    assert ranks(2).run(steps_of_a_log, tmp_path / "log.parquet") == [((8, 220), (8, 220))] * 2
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}], ids=str)

@@ -165,6 +165,12 @@ class ClickLog(protocol.TablesMixin):
         known = self._reader.num_rows(split)
         return self._known_rows.get(split) if known is None else known
 
+    def shard_rows(self, split: Split, count: int) -> list[int] | None:
+        """Return the number of rows of each of `count` shards of a split; None if it is unknown before they are read."""
+        if self._reader.num_rows(split) is None:
+            return None
+        return [self._reader.shard(split, (index, count)).num_rows(split) or 0 for index in range(count)]
+
     def estimated_rows(self, split: Split) -> int | None:
         """Return the number of rows, or estimate it from the sizes of the files and their first lines."""
         known = self.num_rows(split)

@@ -32,15 +32,7 @@ from tritonemb.tables.table_set import TableSet, needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.model import fused_modules
 from tritonemb.training.ranks import Ranks, on_rank_zero
-from tritonemb.training.step import (
-    PLAIN,
-    OrderedPrefetch,
-    PreparedStep,
-    StepPipeline,
-    TrainStep,
-    count,
-    prefetch_for,
-)
+from tritonemb.training.step import PLAIN, OrderedPrefetch, PreparedStep, StepPipeline, TrainStep, count, prefetch_for
 
 Steps = Iterator[PreparedStep]
 TensorMetadata = Mapping[str, TensorStorageMetadata]
@@ -204,10 +196,17 @@ class TrainState:
         """Samples per step of all ranks; the last step of an epoch may have fewer."""
         return self.options.batch_size * self.options.accumulate * self.ranks.size
 
+    def steps_per_epoch(self, rows: int) -> int:
+        """Steps of an epoch of `rows`: those of the largest shard, as the ranks of others end before."""
+        size, count_rows = self.ranks.size, getattr(self.data, "shard_rows", None)
+        shards = count_rows("train", size) if count_rows is not None and size > 1 else None
+        largest = -(-rows // size) if shards is None else max(shards)
+        return max(1, -(-largest // (self.options.batch_size * self.options.accumulate)))
+
     @property
     def total_steps(self) -> int | None:
         rows = self.data.num_rows("train") if "train" in self.data.splits() else None
-        by_epochs = None if rows is None else -(-rows // self.samples_per_step) * self.last_epoch
+        by_epochs = None if rows is None else self.steps_per_epoch(rows) * self.last_epoch
         return min((steps for steps in (by_epochs, self.last_step) if steps is not None), default=None)
 
     def total_samples(self, rows: int | None) -> int | None:
@@ -216,8 +215,8 @@ class TrainState:
             return None if self.last_step is None else self.last_step * self.samples_per_step
         if self.last_step is None:
             return rows * self.last_epoch
-        epochs, extra_steps = divmod(self.last_step, -(-rows // self.samples_per_step))
-        return min(rows * self.last_epoch, rows * epochs + extra_steps * self.samples_per_step)
+        epochs, extra_steps = divmod(self.last_step, self.steps_per_epoch(rows))
+        return min(rows * self.last_epoch, rows * epochs + min(rows, extra_steps * self.samples_per_step))
 
     def settle(self) -> None:
         """Wait until the prefetch is idle: no collectives and no transfers of rows are running."""
