@@ -238,6 +238,32 @@ def test_times_as_strings_are_times(tmp_path, bound):
                     numbers(log, "test")
 
 
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log.parquet"])
+def test_a_split_without_rows_is_found_at_once(tmp_path, name):
+    columns = {"label": "y", "dense": ("r",), "sparse": ("u",), "on_bad_row": "skip", "chunk_bytes": 300}
+    path = write(tmp_path, ["y,t,r,u", *(f"{n % 2},{n},{n},u" for n in range(200)), "y,x"], name.replace("parquet", "csv"))
+    if name == "log.parquet":
+        rule = SplitRule(time_column="t", test_from="500")
+        convert(path, tmp_path / name, options(rule, **columns), row_group_rows=60)
+
+    def log(validation_from: str | None, test_from: str | None) -> ClickLog:
+        return reader(tmp_path / name, SplitRule("time", 0, 0, (), (), "t", test_from, validation_from), **columns)
+
+    for times, split, message in (
+        ((None, "200"), "test", "no 't' is 200 or later"),
+        (("200", None), "validation", "no 't' is 200 or later"),
+        (("70", "70"), "validation", "no 't' is 70 or later, before 70"),
+        (("0", "50"), "train", "no 't' is before 0"),
+    ):
+        with pytest.raises(ValueError, match=rf"data set '{name}': there are no {split} rows: {message}$"):
+            log(*times).check_rows(split)
+    for times in ((None, "199"), ("1", "2"), ("70", "71"), ("198", "199")):
+        for split in log(*times).splits():
+            log(*times).check_rows(split)
+    with pytest.raises(ValueError, match=r"there are no test rows$"):
+        reader(tmp_path / name, SplitRule("random", 1e-9), **columns).check_rows("test")
+
+
 @pytest.mark.parametrize(
     "spelling", ["{0}/day 2.csv", "file://{0}/day 2.csv", "FILE://{0}//day%202.csv", "{0}/../hard.csv"]
 )

@@ -12,7 +12,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training.disk_job import in_memory
 from tests.training.jobs import Crash, CrashAt
-from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
+from tritonemb.data import NAMES, LogOptions, Schema, SplitRule, make_synthetic
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.serving.run import PredictOptions, predict
 from tritonemb.training import CheckpointOptions
@@ -177,6 +177,10 @@ def test_a_refused_run_converts_nothing(tmp_path):
     with pytest.raises(ValueError, match="holds a run with step-10"):
         train(text_run(tmp_path / "run", 2), verbose=False)
     assert not (tmp_path / "run" / "cache").exists()
+    config, rule = text_run(tmp_path / "other", 2), SplitRule("random", 1e-9)
+    with pytest.raises(ValueError, match="there are no test rows"):
+        train(replace(config, read=replace(config.read, split=rule)), verbose=False)
+    assert not (tmp_path / "other" / "cache").exists()
 
 
 def test_a_command_changes_nothing_in_a_folder_that_another_process_trains_in(tmp_path):

@@ -8,7 +8,7 @@ from torch import nn
 
 import tritonemb as te
 from tests.training.jobs import Record
-from tritonemb.data import Column, Dataset, Feature, Rows, make_synthetic
+from tritonemb.data import ClickLog, Column, Dataset, Feature, LogOptions, Rows, Schema, SplitRule, make_synthetic
 from tritonemb.training import Schedule
 from tritonemb.training.model import dense_parameters
 
@@ -69,6 +69,22 @@ def test_fit_goes_on_with_the_next_epoch(small):
     trainer.fit()
     for a, b in zip(once.state_dict().values(), twice.state_dict().values(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_split_that_is_missing_or_empty_is_an_error_before_training(tmp_path):
+    (tmp_path / "log.csv").write_text("\n".join(["y,t,u", *(f"{n % 2},{n},u{n % 9}" for n in range(99))]))
+    for rule, message in (
+        (SplitRule(test_share=0.0), "data set 'log.csv' has no 'test' rows, only train"),
+        (SplitRule(time_column="t", test_from="99"), "there are no test rows: no 't' is 99 or later"),
+        (SplitRule(time_column="t", test_from="0"), "there are no train rows: no 't' is before 0"),
+    ):
+        log = ClickLog(tmp_path / "log.csv", LogOptions(Schema("y", sparse=("u",), num_embeddings=50), rule))
+        model = te.nn.DCNv2(log.tables(4), 0, top_mlp=(4,), optimizer=SPEC)
+        trainer = make_trainer(log, model, folder=tmp_path / "run")
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(test=True)
+        assert trainer.progress.step == 0
+        assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
 def test_every_epoch_has_an_order_of_its_own(data):

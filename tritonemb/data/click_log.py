@@ -171,6 +171,17 @@ class ClickLog(protocol.TablesMixin):
             return None
         return [self._reader.shard(split, (index, count)).num_rows(split) or 0 for index in range(count)]
 
+    def check_rows(self, split: Split) -> None:
+        """Raise ValueError if a split has no valid rows; it is read up to the first one. A stream may have some later."""
+        if (self.is_stream and split == "train") or self._reader.has_rows(split):
+            return
+        rule, reason = self.options.split, ""
+        if rule.time_column is not None:
+            times = {"train": f"before {rule.validation_from or rule.test_from}", "test": f"{rule.test_from} or later"}
+            times["validation"] = f"{rule.validation_from} or later" + f", before {rule.test_from}" * bool(rule.test_from)
+            reason = f": no {rule.time_column!r} is {times[split]}"
+        raise ValueError(f"data set {self.name!r}: there are no {split} rows{reason}")
+
     def estimated_rows(self, split: Split) -> int | None:
         """Return the number of rows, or estimate it from the sizes of the files and their first lines."""
         known = self.num_rows(split)

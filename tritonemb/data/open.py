@@ -249,8 +249,8 @@ def _handle_request(data: Any, stop_event: threading.Event, request: dict[str, A
         yield values | {"features": [astuple(feature) for feature in data.features]}, b""
     elif action == "missing":
         yield {"sizes": data.sizes_on_peers(request["split"], tuple(request["shard"]))}, b""
-    elif action == "shards":
-        yield {"rows": data.shard_rows(**request) if hasattr(data, "shard_rows") else None}, b""
+    elif action in ("shard_rows", "check_rows"):  # of logs
+        yield {"result": getattr(data, action)(**request) if hasattr(data, action) else None}, b""
     elif action == "rows":
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
@@ -303,7 +303,11 @@ class RemoteData(TablesMixin):
 
     def shard_rows(self, split: Split, count: int) -> list[int] | None:
         """Return the number of rows of each of `count` shards of a split; None if it is unknown to the host."""
-        return self.ask(lambda client: client.call("shards", {"split": split, "count": count})["rows"])
+        return self.ask(lambda client: client.call("shard_rows", {"split": split, "count": count})["result"])
+
+    def check_rows(self, split: Split) -> None:
+        """Raise ValueError if a split of a log has no rows."""
+        self.ask(lambda client: client.call("check_rows", {"split": split}))
 
     def estimated_rows(self, split: Split) -> int | None:
         """Estimate the number of rows of a split; None if that is impossible."""

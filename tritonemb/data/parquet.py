@@ -3,6 +3,7 @@
 import bisect
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -229,6 +230,9 @@ class ArrowSource(LogSource):
                     start = groups_within.pop().start
                 groups_within.append(Part(number, start, ends[group]))
         return tuple(groups_within)
+
+    def tail(self, part: Part) -> Part:
+        return replace(part, start=max(part.start, self._stop(part) - SLICE_ROWS))
 
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
         return f"{self.files[part.file].path}, row {chunk.offset + line + 1}"

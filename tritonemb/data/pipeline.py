@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
@@ -71,6 +72,10 @@ class LogSource(Protocol):
     def within(self, split: Split, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """Return parts that may have rows of a split by time, so that shards of them are of similar size."""
         return parts
+
+    def tail(self, part: Part) -> Part:
+        """Return the last rows of a part, about a chunk, or all of them if they are found in order only."""
+        return part
 
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
         """Return the location of a chunk's row for messages: `train.txt, line 3`."""
@@ -175,6 +180,20 @@ class LogReader:
         parts = self.split_parts(split)
         is_exact = self.source.counts_rows and self.kind in ("end", "files") and self.options.on_bad_row == "raise"
         return round(sum(map(self.source.estimated_rows, parts))) if is_exact else None
+
+    def has_rows(self, split: Split) -> bool:
+        """Return whether a split has a valid row; late ones are looked for at the ends of files first."""
+        if (num_rows := self.num_rows(split)) is not None:
+            return num_rows > 0
+        parts = self.split_parts(split)
+        if self.kind == "time":
+            parts = self.source.within(split, parts)
+            tails = (self.source.tail(part) for part in reversed(parts)) if split != "train" else ()
+            parts = (*(part for part in tails if part not in parts), *parts)
+        options = replace(self.options, on_bad_row="skip")
+        reader, size = replace(self, parts={split: parts}, options=options), options.chunk_bytes
+        chunks = (self.source.chunks(part, n, size, part.start, 0) for n, part in enumerate(parts))
+        return any(reader._read(split, chunk)[1].rows for chunk in chain.from_iterable(chunks))
 
     def estimated_rows(self, split: Split) -> int | None:
         if self.kind == "time":

@@ -357,8 +357,9 @@ class Data(Protocol):
     """Data set for binary click prediction, in memory (`Dataset`) or streamed (`ClickLog`).
 
     It may have `contents`, strings by name: a run whose data has other contents is resumed on request only; `labels`,
-    the names of several labels, of batches with labels `[B, L]`; `has_weights`, whether batches have weights; and a
-    method `shard_rows(split, count)`, which returns the rows of each shard, unless they are as many in each."""
+    the names of several labels, of batches with labels `[B, L]`; `has_weights`, whether batches have weights; and
+    methods `shard_rows(split, count)`, which returns the rows of each shard unless they are as many in each, and
+    `check_rows(split)`, which raises ValueError if a split has none."""
 
     @property
     def name(self) -> str: ...

@@ -125,6 +125,11 @@ class TextSource(LogSource):
             shard_parts += [replace(part, stripes=shard) for part in unseekable]
         return tuple(sorted(shard_parts, key=lambda part: (part.file, part.start)))
 
+    def tail(self, part: Part) -> Part:
+        if self.parser.quoted or (file := self.files[part.file]).codec is not None:
+            return part
+        return replace(part, start=max(part.start, file.size - _SAMPLE_BYTES))
+
     def location(self, part: Part, chunk: Chunk, line: int) -> str:
         lines_before = self._lines_and_rows_before(part.file, part.start)[0]
         return f"{self.files[part.file].path}, line {lines_before + chunk.line + line + 1}"

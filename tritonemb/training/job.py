@@ -92,6 +92,7 @@ def train(
             manifest = on_each_rank(group, lambda: read_manifest_text(resumed_path)[1])
             on_each_rank(group, lambda: data_changes(resumed_path, manifest, data, config.checkpoint))
         if converted and isinstance(data, ClickLog):
+            on_each_rank(group, lambda: [*map(data.check_rows, data.splits())])
             # The first rank converts; the others wait for its lock, not in a collective, which could time out.
             with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
                 data = on_each_rank(group, partial(cached_as_parquet, data, folder.path / "cache", show))

@@ -24,8 +24,8 @@ from tritonemb.training.callbacks.console import format_bytes
 from tritonemb.training.checkpoint import CheckpointError, RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import Metrics, evaluate, warn_of_repeated_rows
-from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
+from tritonemb.training.metrics import Metrics, check_rows, evaluate, warn_of_repeated_rows
+from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError, on_each_rank
 from tritonemb.training.step import STAGES, PreparedStep, count, take
 from tritonemb.training.train_state import TrainState, caches_of, table_sets_of
 from tritonemb.utils import require
@@ -97,6 +97,8 @@ class Loop:
     def run(self, test: bool) -> FitResult:
         """Train to the end, evaluate the test rows with `test`, and call the callbacks."""
         progress, initial_samples, end = self.progress, self.progress.samples, None
+        splits: list[Split] = ["train", *["validation"] * self.evaluations.due, *["test"] * test]
+        on_each_rank(self.ranks.control, lambda: [check_rows(self.state.data, split) for split in splits])
         try:
             self.callbacks.on_start(start_of(self.state, self.folder))
             self.checkpointer.clean_folder()  # now that nothing refuses to start

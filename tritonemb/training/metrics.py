@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tritonemb.data import Batch, Split
+from tritonemb.data import Batch, Data, Split
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
 from tritonemb.data.protocol import Batches, Feature
@@ -154,6 +154,14 @@ def grouped_auc(
         raise UndefinedMetricsError("no group has rows of both labels and logits that differ, so GAUC is not defined")
     aucs, sizes = wins[valid] / pairs[valid], group.bincount(weights)[valid]
     return float(aucs @ sizes / sizes.sum()), float(aucs.mean()), len(aucs)
+
+
+def check_rows(data: Data, split: Split) -> None:
+    """Raise ValueError if data lack a split, or say that it has no rows."""
+    if split not in data.splits():
+        raise ValueError(f"data set {data.name!r} has no {split!r} rows, only {join_names(data.splits())}")
+    if (check := getattr(data, "check_rows", None)) is not None:
+        check(split)
 
 
 def check_group_by(name: str | None, features: Iterable[Feature]) -> None:
