@@ -245,8 +245,8 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 
 # Commands by name: module, class of options and function.
 _SIMPLE = {
-    "predict": ("tritonemb.serving.run", "PredictOptions", "predict"),
-    "evaluate": ("tritonemb.serving.run", "EvaluateOptions", "evaluate"),
+    "predict": ("tritonemb.serving.commands", "PredictOptions", "predict"),
+    "evaluate": ("tritonemb.serving.commands", "EvaluateOptions", "evaluate"),
     "export": ("tritonemb.serving.export", "ExportOptions", "run_export"),
     "serve": ("tritonemb.serving.http", "ServeOptions", "serve"),
     "compare": ("tritonemb.training.callbacks.report", "CompareOptions", "compare"),

@@ -14,7 +14,7 @@ from tests.training.disk_job import in_memory
 from tests.training.jobs import Crash, CrashAt
 from tritonemb.data import NAMES, LogOptions, Schema, SplitRule, make_synthetic
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.serving.run import PredictOptions, predict
+from tritonemb.serving.commands import PredictOptions, predict
 from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder
 from tritonemb.training.config import (

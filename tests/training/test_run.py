@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gc
+import json
 import random
 import re
 import threading
@@ -28,7 +29,7 @@ from tritonemb.data.encode import make_numberings
 from tritonemb.data.files import pa, parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
-from tritonemb.serving.run import PredictOptions, predict
+from tritonemb.serving.commands import EvaluateOptions, PredictOptions, evaluate, predict
 from tritonemb.storage.checkpoint import write_manifest
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
@@ -121,6 +122,16 @@ def test_a_row_has_the_same_score_wherever_it_comes_from(trained, tmp_path):
     out = tmp_path / "scores.parquet"
     predict(PredictOptions(checkpoint=folder / "run", data=str(folder / "clicks.csv"), out=out))
     assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()
+    # Text of another form than in training.
+    text = (folder / "clicks.csv").read_text("utf-8").replace(",", ";").replace("|", "&")
+    (tmp_path / "clicks.txt").write_text(text, "utf-8")
+    options = {"checkpoint": folder / "run", "delimiter": ";", "list_separator": "&"}
+    predict(PredictOptions(**options, data=str(tmp_path / "clicks.txt"), out=out))
+    assert parquet.read_table(out)["score"].to_pylist() == scores.tolist()
+    metrics = json.loads(evaluate(EvaluateOptions(**options, data=str(tmp_path / "clicks.txt"), json=True)))
+    assert metrics["auc"] == loaded_run.evaluate(folder / "clicks.csv").auc
+    with pytest.raises(ValueError, match="delimiter, list_separator: no effect without data"):
+        evaluate(EvaluateOptions(**options))
 
 
 def discounted(batch: object) -> object:

@@ -1,14 +1,9 @@
-"""Trained runs: load a model, score and evaluate rows encoded as in training, look up rows of its tables.
+"""Trained runs: load a model, score and evaluate rows encoded as in training, look up rows of its tables."""
 
-Below: `tritonemb predict` and `tritonemb evaluate`.
-"""
-
-import itertools
-import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +16,7 @@ from tritonemb.data import open_dataset, open_for_scoring
 from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Rows, gather_batch, pad_batch
 from tritonemb.data.click_log import ClickLog, encoding_digest, vocabulary_digest
 from tritonemb.data.encode import make_numberings
-from tritonemb.data.files import arrow_csv, pa, parquet
+from tritonemb.data.files import pa
 from tritonemb.data.protocol import Data, Feature
 from tritonemb.data.requests import RequestEncoder
 from tritonemb.data.schema import FIELDS, LogOptions
@@ -33,8 +28,6 @@ from tritonemb.server.attach import Servers, attach, attach_for_reading, collect
 from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
 from tritonemb.serving.package import load_package, read_package
 from tritonemb.serving.quantized_tables import QuantizedCollection
-from tritonemb.serving.retrieval import top_rows
-from tritonemb.training.callbacks.report import describe_metrics
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import data_changes, load_model
 from tritonemb.training.config import TrainConfig
@@ -50,14 +43,13 @@ from tritonemb.training.metrics import (
 from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
-from tritonemb.utils import Options, atomic_path, join_names, number
+from tritonemb.utils import Options, join_names, number
 
 SKIPPED_PREFIXES = ("optimizer.", "rng.", "trainer.")  # of tensors that only training needs
 READING_KEYS = "features", "num_dense", "read", "precision"  # of the config in checkpoints of old versions
 DATASETS = "movielens-100k", "synthetic", "adult"  # data sets without raw rows: they are encoded in one piece
 # Keys of the config that do not determine the model.
 TRAINING_KEYS = "schedule evaluation checkpoint output profile parallel server offload converted features num_dense"
-SUFFIXES = (".parquet", ".csv")  # of output files
 Factory = Callable[..., nn.Module]
 
 
@@ -365,86 +357,3 @@ class LoadOptions(Options):
         """Load the run, with the model of MODULE:FUNCTION if given; raise ValueError if it cannot be imported."""
         factory = None if self.model is None else import_factory(self.model)
         return load_run(self.checkpoint, model=factory, device=self.device, transforms=self.transforms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PredictOptions(LoadOptions):
-    """Write the click probability of every row of a log.
-
-    Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
-
-    Args:
-        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
-        data: log to score: a file or a folder.
-        out: .parquet or .csv file to write: one row per row of the log, in the same order.
-        keep: columns of the log to write before the scores, without encoding.
-        top: for a two-tower model, number of items to write per row of `data`, which then has users, best first.
-        items: file of the items to rank, with `top`.
-        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer or of such a model.
-        batch_size: maximum number of rows per batch.
-        device: device of the model.
-        transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
-    """
-
-    data: str
-    out: Path = Path("scores.parquet")
-    keep: tuple[str, ...] = ()
-    top: int | None = number(None, least=1)
-    items: str | None = None
-
-
-def predict(options: PredictOptions) -> str:
-    """Score a log and write the file atomically; return a message. Raise ValueError or FileNotFoundError if the
-    checkpoint or the log cannot be used, or the file cannot be written."""
-    if options.out.suffix not in SUFFIXES:
-        raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
-    if len({*options.keep, "score"}) <= len(options.keep):
-        raise ValueError(f"keep must name each column once, and not 'score', got {list(options.keep)}")
-    run, num_rows = options.load(), 0
-    blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, *run.score_names]
-    tables = (pa.table([*arrays, *scores.view(len(scores), -1).numpy().T], names) for arrays, scores in blocks)
-    if options.top or options.items:
-        tables = top_rows(run, options.data, options.items, options.top, options.keep, options.batch_size)
-    if (first := next(tables, None)) is None:
-        raise ValueError(f"{options.out} is not written: {options.data} has no rows to score")
-    writer_class = arrow_csv.CSVWriter if options.out.suffix == ".csv" else parquet.ParquetWriter
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    try:  # write table by table: memory does not depend on the size of the log
-        # A column without values in the first table may have some later, of any type.
-        schema = pa.schema(f.with_type(pa.string()) if pa.types.is_null(f.type) else f for f in first.schema)
-        with atomic_path(options.out) as temporary, writer_class(temporary, schema) as writer:
-            for table in itertools.chain([first], tables):
-                writer.write_table(table.cast(schema))
-                num_rows += table.num_rows
-    except pa.ArrowException as error:
-        raise ValueError(f"{options.out}: these columns cannot be written in this format ({error})") from error
-    return f"{options.out}: {num_rows:,} scores by {run.path}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluateOptions(LoadOptions):
-    """Print the metrics of a run on rows with labels.
-
-    Example: tritonemb evaluate --checkpoint runs/mine --data day_23
-
-    Args:
-        checkpoint: checkpoint, or folder of a run: its best checkpoint, or its newest if none is marked best.
-        data: log with labels: a file or a folder; the run's test rows if not given.
-        model: MODULE:FUNCTION that builds the model, for a run of te.Trainer or of such a model.
-        json: print the metrics as JSON.
-        group_by: sparse column, such as the user, by whose values rows are grouped for GAUC.
-        batch_size: maximum number of rows per batch.
-        device: device of the model.
-        transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
-    """
-
-    data: str | None = None
-    json: bool = False
-    group_by: str | None = None
-
-
-def evaluate(options: EvaluateOptions) -> str:
-    """Evaluate a run; return the text. Raise ValueError or FileNotFoundError for an unusable checkpoint or log."""
-    run = options.load()
-    metrics = run.evaluate(options.data, batch_size=options.batch_size, group_by=options.group_by)
-    return json.dumps(asdict(metrics)) if options.json else f"{run.path}\n{describe_metrics(metrics)}"
