@@ -160,6 +160,22 @@ def test_a_trainer_publishes(ranks, size, tmp_path):
     )
 
 
+def test_a_later_publisher_takes_the_place_of_an_earlier_one(tmp_path):
+    model, first, second = Model(), Publisher(tmp_path), Publisher(tmp_path)
+    first.publish(model)
+    second.publish(model)
+    train(model, 1)
+    for _ in range(2):
+        files = {*tmp_path.iterdir()}
+        with pytest.raises(StorageError, match="another publisher writes to .*; give each run a separate folder"):
+            first.publish(model)
+        assert {*tmp_path.iterdir()} == files
+        second.publish(model)
+    served = Model(seed=1)
+    assert ModelFollower(served, tmp_path, poll=None).problem is None
+    assert torch.equal(scores(served), scores(model))
+
+
 def test_a_failure_releases_the_tables(tmp_path, monkeypatch):
     """Training continues after a full disk: its thread can lock the dynamic table whose rows were being written."""
     model, publisher, write = Model("dynamic"), Publisher(tmp_path), snapshot.write_record

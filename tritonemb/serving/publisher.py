@@ -195,7 +195,8 @@ def model_records(
 class Publisher(Callback):
     """Publisher of a model into a folder, for followers; a callback of `te.Trainer`, or called between steps.
 
-    Files of changes are written by a thread. After a failure the next snapshot is a full one.
+    Files of changes are written by a thread. After a failure the next snapshot is a full one. A later publisher of the
+    same folder, as of a run that is resumed, takes the place of this one, whose `publish` raises from then on.
 
     Args:
         folder: on a file system that all ranks, servers and followers share; created if missing.
@@ -229,6 +230,7 @@ class Publisher(Callback):
         self._folder, self._max_files = Path(folder).absolute(), most
         self._steps = 1 if steps is None and seconds is None else steps
         self._bits, self._step, self._group = 8 if rows == "int8" else 32, 0, cast(RankGroup, None)
+        self._name, self._has_published = uuid.uuid4().hex, False
         self._chains: dict[str, list[dict[str, Any]]] = {}  # of servers, by collection
         self._model_chains: list[dict[str, Any]] = []  # by rank
         self._published: list[Published] = []
@@ -298,6 +300,7 @@ class Publisher(Callback):
 
     def _begin(self, servers: dict[str, Any]) -> None:
         """Create the folder, and let servers write their snapshots."""
+        self._read_manifest()
         self._folder.mkdir(parents=True, exist_ok=True)
         for name, tables in servers.items():
             self._chains[name] = self._snapshot(tables.service, self._chains.pop(name, []))
@@ -322,13 +325,21 @@ class Publisher(Callback):
         self._model_chains[:] = _extended([] if is_full else self._model_chains, *zip(*written, strict=True))
         on_rank_zero(group, self._write_manifest, StorageError)
 
+    def _read_manifest(self) -> dict[str, Any]:
+        """Return the manifest, empty if it is missing or damaged; StorageError if another publisher has replaced it."""
+        manifest = dict[str, Any]()
+        with suppress(FileNotFoundError, ValueError):
+            manifest = json.loads(read_sealed(self._folder / PUBLISHED))
+        if self._has_published and manifest and manifest.get("publisher") != self._name:
+            raise StorageError(f"another publisher writes to {self._folder}; give each run a separate folder")
+        return manifest
+
     def _write_manifest(self) -> None:
-        manifest, previous = self._folder / PUBLISHED, dict[str, Any]()
-        with suppress(FileNotFoundError, ValueError):  # missing, or damaged
-            previous = json.loads(read_sealed(manifest))
+        manifest, previous = self._folder / PUBLISHED, self._read_manifest()
         current: dict[str, Any] = {"servers": self._chains, "model": self._model_chains, "step": self._step}
         with storage_errors(f"{manifest} could not be written", "check the disk"):
-            atomic_write(manifest, seal(json.dumps(current)))
+            atomic_write(manifest, seal(json.dumps(current | {"publisher": self._name})))
+        self._has_published = True
         # Followers may still read the files of the previous manifest.
         chains = ([m.get("model", []), *m["servers"].values()] for m in (previous, current) if m)
         used_files = {file for entry in chain(*chain(*chains)) for file in entry["files"]}
