@@ -17,6 +17,11 @@ def rows(num_rows: int = 5, bags: list[list[int]] | None = None) -> Rows:
     return Rows(torch.arange(num_rows * 2.0).reshape(num_rows, 2), (single, many), torch.arange(num_rows) % 2.0)
 
 
+def with_offsets(*offsets: int) -> Rows:
+    single, many = rows().columns
+    return Rows(rows().dense, (single, Column(many.values, torch.tensor(offsets))), rows().labels)
+
+
 def dataset(**changes: object) -> Dataset:
     features = (Feature("one", 5), Feature("many", 6, multi_hot=True))
     return Dataset(**({"name": "tiny", "features": features, "train": rows(), "test": rows()} | changes))
@@ -75,6 +80,10 @@ def test_tables_average_multi_hot_features():
             "test rows: feature 'one' has torch.float32 ids, not integers",
         ),
         ({"test": rows(bags=[[1], [-1], [], [], []])}, "test rows.*'many' has ids from -1"),
+        *(
+            ({"test": with_offsets(*offsets)}, "test rows: offsets of feature 'many' must ascend from 0 to 7")
+            for offsets in ((1, 3, 3, 4, 6, 7), (0, 3, 3, 4, 6, 8), (0, 3, 2, 4, 6, 7))
+        ),
     ],
 )
 def test_a_dataset_that_does_not_fit_is_refused(changes, message):

@@ -60,6 +60,11 @@ def test_bad_input():
     for counts in (torch.zeros(3), torch.tensor([1, -1, 2]), torch.tensor([1, torch.nan, 2])):
         with pytest.raises(ValueError, match="counts must be at least 0"):
             NegativeSampler(3, counts, power=1)
+    for power in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"power must be a finite number of 0 or more, got {power}"):
+            NegativeSampler(IDS, COUNTS, power=power)
+    with pytest.raises(ValueError, match="counts to the power of 200 are too large; lower the power"):
+        NegativeSampler(2, torch.tensor([1, 100]), power=200)
     sampler = NegativeSampler(IDS, COUNTS, power=1)
     for item in (6, 12, 1 << 50):
         with pytest.raises(ValueError, match=f"item {item} is never sampled: it is unknown"):

@@ -567,6 +567,7 @@ MALFORMED = [
     ("pull", {**PULL, "rank": 1}, [IDS, ONES]),
     ("pull", {**PULL, "rank": None}, [IDS, ONES]),
     ("pull", {**PULL, "collection": "of nobody"}, [IDS, ONES]),
+    ("pull", {**PULL, "collection": ["other"]}, [IDS, ONES]),
     ("look_up", {"after": "x", "sizes": [3, 0]}, [IDS]),
     ("look_up", {"after": 0, "sizes": [3, 0]}, [IDS + 2**40]),
     ("push", PUSH, [IDS]),

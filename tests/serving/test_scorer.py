@@ -327,7 +327,7 @@ def test_tensors_of_the_open_inference_protocol_have_the_scores_of_predict(serve
     [
         ({"shape": [8]}, "input 'age': shape [8] has 8 values, data has 9"), ({"data": "x"}, "data must be a list"),
         ({"shape": [3, 3]}, "shape must be [N] or [N, 1]"), ({"shape": [-9]}, "shape must be"),
-        ({"shape": 9}, "shape must be"), ({"datatype": "INT7"}, "datatype 'INT7'"),
+        ({"shape": 9}, "shape must be"), ({"shape": []}, "shape must be"), ({"datatype": "INT7"}, "datatype 'INT7'"),
         ({"name": "price"}, "the name must be new"), ({"name": 3}, "input 3"),
         ({"name": "years"}, "missing columns: age"), ({"data": [*range(8), "x"]}, "row 9: column 'age' is 'x'"),
         ({"data": list(range(8)), "shape": [8]}, "as many values as one another"),

@@ -51,6 +51,25 @@ def test_ties_count_half_and_large_logits_stay_distinct():
     assert binary_metrics(torch.tensor([20.0, 21.0, 22.0]), labels).auc == 1.0  # equal as float32 probabilities
 
 
+def test_logits_of_a_model_in_float64_stay_distinct():
+    data = jobs.planted(10)
+    batch = next(data.open("test", 100))
+    labels = batch.labels.double()
+    pair = predict_logits(PerfectModel(labels), [batch], torch.device("cpu"))
+    assert binary_metrics(*pair).auc == 1.0
+
+
+class PerfectModel(torch.nn.Module):
+    """Model whose logits differ by less than float32 can represent."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        super().__init__()
+        self.labels = labels
+
+    def forward(self, dense, sparse):
+        return 1.0 + 1e-12 * self.labels
+
+
 @pytest.mark.parametrize("shift", [-1000, -40, 0, 30, 40, 1000])
 def test_logits_are_ranked_however_large_they_are(shift):
     """Their probabilities would be the same from 37 on, in float64."""

@@ -91,6 +91,7 @@ def test_metrics_are_those_of_loops_and_batches_add_up():
         ([[1, 2, 3], [4, -1, -1]], [[7], [4]], 0.5),  # -1 fills a query of fewer items, and is never a hit
         ([[1, 2], [-1, -1]], [[5], [5]], 0.0),
         ([[1, 2], [-1, -1]], [[5], [-1]], 0.0),
+        ([[], []], [[5], [1]], 0.0),
         ([[5, 2], [1, 2]], [[1], [-2]], 0.0),
         ([[-3, -5], [-4, -6]], [[-7], [-9]], 0.0),  # ids of dynamic tables may be negative
         ([[-3, -5], [-4, -(2**63)]], [[-5], [-(2**63), -3]], 0.75),
@@ -99,9 +100,9 @@ def test_metrics_are_those_of_loops_and_batches_add_up():
 )
 def test_hits_are_of_the_same_query_whatever_the_ids(items, relevant, recall):
     offsets = torch.tensor([0, *map(len, relevant)]).cumsum(0)
-    metrics = RankingMetrics((len(items[0]),))
-    metrics.update(torch.tensor(items), torch.tensor([item for row in relevant for item in row]), offsets)
-    assert metrics.compute()[f"recall@{len(items[0])}"] == recall
+    metrics = RankingMetrics((k := max(1, len(items[0])),))
+    metrics.update(torch.tensor(items, dtype=torch.int64), torch.tensor([item for row in relevant for item in row]), offsets)
+    assert metrics.compute()[f"recall@{k}"] == recall
 
 
 def test_bad_input():

@@ -102,6 +102,11 @@ class Dataset(protocol.TablesMixin):
                     raise ValueError(
                         f"{location}: feature {feature.name!r} has {column.values.dtype} ids, not integers"
                     )
+                if (offsets := column.offsets) is not None:
+                    size, steps = len(column.values), offsets.diff()
+                    if int(offsets[0]) != 0 or int(offsets[-1]) != size or bool((steps < 0).any()):
+                        text = f"{location}: offsets of feature {feature.name!r} must ascend from 0 to {size}"
+                        raise ValueError(f"{text}, its number of ids")
                 low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
                 if not feature.dynamic and (low < 0 or high >= feature.num_embeddings):
                     message = f"{location}: feature {feature.name!r} has ids from {low} to {high}"

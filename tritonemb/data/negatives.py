@@ -27,8 +27,8 @@ class NegativeSampler:
         self._ids, order = (tensor.numpy() for tensor in ids.sort())
         if not len(self._ids) or (self._ids[1:] == self._ids[:-1]).any():
             raise ValueError("items must be a number of at least 1, or ids that are distinct")
-        if power < 0:
-            raise ValueError(f"power must be at least 0, got {power}")
+        if not 0 <= power < np.inf:
+            raise ValueError(f"power must be a finite number of 0 or more, got {power}")
         if (counts is None and power != 0) or (counts is not None and len(counts) != len(ids)):
             text = "None" if counts is None else f"{len(counts)} for {len(ids)} items"
             raise ValueError(f"power={power} needs the counts of all items, got {text}")
@@ -36,7 +36,10 @@ class NegativeSampler:
         if not (weights >= 0).all() or not 0 < weights.sum() < np.inf:
             raise ValueError("counts must be at least 0, and one of them above 0")
         self._seed, self._power, self._shares = seed, power, weights / weights.sum()
-        weights = weights**power if power else np.ones(len(ids))
+        with np.errstate(over="ignore"):
+            weights = weights**power if power else np.ones(len(ids))
+        if not np.isfinite(weights.sum()):
+            raise ValueError(f"counts to the power of {power} are too large; lower the power")
         self._probabilities, cumulative = weights / weights.sum(), weights.cumsum()
         self._limits = cumulative / cumulative[-1]  # the last is 1, above every random number
 

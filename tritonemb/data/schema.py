@@ -67,7 +67,7 @@ class Schema:
     def __post_init__(self) -> None:
         if self.label and self.labels:
             raise ValueError("set only one of label and labels")
-        if len(self.labels) == 1:
+        if len(self.labels) == 1 and self.sparse:  # else the label of a data set of another kind
             vars(self).update(label=self.labels[0], labels=())
         if isinstance(self.log_transform, tuple) and not {*self.log_transform} & {*self.dense}:
             words = " ".join(self.log_transform).lower()  # as a shell passes it

@@ -168,10 +168,6 @@ class EmbeddingServer(Closeable):
 
     def execute(self, inbox: Inbox, message: Message) -> None:
         (values, tensors), number = message, message[0]["number"]
-        # A tablet that is being copied to another server executes nothing.
-        if (departure := self.departures.get(values.get("collection", ""))) is not None:
-            departure.requests.append((inbox, message))
-            return
 
         def respond(result: Message | Exception) -> None:
             if isinstance(result, Exception):
@@ -181,7 +177,9 @@ class EmbeddingServer(Closeable):
                 reply(reply_message)
 
         try:
-            if (route := find_tablet(self, values)) is not None:
+            if (departure := self.departures.get(values.get("collection", ""))) is not None:
+                departure.requests.append((inbox, message))  # a tablet that is being copied executes nothing
+            elif (route := find_tablet(self, values)) is not None:
                 respond(({"moved": route}, []))
             elif (op := values["op"]) == "save":
                 self.save()

@@ -118,7 +118,7 @@ def parse_tensors(body: Any, encoder: RequestEncoder, max_rows: int) -> RawRows:
         sizes = shape if isinstance(shape, list) and all(type(size) is int for size in shape) else [-1]
         if not isinstance(name, str) or name in columns or not DATA_TYPES.fullmatch(str(kind)):
             raise ValueError(f"input {name!r}: the name must be new, and datatype {kind!r} one of {DATA_TYPES.pattern}")
-        if min(sizes) < 0 or len(sizes) not in (1, 2) or (sizes[1:] not in ([], [1]) and name not in lists):
+        if len(sizes) not in (1, 2) or min(sizes) < 0 or (sizes[1:] not in ([], [1]) and name not in lists):
             raise ValueError(f"input {name!r}: shape must be [N] or [N, 1], or [N, L] for lists, got {shape!r}")
         if not isinstance(data, list):
             raise ValueError(f"input {name!r}: data must be a list; binary data is not supported")

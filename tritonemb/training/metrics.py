@@ -310,7 +310,7 @@ def predict_logits(
             moved = batch.to(device, non_blocking=True)
             logits = logits_of(model if forward is None else forward, moved, precision, device)
             pair = torch.stack([logits, moved.labels]).movedim(1, -1)
-            pairs = pairs if size else pairs.new_empty(*pair.shape[:-1], pairs.shape[-1])
+            pairs = pairs if size else pair.new_empty(*pair.shape[:-1], pairs.shape[-1])
             if size + len(batch) > pairs.shape[-1]:
                 pairs = F.pad(pairs, (0, max(len(batch), pairs.shape[-1])))
             pairs[..., size : size + len(batch)] = pair

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 BLOCK_ITEMS = 8192  # items per block: scores of 1,024 queries against a block take 32 MiB
 
@@ -90,7 +91,7 @@ class RankingMetrics:
         indices = torch.cat([torch.arange(len(items)).repeat_interleave(items.shape[1]), queries])
         predicted, expected = (indices * len(distinct) + numbers).split([items.numel(), len(relevant)])
         hits = (torch.isin(predicted, expected).view(items.shape) & (items != -1))[counts > 0].double()
-        counts = counts[counts > 0].double()
+        counts, hits = counts[counts > 0].double(), F.pad(hits, (0, 1))  # a column for argmax, also without items
         discounts = 1 / torch.arange(2, max(self.ks) + 2, dtype=torch.float64).log2()
         ideal = discounts.cumsum(0)
         rows = [torch.tensor([len(counts)], dtype=torch.float64)]
