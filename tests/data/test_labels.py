@@ -15,7 +15,7 @@ from tritonemb.data.batch import Batch, Column, Rows, concat_rows, gather_batch,
 from tritonemb.data.convert import cached_as_parquet, convert
 from tritonemb.data.loader import DataLoaderWorkers, open_shards
 from tritonemb.data.open import ReaderHost, open_dataset
-from tritonemb.data.schema import ALL_ROWS
+from tritonemb.data.schema import ALL_ROWS, SplitRule
 
 NAN = math.nan
 SCHEMA = Schema(labels=("buy", "like"), weight="w", dense=("x",), sparse=("user",), num_embeddings=50)
@@ -87,12 +87,14 @@ def test_a_transform_makes_one_of_several_labels_beside_weights(tmp_path):
     ("name", "options"),
     [
         ("synthetic", {"labels": ("a", "b")}), ("movielens-100k", {"weight": "w"}), ("adult", {"weight": "w"}),
-        ("synthetic", {"sparse": ("a", "b"), "label": "c", "share": ("a=b",)}),
+        ("synthetic", {"label": "c", "sparse": ("a", "b"), "share": ("a=b",)}), ("movielens-100k", {"dynamic": True}),
     ],
 )  # fmt: skip
 def test_a_named_data_set_does_not_ignore_roles_of_columns(name, options, tmp_path):
-    with pytest.raises(ValueError, match=rf"data set '{name}' does not take {[*options][-1]}"):
+    with pytest.raises(ValueError, match=rf"data set '{name}' does not take {', '.join(options)}, for logs only"):
         open_dataset(name, tmp_path if name == "adult" else None, log=LogOptions(schema=Schema(**options)))
+    with pytest.raises(ValueError, match="does not take split, follow, for logs only"):
+        open_dataset("synthetic", log=LogOptions(split=SplitRule("random"), follow=True))
 
 
 def test_data_frames_have_labels_of_several_types():

@@ -21,6 +21,7 @@ from tritonemb.training.config import (
     PRESETS,
     EmbeddingOptimizer,
     OutputOptions,
+    ParallelOptions,
     ProfileOptions,
     ServersOptions,
     TrainConfig,
@@ -181,6 +182,12 @@ def test_a_refused_run_converts_nothing(tmp_path):
     with pytest.raises(ValueError, match="there are no test rows"):
         train(replace(config, read=replace(config.read, split=rule)), verbose=False)
     assert not (tmp_path / "other" / "cache").exists()
+
+
+def test_a_plan_needs_ranks(tmp_path):
+    config = replace(text_run(tmp_path / "run", 1), parallel=ParallelOptions(plan=tmp_path / "plan.json"))
+    with pytest.raises(ValueError, match="plan is for several ranks: start them, as torchrun"):
+        train(config, verbose=False)
 
 
 def test_a_command_changes_nothing_in_a_folder_that_another_process_trains_in(tmp_path):

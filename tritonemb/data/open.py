@@ -40,7 +40,9 @@ def kind_of(name_or_path: str) -> str:
     return name if name in NAMES else "criteo-kaggle"
 
 
-SCHEMA_OPTIONS = "labels", "weight", "share", "max_lengths"  # that would change what a model of a data set is
+# Options of logs that would change rows or features, which data sets that are not logs have already.
+SCHEMA_OPTIONS = "label", "labels", "weight", "dense", "sparse", "share", "max_lengths", "sizes", "vocabulary", "dynamic"
+READ_OPTIONS = "split", "transforms", "follow"
 
 
 def open_dataset(
@@ -65,9 +67,10 @@ def open_dataset(
             near = did_you_mean(kind, NAMES)
             raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{near}")
         return ClickLog(kind, log)
-    able = {"adult": {"labels"}, "criteo-kaggle": {*SCHEMA_OPTIONS}, "criteo-terabyte": {*SCHEMA_OPTIONS}}.get(kind, ())
-    if log and (options := [name for name in SCHEMA_OPTIONS if getattr(log.schema, name) and name not in able]):
-        raise ValueError(f"data set {kind!r} does not take {options[0]}, which is for the columns of a log; remove it")
+    if log and kind in ("adult", "movielens-100k", "synthetic"):
+        names = [name for name in SCHEMA_OPTIONS if getattr(log.schema, name) and (kind, name) != ("adult", "labels")]
+        if names := [*names, *(name for name in READ_OPTIONS if getattr(log, name) != getattr(LogOptions(), name))]:
+            raise ValueError(f"data set {kind!r} does not take {join_names(names)}, for logs only; omit it")
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
             raise ValueError(f"data set {kind!r} does not take a path, got {str(path)!r}")

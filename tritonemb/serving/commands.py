@@ -80,6 +80,8 @@ def predict(options: PredictOptions) -> str:
     run, num_rows = options.load(), 0
     blocks, names = run.score_log(options.data, options.keep, options.batch_size), [*options.keep, *run.score_names]
     tables = (pa.table([*arrays, *scores.view(len(scores), -1).numpy().T], names) for arrays, scores in blocks)
+    if len({*names}) < len(names):
+        raise ValueError(f"keep must name other columns than the scores, {join_names(run.score_names)}")
     if options.top or options.items:
         tables = top_rows(run, options.data, options.items, options.top, options.keep, options.batch_size)
     if (first := next(tables, None)) is None:

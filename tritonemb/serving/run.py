@@ -19,7 +19,7 @@ from tritonemb.data.encode import make_numberings
 from tritonemb.data.files import pa
 from tritonemb.data.protocol import Data, Feature
 from tritonemb.data.requests import RequestEncoder
-from tritonemb.data.schema import FIELDS, LogOptions
+from tritonemb.data.schema import FIELDS, LogOptions, Schema
 from tritonemb.data.transforms import Transforms
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.models import MODELS
@@ -253,7 +253,9 @@ class Run:
     def _test_rows(self) -> Data:
         if (options := self.options) is None:
             raise ValueError(f"{self.path} has no data set (not written by `tritonemb train`): pass rows to evaluate()")
-        rows: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
+        # Other options have no effect on data sets that are not logs.
+        read = LogOptions(Schema(labels=options.read.schema.labels)) if options.data in DATASETS else options.read
+        rows: Data = open_dataset(options.data, options.path, log=read, seed=options.seed)
         if "data" in self.description and (changes := data_changes(self.path, self.description, rows)):
             raise ValueError(f"{changes}. Test rows may have been trained on; restore the data, or evaluate other rows")
         return rows.read_as(self._kinds, self._encoding) if isinstance(rows, ClickLog) else rows
