@@ -16,7 +16,7 @@ pytest.importorskip("pyarrow")
 import tritonemb as te
 from tests.data.logs import same
 from tests.helpers import assert_same_bits
-from tritonemb.data import LogOptions, Schema, kafka, open_dataset
+from tritonemb.data import LogOptions, Schema, build_vocabulary, kafka, open_dataset, open_for_scoring
 
 OPTIONS = LogOptions(Schema("click", dense=("price",), sparse=("user", "tags"), num_embeddings=100))
 
@@ -175,6 +175,14 @@ def test_messages_with_values_of_other_types_are_skipped(cluster):
     assert actual == [price for price in expected if price not in {*places, *(n + 300 for n in places)}][: 23 * 64]
     with pytest.raises(ValueError, match="values of '(user|price|click|tags)' have several types"):
         next(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64))
+
+
+def test_a_stream_is_neither_scored_nor_counted(cluster, tmp_path):
+    log = open_dataset("kafka://one:9092/clicks", log=OPTIONS)
+    with pytest.raises(ValueError, match="kafka://one:9092/clicks has no end, so its rows cannot be scored"):
+        open_for_scoring("kafka://one:9092/clicks", OPTIONS, log.features)
+    with pytest.raises(ValueError, match="clicks has no end, so its values cannot be counted"):
+        build_vocabulary(log, tmp_path / "vocabulary.parquet")
 
 
 def test_columns_that_are_not_needed_may_have_any_values(cluster):
