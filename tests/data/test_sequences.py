@@ -60,6 +60,14 @@ def test_bad_files(tmp_path):
     cut.write_bytes(gzip.compress(b"u 1 2 3\n")[:-9])
     with pytest.raises(ValueError, match=r"a\.txt\.gz, line .*Compressed file ended"):
         read_sequences(cut)
+    for name, content in (("b.txt.gz", b"u 1 2 3\n"), ("b.txt.xz", b"u 1 2 3\n")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name}, line 1: expected a user"):
+            read_sequences(tmp_path / name)
+    with pytest.raises(ValueError, match="length and drop must be at least 0, got -1 and 0"):
+        keep_last(read_sequences(path), -1)
+    with pytest.raises(ValueError, match="split must be one of train, validation, test, got 'all'"):
+        leave_one_out(read_sequences(path), "all")
     path.write_text("u 1 2 3\nv 1 2\n")
     with pytest.raises(ValueError, match="user 1 has 2 items; leave-one-out needs 3"):
         leave_one_out(read_sequences(path), "test")

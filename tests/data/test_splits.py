@@ -241,7 +241,8 @@ def test_times_as_strings_are_times(tmp_path, bound):
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log.parquet"])
 def test_a_split_without_rows_is_found_at_once(tmp_path, name):
     columns = {"label": "y", "dense": ("r",), "sparse": ("u",), "on_bad_row": "skip", "chunk_bytes": 300}
-    path = write(tmp_path, ["y,t,r,u", *(f"{n % 2},{n},{n},u" for n in range(200)), "y,x"], name.replace("parquet", "csv"))
+    lines = ["y,t,r,u", *(f"{n % 2},{n},{n},u" for n in range(200)), "y,x"]
+    path = write(tmp_path, lines, name.replace("parquet", "csv"))
     if name == "log.parquet":
         rule = SplitRule(time_column="t", test_from="500")
         convert(path, tmp_path / name, options(rule, **columns), row_group_rows=60)

@@ -88,11 +88,23 @@ def test_logits_are_ranked_however_large_they_are(shift):
         (torch.zeros(3), torch.zeros(2), r"got \(3,\) and \(2,\)"),
         (torch.zeros(2, 1), torch.zeros(2, 1), r"must be \[N\]"),
         (torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1.0]), "1 of 2 logits are NaN"),
+        (torch.zeros(3), torch.tensor([0.0, 1.0, 2.0]), "labels must be 0 or 1, and weights finite"),
+        (torch.zeros(3), torch.tensor([0.0, 1.0, math.nan]), "labels must be 0 or 1, and weights finite"),
     ],
 )
 def test_undefined_metrics_are_refused(logits, labels, message):
     with pytest.raises(ValueError, match=message):
         binary_metrics(logits, labels)
+
+
+def test_columns_of_rows_are_checked():
+    logits, labels = torch.arange(3.0), torch.tensor([0.0, 1.0, 0.0])
+    for name in ("groups", "weights"):
+        with pytest.raises(ValueError, match=rf"{name} must be \[3\] as labels, got \(3, 1\)"):
+            binary_metrics(logits, labels, **{name: torch.ones(3, 1)})
+    for weight in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="weights finite numbers of 0 or more"):
+            binary_metrics(logits, labels, weights=torch.tensor([1.0, 1.0, weight]))
 
 
 @pytest.mark.parametrize(

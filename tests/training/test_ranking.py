@@ -18,7 +18,8 @@ def ranked(queries, items, excluded=()):
     for query, item in excluded:
         scores[query][item] = -math.inf
     orders = [sorted(range(len(row)), key=lambda item, row=row: (-row[item], item)) for row in scores]
-    return [[item if row[item] > -math.inf else -1 for item in order] for row, order in zip(scores, orders, strict=True)]
+    pairs = zip(scores, orders, strict=True)
+    return [[item if row[item] > -math.inf else -1 for item in order] for row, order in pairs]
 
 
 def vectors(seed=0):
@@ -101,7 +102,8 @@ def test_metrics_are_those_of_loops_and_batches_add_up():
 def test_hits_are_of_the_same_query_whatever_the_ids(items, relevant, recall):
     offsets = torch.tensor([0, *map(len, relevant)]).cumsum(0)
     metrics = RankingMetrics((k := max(1, len(items[0])),))
-    metrics.update(torch.tensor(items, dtype=torch.int64), torch.tensor([item for row in relevant for item in row]), offsets)
+    values = torch.tensor([item for row in relevant for item in row])
+    metrics.update(torch.tensor(items, dtype=torch.int64), values, offsets)
     assert metrics.compute()[f"recall@{k}"] == recall
 
 

@@ -259,7 +259,8 @@ def test_a_run_resumes_with_changed_data_only_if_it_is_told_to(tmp_path, max_ste
 
 def test_a_run_resumes_with_other_columns_only_if_it_is_told_to(tmp_path):
     path = tmp_path / "log.csv"
-    path.write_text("\n".join(["y,z,x,u,v,w,s,t", *(f"{n % 2},{n % 3 % 2},{n},u{n % 9},1,2,{n},{n}" for n in range(99))]))
+    rows = (f"{n % 2},{n % 3 % 2},{n},u{n % 9},1,2,{n},{n}" for n in range(99))
+    path.write_text("\n".join(["y,z,x,u,v,w,s,t", *rows]))
 
     def trainer(label: str = "y", weight: str = "w", time: str = "t", **options: Any) -> te.Trainer:
         schema = Schema(label, dense=("x",), sparse=("u",), weight=weight, num_embeddings=50)

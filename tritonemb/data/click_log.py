@@ -166,19 +166,20 @@ class ClickLog(protocol.TablesMixin):
         return self._known_rows.get(split) if known is None else known
 
     def shard_rows(self, split: Split, count: int) -> list[int] | None:
-        """Return the number of rows of each of `count` shards of a split; None if it is unknown before they are read."""
+        """Return the number of rows of each shard of a split; None if it is unknown before they are read."""
         if self._reader.num_rows(split) is None:
             return None
         return [self._reader.shard(split, (index, count)).num_rows(split) or 0 for index in range(count)]
 
     def check_rows(self, split: Split) -> None:
-        """Raise ValueError if a split has no valid rows; it is read up to the first one. A stream may have some later."""
+        """Raise ValueError if a split has no valid rows; it is read up to the first one. A stream has some later."""
         if (self.is_stream and split == "train") or self._reader.has_rows(split):
             return
         rule, reason = self.options.split, ""
         if rule.time_column is not None:
             times = {"train": f"before {rule.validation_from or rule.test_from}", "test": f"{rule.test_from} or later"}
-            times["validation"] = f"{rule.validation_from} or later" + f", before {rule.test_from}" * bool(rule.test_from)
+            end = f", before {rule.test_from}" * bool(rule.test_from)
+            times["validation"] = f"{rule.validation_from} or later{end}"
             reason = f": no {rule.time_column!r} is {times[split]}"
         raise ValueError(f"data set {self.name!r}: there are no {split} rows{reason}")
 

@@ -85,7 +85,8 @@ class KafkaStream:
         for name in columns or dict.fromkeys(name for row in rows for name in row):
             values = [row.get(name) for row in rows]
             if not columns and self._skips:
-                types = Counter(kind for value in values if (kind := self._type_of(name, value)) not in ("", "list of "))
+                types = Counter(self._type_of(name, value) for value in values)
+                types = Counter({kind: count for kind, count in types.items() if kind not in ("", "list of ")})
                 self._types[name] = max(types, key=types.__getitem__, default="")
                 values = [value if self._fits(name, value) else None for value in values]
             if {bool} < {*map(type, values)} - {NoneType} <= {bool, int, float}:

@@ -97,12 +97,17 @@ def binary_metrics(
     weights: Tensor | None = None,
 ) -> Metrics:
     """Compute the metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}; `groups` int64 `[N]` are those of GAUC,
-    `weights` `[N]` those of the rows. Raise ValueError if the shapes differ, a logit is NaN, or all labels are the
-    same, for which AUC is undefined."""
+    `weights` `[N]` those of the rows. Raise ValueError if the shapes differ, a logit is NaN, a label or a weight is
+    invalid, or all labels are the same, for which AUC is undefined."""
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
+    for name, column in {"groups": groups, "weights": weights}.items():
+        if column is not None and column.shape != labels.shape:
+            raise ValueError(f"{name} must be [{len(labels)}] as labels, got {tuple(column.shape)}")
     logits, labels = logits.detach().double(), labels.double()
     weights = torch.ones_like(labels) if weights is None else weights.double()
+    if not bool(((labels >= 0) & (labels <= 1) & (weights >= 0) & weights.isfinite()).all()):
+        raise ValueError("labels must be 0 or 1, and weights finite numbers of 0 or more")
     if bool(logits.isnan().any()):
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
     base_rate = (labels * weights).sum() / weights.sum()
