@@ -68,7 +68,7 @@ def test_marital_status_may_be_a_second_label(tmp_path):
     opened = open_dataset("adult", tmp_path, log=LogOptions(schema=schema))
     assert opened.encoding == data.encoding != load_adult(tmp_path).encoding
     one = LogOptions(schema=Schema(labels=("marital_status",)))
-    assert open_dataset("adult", tmp_path, log=one).train.labels.tolist() == [0, 1, 0]
+    assert open_dataset("adult", tmp_path, log=one).train.labels.tolist() == [1, 0, 0]
     with pytest.raises(ValueError, match="adult has no label 'age'; its labels are income, marital_status"):
         load_adult(tmp_path, ("age",))
     (tmp_path / "log.csv").write_text("income,marital_status\n1,0\n")

@@ -173,7 +173,7 @@ def test_messages_with_values_of_other_types_are_skipped(cluster):
         assert stream.report.skipped == 2 * len(places)
     expected = [1000 * p + block + n for block in (0, 256) for p in range(3) for n in range(256)]
     assert actual == [price for price in expected if price not in {*places, *(n + 300 for n in places)}][: 23 * 64]
-    with pytest.raises(ValueError, match="values of '(user|price|click|tags)' have several types"):
+    with pytest.raises(ValueError, match=r"values of '(user|price|click|tags)' have several types"):
         next(open_dataset("kafka://one:9092/clicks", log=OPTIONS).open("train", 64))
 
 

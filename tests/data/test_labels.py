@@ -87,7 +87,7 @@ def test_a_transform_makes_one_of_several_labels_beside_weights(tmp_path):
     ("name", "options"),
     [
         ("synthetic", {"labels": ("a", "b")}), ("movielens-100k", {"weight": "w"}), ("adult", {"weight": "w"}),
-        ("synthetic", {"label": "c", "sparse": ("a", "b"), "share": ("a=b",)}), ("movielens-100k", {"dynamic": True}),
+        ("synthetic", {"label": "c", "sparse": ("a", "b"), "share": ("a=b",)}), ("movielens-100k", {"sizes": ("a=3",)}),
     ],
 )  # fmt: skip
 def test_a_named_data_set_does_not_ignore_roles_of_columns(name, options, tmp_path):

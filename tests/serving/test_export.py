@@ -201,9 +201,10 @@ def test_tables_are_replaced(tmp_path, monkeypatch):
     loaded = te.load_run(folders[0], model=Model(KINDS["dynamic"])).model
     batch = batch_of()
     assert torch.equal(loaded.tables(batch), models[1].eval().tables(batch))
-    with monkeypatch.context() as patch, pytest.raises(StorageError, match="could not be written: .*No space left"):
+    with monkeypatch.context() as patch:
         patch.setattr(utils, "sync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
-        te.serving.replace_table(old[0], new[0])
+        with pytest.raises(StorageError, match=r"could not be written: .*No space left"):
+            te.serving.replace_table(old[0], new[0])
     # Nothing is replaced by a table of another kind, or by a damaged one.
     with pytest.raises(ValueError, match=r"cannot replace .*: name is 'b', expected 'a'"):
         te.serving.replace_table(old[0], new[1])

@@ -167,7 +167,7 @@ def test_a_later_publisher_takes_the_place_of_an_earlier_one(tmp_path):
     train(model, 1)
     for _ in range(2):
         files = {*tmp_path.iterdir()}
-        with pytest.raises(StorageError, match="another publisher writes to .*; give each run a separate folder"):
+        with pytest.raises(StorageError, match=r"another publisher writes to .*; give each run a separate folder"):
             first.publish(model)
         assert {*tmp_path.iterdir()} == files
         second.publish(model)

@@ -41,7 +41,7 @@ def kind_of(name_or_path: str) -> str:
 
 
 # Options of logs that would change rows or features, which data sets that are not logs have already.
-SCHEMA_OPTIONS = tuple("label labels weight dense sparse share max_lengths sizes vocabulary dynamic".split())
+SCHEMA_OPTIONS = "label", "labels", "weight", "dense", "sparse", "share", "max_lengths", "sizes", "vocabulary"
 READ_OPTIONS = "split", "transforms", "follow"
 
 

@@ -40,6 +40,7 @@ from tritonemb.training.checkpoint.manager import data_changes
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
+from tritonemb.training.metrics import check_rows
 from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
 from tritonemb.training.toml import load_toml, plain, read_toml, to_toml
@@ -94,7 +95,7 @@ def train(
             manifest = on_each_rank(group, lambda: read_manifest_text(resumed_path)[1])
             on_each_rank(group, lambda: data_changes(resumed_path, manifest, data, config.checkpoint))
         if converted and isinstance(data, ClickLog):
-            on_each_rank(group, lambda: [*map(data.check_rows, data.splits())])
+            on_each_rank(group, lambda: check_rows(data, *(split in data.splits() for split in ("validation", "test"))))
             # The first rank converts; the others wait for its lock, not in a collective, which could time out.
             with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
                 data = on_each_rank(group, partial(cached_as_parquet, data, folder.path / "cache", show))

@@ -85,7 +85,6 @@ class Loop:
         self.caches = CacheMeter(state.model) if caches_of(state.model) else None
         self.dynamic = DynamicMeter(state.model)
         self.evaluations = Evaluations(state, callbacks, self.clock)
-
         # Time of the latest step, in milliseconds since rank 0's `_start_time`, and its signal; equal on all ranks.
         self._start_time, self._now = time.monotonic(), 0
         self._signal: int | None = None
@@ -97,8 +96,7 @@ class Loop:
     def run(self, test: bool) -> FitResult:
         """Train to the end, evaluate the test rows with `test`, and call the callbacks."""
         progress, initial_samples, end = self.progress, self.progress.samples, None
-        splits: list[Split] = ["train", *["validation"] * self.evaluations.due, *["test"] * test]
-        on_each_rank(self.ranks.control, lambda: [check_rows(self.state.data, split) for split in splits])
+        on_each_rank(self.ranks.control, lambda: check_rows(self.state.data, self.evaluations.due, test))
         try:
             self.callbacks.on_start(start_of(self.state, self.folder))
             self.checkpointer.clean_folder()  # now that nothing refuses to start

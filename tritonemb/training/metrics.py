@@ -161,12 +161,14 @@ def grouped_auc(
     return float(aucs @ sizes / sizes.sum()), float(aucs.mean()), len(aucs)
 
 
-def check_rows(data: Data, split: Split) -> None:
-    """Raise ValueError if data lack a split, or say that it has no rows."""
-    if split not in data.splits():
-        raise ValueError(f"data set {data.name!r} has no {split!r} rows, only {join_names(data.splits())}")
-    if (check := getattr(data, "check_rows", None)) is not None:
-        check(split)
+def check_rows(data: Data, validation: bool, test: bool) -> None:
+    """Raise ValueError if data lack a split that a fit needs, or say that it has no rows."""
+    needed: dict[Split, bool] = {"train": True, "validation": validation, "test": test}
+    for split in (split for split in needed if needed[split]):
+        if split not in data.splits():
+            raise ValueError(f"data set {data.name!r} has no {split!r} rows, only {join_names(data.splits())}")
+        if (check := getattr(data, "check_rows", None)) is not None:
+            check(split)
 
 
 def check_group_by(name: str | None, features: Iterable[Feature]) -> None:
