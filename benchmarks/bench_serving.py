@@ -3,7 +3,7 @@
 `python -m benchmarks.bench_serving` starts both servers in turns, on this machine, with a DLRM of 26 tables. A request
 is one row, or MLPerf's shape: a user with 100 to 700 candidates, 270 on average. First the peak, with connections that
 send one request after another; then requests at half of our peak, at random times, whether or not others are answered.
-`--soak N` sends so many single rows to ours, and prints the memory of its process.
+`--soak N` sends so many single rows to ours, over `--soak-minutes` at most: scores must stay the same, and memory flat.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.measuring.report import publish
 
 NUM_DENSE, NUM_TABLES, DIM, ROWS = 13, 26, 64, 20_000
 DENSE, SPARSE = [f"d{i}" for i in range(NUM_DENSE)], [f"c{i}" for i in range(NUM_TABLES)]
@@ -32,6 +35,7 @@ USER_COLUMNS = [*DENSE, *SPARSE[:13]]  # of a user; the others are those of a ca
 MLP = ("512", "256")
 CONNECTIONS = {"1 row": 32, "user, 270 candidates": 4}
 GOAL, P99_GOAL_MS = 3.0, 60.0
+MAX_GROWTH_MIB = 16.0  # of a soak's memory, after its first tenth
 
 
 def make_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -41,7 +45,7 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(DENSE + SPARSE, [*numbers, *row_ids], strict=True)) for numbers, row_ids in pairs]
 
 
-def train_run(folder: Path) -> Path:
+def train_run(folder: Path, rows_per_table: int = ROWS) -> Path:
     """Train a run for one step, on a log of random rows; also write its weights for the peer."""
     rows = make_rows(600)
     with (folder / "log.csv").open("w") as file:
@@ -49,7 +53,7 @@ def train_run(folder: Path) -> Path:
         for index, row in enumerate(rows):
             file.write(",".join(map(str, [index % 2, *row.values()])) + "\n")
     command = ["train", "--data", folder / "log.csv", "--out", folder / "run", "--label", "click", "--dense", *DENSE]
-    command += ["--sparse", *SPARSE, "--integers", *SPARSE, "--num-embeddings", ROWS, "--embedding-dim", DIM]
+    command += ["--sparse", *SPARSE, "--integers", *SPARSE, "--num-embeddings", rows_per_table, "--embedding-dim", DIM]
     command += ["--bottom-mlp", *MLP, "--top-mlp", *MLP, "--max-steps", 1, "--log-transform", "false"]
     subprocess.run([sys.executable, "-m", "tritonemb", *map(str, command)], check=True, stdout=subprocess.DEVNULL)
     return folder / "run"
@@ -83,11 +87,11 @@ def server(command: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 class Connection(asyncio.Protocol):
-    """Keep-alive connection with one request at a time; `answered` is called with the status of each."""
+    """Keep-alive connection with one request at a time; `answered` is called once with its status and body, 0 if the
+    connection is lost."""
 
-    def __init__(self) -> None:
-        self.answered: Callable[[int], None] = lambda _: None
-        self._data = b""
+    answered: Callable[[int, bytes], None] | None = None
+    _data = b""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
@@ -97,7 +101,15 @@ class Connection(asyncio.Protocol):
         head, separator, body = self._data.partition(b"\r\n\r\n")
         if separator and len(body) >= int(head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]):
             self._data = b""
-            self.answered(int(head[9:12]))
+            self._finish(int(head[9:12]), body)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._finish(0, repr(error).encode())
+
+    def _finish(self, status: int, body: bytes) -> None:
+        answered, self.answered = self.answered, None
+        if answered is not None:
+            answered(status, body)
 
 
 def encode(body: Any) -> bytes:
@@ -106,23 +118,28 @@ def encode(body: Any) -> bytes:
     return head.encode() + data
 
 
-async def send(port: int, requests: Sequence[bytes], connections: int, seconds: float, rate: float) -> list[float]:
-    """Send requests for a time, and return their latencies; with a rate, at times of a Poisson process."""
+async def send(
+    port: int, requests: Sequence[bytes], connections: int, seconds: float, rate: float = 0,
+    answers: dict[bytes, bytes] | None = None,
+) -> list[float]:  # fmt: skip
+    """Send requests for a time, and return their latencies; with a rate, at times of a Poisson process. RuntimeError if
+    one fails, or has another answer than in `answers` of earlier calls."""
     loop, generator, latencies = asyncio.get_running_loop(), np.random.default_rng(1), list[float]()
-    idle, due, index = list[Connection](), list[float](), 0
+    idle, due, failures, index = list[Connection](), list[float](), list[str](), 0
     end = loop.time() + seconds
 
     def start() -> None:
         nonlocal index
         while idle and due:
-            connection, begin = idle.pop(), due.pop(0)
-            connection.answered = lambda status, connection=connection, begin=begin: finish(status, connection, begin)
-            connection.transport.write(requests[index % len(requests)])
+            connection, begin = idle.pop(0), due.pop(0)  # in turns: idle ones are closed after some seconds
+            request = requests[index % len(requests)]
+            connection.answered = partial(finish, connection, begin, request)
+            connection.transport.write(request)
             index += 1
 
-    def finish(status: int, connection: Connection, begin: float) -> None:
-        if status != 200:
-            raise RuntimeError(f"a request has failed with status {status}")
+    def finish(connection: Connection, begin: float, request: bytes, status: int, body: bytes) -> None:
+        if status != 200 or (answers is not None and answers.setdefault(request, body) != body):
+            failures.append(f"status {status}, {body[:200]!r}, of the request {request[-200:]!r}")
         latencies.append(loop.time() - begin)
         idle.append(connection)
         if not rate and loop.time() < end:
@@ -136,7 +153,7 @@ async def send(port: int, requests: Sequence[bytes], connections: int, seconds: 
         due += [loop.time()] * connections
         start()
     arrival = loop.time()
-    while loop.time() < end or len(idle) < connections:
+    while not failures and (loop.time() < end or len(idle) < connections):
         if rate and loop.time() < end:
             arrival += generator.exponential(1 / rate)
             await asyncio.sleep(max(0.0, arrival - loop.time()))
@@ -146,6 +163,8 @@ async def send(port: int, requests: Sequence[bytes], connections: int, seconds: 
             await asyncio.sleep(0.01)
     for connection in idle:
         connection.transport.close()
+    if failures:
+        raise RuntimeError(failures[0])
     return latencies
 
 
@@ -170,6 +189,25 @@ def measure(
     return {"requests_per_s": len(latencies) / elapsed, "p50_ms": p50, "p99_ms": p99, "cpu_ms": cpu_ms}
 
 
+def soak(port: int, process: int, requests: Sequence[bytes], count: int, minutes: float) -> list[dict[str, float]]:
+    """Send single rows, and measure the server's memory some twenty times."""
+    rows, answers, num_requests = list[dict[str, float]](), dict[bytes, bytes](), 0
+    begin = time.monotonic()
+    while num_requests < count and (seconds := time.monotonic() - begin) < 60 * minutes:
+        num_requests += len(asyncio.run(send(port, requests, CONNECTIONS["1 row"], 2.0, answers=answers)))
+        if num_requests >= (len(rows) + 1) * count / 20:
+            rows.append({"requests": num_requests, "seconds": seconds, "resident_mib": resident_mib(process)})
+            print("{requests:,} requests, {seconds:,.0f} s: {resident_mib:,.1f} MiB".format(**rows[-1]), flush=True)
+    return rows
+
+
+def soak_problems(rows: Sequence[dict[str, float]], count: int) -> list[str]:
+    if not rows or rows[-1]["requests"] < count:
+        return [f"the time was over after {rows[-1]['requests'] if rows else 0:,} of {count:,} requests"]
+    growth = rows[-1]["resident_mib"] - min(row["resident_mib"] for row in rows if row["requests"] >= count / 10)
+    return [f"memory has grown by {growth:.0f} MiB"] * (growth > MAX_GROWTH_MIB)
+
+
 def make_requests() -> dict[str, list[bytes]]:
     """Requests by shape, in the same form for both servers."""
     generator, rows = np.random.default_rng(2), make_rows(2_000, seed=3)
@@ -188,6 +226,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--soak", type=int, default=0, help="number of single rows")
+    parser.add_argument("--soak-minutes", type=float, default=25.0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         run, shapes = train_run(Path(name)), make_requests()
@@ -196,12 +235,10 @@ def main() -> None:
             "FastAPI": [sys.executable, "-m", "benchmarks.serving_peer", "{port}"],
         }
         if options.soak:
-            with server(commands["tritonemb"]) as (process, port):
-                for part in range(5):
-                    requests, count = shapes["1 row"], 0
-                    while count < options.soak // 5:
-                        count += len(asyncio.run(send(port, requests, 32, 2.0, 0)))
-                    print(f"{(part + 1) * count:,} requests: {resident_mib(process):,.0f} MiB", flush=True)
+            patient = "--timeout-ms", "60000", "--slow-ms", "60000"  # whatever else takes the machine's time
+            with server([*commands["tritonemb"], *patient]) as (process, port):
+                rows = soak(port, process, shapes["1 row"], options.soak, options.soak_minutes)
+            publish("serving-soak", rows, soak_problems(rows, options.soak))
             return
         # Peaks in turns; the best of each, since other programs may take the machine's time.
         best = dict[tuple[str, str], Any]()
