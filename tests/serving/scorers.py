@@ -16,6 +16,7 @@ import numpy as np
 import tritonemb as te
 from tests.programs import Program
 from tests.training.test_run import COLUMNS, SMALL, make_rows, run, write_csv
+from tritonemb.flight import pa
 
 NAMES = ("price", "age", "user", "item", "tags")
 
@@ -43,6 +44,14 @@ def port_of(program: Program) -> int:
         if line.startswith("serving "):
             return int(line.rpartition(":")[2])
     raise EOFError("the server has ended")
+
+
+def arrow_stream(table: Any, batch_size: int | None = 7, **options: Any) -> bytes:
+    """The bytes of a table in Arrow's IPC format."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, table.schema, options=pa.ipc.IpcWriteOptions(**options)) as writer:
+        writer.write_table(table, batch_size)
+    return sink.getvalue().to_pybytes()
 
 
 @contextmanager

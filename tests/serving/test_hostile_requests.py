@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn")
 
-from tests.serving.scorers import call, scores_at, served_at, train_run
+from tests.serving.scorers import NAMES, arrow_stream, call, scores_at, served_at, train_run
 from tests.serving.test_scorer import tensors_of
+from tritonemb.flight import pa
 from tritonemb.serving import http
 from tritonemb.serving.http import App
 from tritonemb.serving.scorer import Scorer, missing_row
@@ -110,6 +111,51 @@ def test_a_score_that_is_nan_is_an_error_of_the_request_unless_all_are(served):
         status, error = score(app, served.rows[:1])
     assert (status, "training has diverged" in error) == (500, True)
     assert len(missing_row(run)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("zstd", "compressed or dictionary-encoded"), ("lz4", "compressed or dictionary-encoded"),
+        ("V4", "a format before 1.0"), ("dictionary", "compressed or dictionary-encoded"),
+        ("string_view", "'user' has the Arrow type string_view, expected"), ("list<null>", "'tags' has the Arrow"),
+        ("run_end_encoded", "'user' has the Arrow type run_end_encoded"), ("list<bool>", "'tags' has the Arrow"),
+        ("rows", "the request has 1,000,000,000 rows; send up to 1,000"), ("twice", "duplicate column 'user'"),
+        ("missing", "missing columns: age"), ("user", "user must not be among the columns of the user"),
+        ("list", "must be a JSON object"), ("nan", "not a finite number"), ("cut", "its end is missing"),
+        ("offsets", "not a valid Arrow IPC stream"), ("utf-8", "not a valid Arrow IPC stream"), ("none", "not a valid"),
+    ],
+)  # fmt: skip
+def test_arrow_columns_whose_bytes_stand_for_many(served, app, kind, message):
+    """Or that are damaged; their memory and time do not depend on what the values would take."""
+    options, rows = dict[str, Any](), [row | {"user": "u"} for row in served.rows[:9]]
+    columns = {name: pa.array([row[name] for row in rows]) for name in NAMES}
+    user, encoded = columns["user"], {"dictionary": "dictionary_encode", "run_end_encoded": "run_end_encode"}
+    if kind in encoded:
+        columns["user"] = getattr(pa.compute, encoded[kind])(user)
+    elif kind == "string_view":
+        columns["user"] = pa.array(["u"] * 9, pa.string_view())
+    elif kind.startswith("list<"):
+        columns["tags"] = pa.array([None] * 9, pa.list_(pa.null() if "null" in kind else pa.bool_()))
+    elif kind == "rows":
+        columns = dict.fromkeys(NAMES, pa.Array.from_buffers(pa.null(), 10**9, [None]))
+    elif kind == "missing":
+        del columns["age"]
+    elif kind in ("offsets", "utf-8"):
+        buffers = user.buffers()
+        damaged = {"offsets": (1, np.int32([0, *[1 << 30] * 8, 9])), "utf-8": (2, b"\xff" * 9)}
+        index, content = damaged[kind]
+        buffers[index] = pa.py_buffer(content)
+        columns["user"] = pa.Array.from_buffers(pa.string(), 9, buffers)
+    options |= {"compression": kind} if kind in ("zstd", "lz4") else {}
+    options |= {"metadata_version": pa.MetadataVersion.V4} if kind == "V4" else {}
+    table = pa.table(columns)
+    table = table.append_column("user", user) if kind == "twice" else table
+    shared = {"user": '{"user": "u"}', "list": "[]", "nan": '{"user": NaN}'}.get(kind)
+    body = arrow_stream(table.replace_schema_metadata(shared and {"user": shared}), None, **options)
+    body = body[:-8] if kind == "cut" else b"\xff" * 4 if kind == "none" else body
+    status, error = score(app, body)
+    assert (status, message in error) == (400, True), error
 
 
 def test_bodies_that_are_late_or_too_many(served, monkeypatch):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 pytest.importorskip("uvicorn")
 
 import tritonemb as te
-from tests.serving.scorers import NAMES, call, request, scores_at, start_server, train_run
+from tests.serving.scorers import NAMES, arrow_stream, call, request, scores_at, start_server, train_run
 from tritonemb.cli import main
 from tritonemb.flight import pa, pa_flight
 from tritonemb.serving.http import App, FlightApp
@@ -405,6 +405,50 @@ def test_any_ticket_is_scored_as_over_http_or_rejected(served, app, address, val
         with pytest.raises(pa.ArrowInvalid) as failure:
             ask(address, body)
         assert (status, content["error"][:99] in str(failure.value)) == (400, True)
+
+
+@pytest.mark.parametrize("shared", [(), ("user",), ("price", "tags", "item")])
+def test_arrow_columns_have_the_scores_of_predict(served, app, address, shared):
+    user = {name: served.rows[3][name] for name in shared}
+    table = pa.table({name: [row[name] for row in served.rows] for name in NAMES if name not in shared})
+    table = table.append_column("unused", pa.array([b"\xff"] * len(table)))
+    body = arrow_stream(table.replace_schema_metadata({"user": json.dumps(user)} if shared else None))
+    expected = served.run.predict([{**row, **user} for row in served.rows]).tolist()
+    assert scores_of(app, body).tolist() == expected
+    assert ask(address, body)["score"].to_pylist() == expected
+    assert ask(address, arrow_stream(table[:0].replace_schema_metadata({"user": json.dumps(user)}))).num_rows == 0
+
+
+ARROW = {
+    "int8": st.integers(-128, 127), "uint64": st.integers(0, 2**64 - 1), "int64": st.integers(-(2**63), 2**63 - 1),
+    "float32": st.floats(width=32), "float64": st.floats(), "bool_": st.booleans(), "null": st.none(),
+    "string": st.text(max_size=9) | st.sampled_from(["ü1", "7", ""]), "binary": st.binary(max_size=9),
+    "duration": st.none(),
+}  # fmt: skip
+
+
+@given(st.sampled_from(NAMES), st.sampled_from([*ARROW]), st.booleans(), st.data())
+def test_any_arrow_column_is_scored_as_by_predict_or_rejected(served, app, address, name, kind, is_list, data):
+    values, arrow_type = st.none() | ARROW[kind], pa.duration("s") if kind == "duration" else getattr(pa, kind)()
+    if is_list:
+        values, arrow_type = st.none() | st.lists(values, max_size=3), pa.list_(arrow_type)
+    rows = [row | {name: data.draw(values)} for row in served.rows[:3]]
+    arrays = {n: pa.array([row[n] for row in rows], arrow_type if n == name else None) for n in NAMES}
+    body, expected = arrow_stream(pa.table(arrays)), None
+    if kind != "duration" and not (is_list and kind in ("null", "bool_")):
+        with suppress(ValueError):
+            expected = served.run.predict(rows).tolist()
+    status, content = call(app, "POST", "/score", body)
+    if status == 200:
+        assert ask(address, body)["score"].to_pylist() == np.float32(content["scores"]).tolist() == expected
+    else:
+        with pytest.raises(pa.ArrowInvalid) as failure:
+            ask(address, body)
+        assert (status, content["error"][:99] in str(failure.value), expected) == (400, True, None)
+    position = data.draw(st.integers(0, len(body) - 1))
+    assert call(app, "POST", "/score", body[:position])[0] == 400
+    changed = body[:position] + bytes([data.draw(st.integers(0, 255))]) + body[position + 1 :]
+    assert call(app, "POST", "/score", changed)[0] in (200, 400)
 
 
 def test_errors_of_flight_have_a_status(served, address):

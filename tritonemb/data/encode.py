@@ -138,7 +138,7 @@ def missing_mask(array: Any) -> Array:
     return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
 
 
-def _unmasked_values(array: Any) -> Array:
+def unmasked_values(array: Any) -> Array:
     """Return integers or float64, undefined under nulls; pyarrow's `to_numpy` would import pandas, if installed."""
     dtype, buffer = np.dtype(str(array.type)), array.buffers()[1]
     return np.frombuffer(buffer, dtype, len(array), array.offset * dtype.itemsize) if len(array) else np.zeros(0, dtype)
@@ -148,7 +148,7 @@ def integer_values(array: Any, fill: bool = True) -> Array:
     """Convert a `pyarrow` array of integers, booleans or nulls to NumPy; nulls become 0, or undefined unless `fill`."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
-    values = _unmasked_values(array)
+    values = unmasked_values(array)
     return np.where(missing_mask(array), values.dtype.type(0), values) if fill and array.null_count else values
 
 
@@ -159,7 +159,7 @@ def numeric_values(array: Any) -> Array:
         values = integer_values(array)
         return values.astype(np.float64 if values.dtype == np.uint64 else np.int64, copy=False)
     array = array.cast(pa.float64())
-    return np.where(missing_mask(array), 0.0, _unmasked_values(array))
+    return np.where(missing_mask(array), 0.0, unmasked_values(array))
 
 
 def scale_numbers(values: Array, logarithmic: bool) -> Array:

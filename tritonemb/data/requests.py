@@ -6,10 +6,11 @@ Logs are encoded column by column, with a fixed cost per column; here all column
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain, islice, pairwise
+from struct import unpack_from
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -28,6 +29,8 @@ from tritonemb.utils import did_you_mean, join_names
 _NUMBER = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?)?")
 _WRONG_TYPES = {"integers": str, "strings": int}  # of JSON, by kind of the feature
 _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,8}")
+_ARROW_TYPES = re.compile("u?int(8|16|32|64)|halffloat|float|double|(large_)?(string|binary)")
+ARROW_MARK = b"\xff" * 4  # before each message of an Arrow IPC stream, and before the 0 at its end
 
 
 class RawRows(NamedTuple):
@@ -264,3 +267,54 @@ def _convert(owners: Any, shared: Any, first: int, convert: Any, values: Any, co
 
 def _value_error(name: str, value: Any, expected: str) -> ValueError:
     return ValueError(f"column {name!r} is {quote_value(value)}, expected {expected}")
+
+
+def read_arrow(body: bytes, names: Collection[str], max_rows: int) -> tuple[dict[str, Sequence[Any]], int, bytes]:
+    """Read an Arrow IPC stream: columns, with the values of `names` alone, the number of rows, and the metadata `user`.
+
+    Bytes and rows bound what it costs: ValueError for too many rows, and for columns whose bytes may stand for many."""
+    try:
+        for message in pa.MessageReader.open_stream(body):
+            is_batch, is_old = message.type == "record batch", message.metadata_version != pa.MetadataVersion.V5
+            if is_old or (_is_compressed(message) if is_batch else message.type != "schema"):
+                raise ValueError("compressed or dictionary-encoded Arrow data, or a format before 1.0, are unsupported")
+        if not body.endswith(ARROW_MARK + bytes(4)):
+            raise pa.ArrowInvalid("its end is missing")
+        table, columns = pa.ipc.open_stream(body).read_all(), dict[str, Sequence[Any]]()
+        if table.num_rows > max_rows:
+            raise ValueError(f"the request has {table.num_rows:,} rows; send up to {max_rows:,} per request")
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if name in columns:
+                raise ValueError(f"duplicate column {name!r}")
+            columns[name] = _arrow_values(name, column) if name in names else range(table.num_rows)
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"the body is not a valid Arrow IPC stream: {error}") from None
+    return columns, table.num_rows, (table.schema.metadata or {}).get(b"user", b"{}")
+
+
+def _is_compressed(message: Any) -> bool:
+    """Return whether the verified flatbuffer of a record batch has the field `compression`."""
+    data = message.metadata.to_pybytes()
+    table = unpack_from("<I", data)[0]
+    for field in (2, 3):  # `header` of a message, `compression` of a record batch
+        vtable, entry = table - unpack_from("<i", data, table)[0], 4 + 2 * field
+        shift = unpack_from("<H", data, vtable + entry)[0] if entry < unpack_from("<H", data, vtable)[0] else 0
+        if not shift:
+            return False
+        table += shift + unpack_from("<I", data, table + shift)[0]
+    return True
+
+
+def _arrow_values(name: str, column: Any) -> list[Any]:
+    """Values of a `pyarrow` chunked array as JSON would have them; ValueError for an unsupported type."""
+    kind = column.type
+    item_type = str(kind.value_type if encode.is_list(kind) else kind)
+    if not _ARROW_TYPES.fullmatch(item_type) and str(kind) not in ("null", "bool"):
+        text = "integers, floating-point numbers, strings or lists of these; cast it"
+        raise ValueError(f"column {name!r} has the Arrow type {str(kind)[:100]}, expected {text}")
+    column.validate(full=True)
+    is_float = pa.types.is_floating(kind)
+    if column.null_count or not (is_float or pa.types.is_integer(kind)):
+        return list(column.to_pylist())
+    chunks = column.cast(pa.float64()).chunks if is_float else column.chunks
+    return [value for chunk in chunks for value in encode.unmasked_values(chunk).tolist()]

@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from tritonemb import __version__
-from tritonemb.data.requests import RawRows, RequestEncoder
+from tritonemb.data.requests import ARROW_MARK, RawRows, RequestEncoder, read_arrow
 from tritonemb.flight import TOKEN, check_exposure, listen, pa, pa_flight, read_certificates
 from tritonemb.server.metrics import format_metrics
 from tritonemb.serving.follower import ModelFollower
@@ -87,6 +87,17 @@ def _finite(text: str) -> float:
     if not abs(value := float(text)) < float("inf"):
         raise ValueError(f"{text[:40]} is not a finite number; pass null for a missing value")
     return value
+
+
+def parse_body(body: bytes, encoder: RequestEncoder, max_rows: int) -> RawRows:
+    """Rows of JSON, or of an Arrow IPC stream whose metadata `user` are JSON of the values that its rows share."""
+    if not body.startswith(ARROW_MARK):
+        return parse_rows(parse_json(body), encoder)
+    names = {*encoder.schema.dense, *(feature.name for feature in encoder.features)}
+    columns, num_rows, user = read_arrow(body, names, max_rows)
+    if not isinstance(shared := parse_json(user), dict):
+        raise ValueError("the metadata 'user' of an Arrow IPC stream must be a JSON object, a value by column")
+    return encoder.raw_columns(columns, shared)._replace(num_rows=num_rows)
 
 
 def parse_rows(body: Any, encoder: RequestEncoder) -> RawRows:
@@ -207,7 +218,7 @@ class App:
             raise RejectedError(413, f"the body has more than {self._max_body:,} bytes; send fewer rows per request")
 
     async def _score(self, body: bytes) -> dict[str, Any]:
-        scores = await self._scores(parse_rows(parse_json(body), self._scorer.encoder))
+        scores = await self._scores(parse_body(body, self._scorer.encoder, self._scorer.max_queue))
         labels = self._scorer.run.labels
         return {"scores": dict(zip(labels, scores, strict=True)) if labels else scores[0]}
 
@@ -285,7 +296,7 @@ class FlightApp:
                 raise ValueError(f"the request has more than {self._max_body:,} bytes; send fewer rows per request")
             if self._num_bytes > MAX_BODIES * self._max_body:
                 raise OverloadedError("too many requests at once; try again later")
-            raw = parse_rows(parse_json(body), self._scorer.encoder)
+            raw = parse_body(body, self._scorer.encoder, self._scorer.max_queue)
             scores = self._scorer.submit(raw, self._timeout).result().reshape(-1, len(names))
             return pa.table([*map(pa.array, scores.T)], names)
         except (ValueError, RecursionError) as error:
