@@ -242,15 +242,16 @@ class RequestEncoder:
 
 def _collect(names: Sequence[str], requests: Sequence[RawRows]) -> tuple[list[Any], Array, Array]:
     """Values by column, request and row, the column of each, and by row the position of its value."""
-    values, counts, repeats = list[Any](), list[int](), list[int]()
+    values, sizes, repeats = list[Any](), list[int](), list[int]()
     for name in names:
-        start = len(values)
         for raw in requests:
             is_shared = name in raw.shared
             values.extend((raw.shared[name],) if is_shared else raw.columns[name])
-            repeats.extend((raw.num_rows,) if is_shared else [1] * raw.num_rows)
-        counts.append(len(values) - start)
-    return values, np.repeat(np.arange(len(names)), counts), np.repeat(np.arange(len(values)), repeats)
+            sizes.append(1 if is_shared else raw.num_rows)
+            repeats.append(raw.num_rows if is_shared else 1)
+    counts = np.array(sizes, dtype=np.int64).reshape(len(names), len(requests)).sum(1)
+    positions = np.repeat(np.arange(len(values)), np.repeat(np.array(repeats, dtype=np.int64), sizes))
+    return values, np.repeat(np.arange(len(names)), counts), positions
 
 
 def _convert(owners: Any, shared: Any, first: int, convert: Any, values: Any, columns: Array, rows: Array) -> list[Any]:
