@@ -144,6 +144,28 @@ def test_what_is_no_whole_tensor_is_refused():
         load_tables(Model("user").to("meta"), {"user.weight": USER})
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_tables_off_the_device_are_filled_and_their_cached_rows_with_them(placement, sharded):
+    configs = [te.TableConfig("user", 6, 4, placement=placement)]
+    model: nn.Module = nn.Sequential(te.nn.EmbeddingBagCollection(configs, te.optim.SGD(lr=0.1)))
+    if sharded:
+        model = te.HybridParallel(model, te.sharding.ShardingPlan({"user": te.sharding.TableWise(0)}, 1))
+    for value in (USER, USER + 1):
+        load_tables(model, {"user.weight": value})
+        with torch.no_grad():
+            pooled = model(te.KeyedJaggedTensor.from_lists({"user": [[0], [5]]}))
+        assert torch.equal(pooled, value[[0, 5]])
+
+
+def test_tables_whose_rows_have_no_numbers_are_refused():
+    dynamic = te.nn.EmbeddingBagCollection([te.TableConfig("user", None, 4, capacity=6)], te.optim.SGD(lr=0.1))
+    rows = dynamic["user"].weight.shape[0]
+    for model in (dynamic, te.HybridParallel(dynamic, te.sharding.ShardingPlan({"user": te.sharding.RowWise()}, 1))):
+        with pytest.raises(ValueError, match=r"user is dynamic; insert rows by te\.interop\.from_vocabulary"):
+            load_tables(model, {"user.weight": torch.zeros(rows, 4)})
+
+
 class Sharded(nn.Module):
     """Stands for a module that has cut its tables; what it holds inside is its own affair."""
 

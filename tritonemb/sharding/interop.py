@@ -1,7 +1,8 @@
 """Interop: load tables from the `state_dict` of another library, into sharded or unsharded collections."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -10,8 +11,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.collections import TableCollection
+from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.sharding.sharded_tensor import TableShards, dtype_and_shape
+from tritonemb.sharding.sharded_tensor import TableShards, dtype_and_shape, slice_shard
+from tritonemb.types import TableConfig
 from tritonemb.utils import join_names
 
 _TORCHREC = r"(^|\.)(embedding_bags|embeddings)\.[^.]*\.weight$"  # keys of TorchRec's collections
@@ -21,7 +24,9 @@ _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")
 class _Table(NamedTuple):
     path: str  # in the model
     name: str
-    weight: Tensor
+    type: str  # dtype and shape of its weight
+    assign: Callable[[Tensor], object]
+    problem: str = ""  # why it cannot be filled
 
 
 @torch.no_grad()
@@ -48,7 +53,7 @@ def load_tables(
 
     Raises:
         ValueError, TypeError: tables without a key or with several, keys of TorchRec's collections without a table,
-            shapes or dtypes that differ; all are listed, and nothing is copied.
+            shapes or dtypes that differ, dynamic tables and tables on servers; all are listed, and nothing is copied.
     """
     if not (tables := _tables(model)):
         raise ValueError(f"{type(model).__name__} has no tables, i.e. no collection of te.nn, sharded or not")
@@ -60,8 +65,7 @@ def load_tables(
         raise ValueError("the tables cannot be loaded:\n  " + join_names(problems, 20, "\n  ", "\n  "))
     for table, key in matches:
         value = state_dict[key]
-        copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
-        copy(value.full_tensor() if isinstance(value, DTensor) else value)
+        table.assign(value.full_tensor() if isinstance(value, DTensor) else value)
     return key_of
 
 
@@ -70,18 +74,37 @@ def _tables(model: nn.Module) -> list[_Table]:
     tables: list[_Table] = []
     prefixes: list[str] = []  # of modules whose tables are listed
     for path, module in model.named_modules():
-        weights: Mapping[str, Tensor] = {}
+        prefix, num_tables = f"{path}." if path else "", len(tables)
         if isinstance(module, HybridParallel) or any(path.startswith(outer) for outer in prefixes):
             continue
-        if callable(getattr(module, "table_weights", None)):
-            weights = module.table_weights()
-        elif isinstance(module, TableCollection):
-            weights = {table.config.name: table.weight for table in module.tables}
-        if weights:
-            prefix = f"{path}." if path else ""
-            prefixes.append(prefix)
-            tables += [_Table(f"{prefix}{name}", name, weight) for name, weight in weights.items()]
+        if isinstance(module, TableCollection | ShardedCollection):
+            tables += [_table_of(module, prefix, config) for config in module.configs]
+        elif callable(getattr(module, "table_weights", None)):
+            for name, weight in module.table_weights().items():
+                text = dtype_and_shape(weight.dtype, weight.shape)
+                tables.append(_Table(f"{prefix}{name}", name, text, weight.copy_from))
+        prefixes += [prefix] if len(tables) > num_tables else []
     return tables
+
+
+def _table_of(module: TableCollection | ShardedCollection, prefix: str, config: TableConfig) -> _Table:
+    dtype, problem = config.row_dtype, ""
+    if isinstance(module, TableCollection):
+        weight = module[config.name].weight
+        dtype, problem = weight.dtype, "on the meta device; call to_empty() of its module first" * weight.is_meta
+    problem = "dynamic; insert rows by te.interop.from_vocabulary" if config.is_dynamic else problem
+    problem = "on embedding servers; call load_state_dict of the model" if config.placement == "server" else problem
+    text = dtype_and_shape(dtype, (config.num_embeddings, config.embedding_dim))
+    return _Table(f"{prefix}{config.name}", config.name, text, partial(_assign, module, config.name), problem)
+
+
+def _assign(module: TableCollection | ShardedCollection, name: str, weight: Tensor) -> None:
+    if isinstance(module, TableCollection):
+        module[name].assign({"weight": weight})
+        return
+    for placed, table, _ in module.local_shards.tables():
+        if module.configs[placed.table].name == name:
+            table.assign({"weight": slice_shard(weight, placed.shard)})
 
 
 def _unwrapped(path: str) -> str:
@@ -138,10 +161,10 @@ def _check_value(table: _Table, key: str, value: Any) -> list[str]:
         raise TypeError(
             f"{key} is a {type(value).__name__}, this rank has only a shard; gather it into a full tensor first"
         )
+    shape = table.type.partition(" ")[2]
     if not isinstance(value, Tensor):
-        raise TypeError(f"{key} is a {type(value).__name__}; expected a tensor {list(table.weight.shape)}")
-    if table.weight.is_meta:
-        raise ValueError(f"table {table.path} is on the meta device; call to_empty() of its module first")
-    actual, expected = (dtype_and_shape(tensor.dtype, tensor.shape) for tensor in (value, table.weight))
-    hint = "; convert it first" if value.shape == table.weight.shape else ""
-    return [] if actual == expected else [f"{key} is {actual}, table {table.path} is {expected}{hint}"]
+        raise TypeError(f"{key} is a {type(value).__name__}; expected a tensor {shape}")
+    if table.problem:
+        return [f"table {table.path} is {table.problem}"]
+    actual, hint = dtype_and_shape(value.dtype, value.shape), "; convert it first" * (shape == str([*value.shape]))
+    return [] if actual == table.type else [f"{key} is {actual}, table {table.path} is {table.type}{hint}"]
