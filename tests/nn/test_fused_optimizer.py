@@ -139,6 +139,23 @@ def test_its_state_dict_restores_states_and_rate(optimizer):
     assert_same_bits(contents(other), contents(collection), optimizer.name)
 
 
+def test_states_of_dynamic_tables_are_in_the_state_dict_of_the_model_alone():
+    """Ids may get other rows when that is loaded, so a state of row 0 would become that of another id."""
+    collection, other = (
+        te.nn.EmbeddingBagCollection([te.TableConfig("a", None, 4, capacity=20)], te.optim.Adagrad(lr=0.5))
+        for _ in range(2)
+    )
+    for ids in ([50, 7], [99, 1], [3, 50]):
+        collection(te.KeyedJaggedTensor.from_lists({"a": [[id] for id in ids]})).square().sum().backward()
+    collection.set_learning_rate(0.02)
+    saved = collection.state_dict(), copy.deepcopy(collection.fused_optimizer.state_dict())
+    assert list(saved[1]["state"][0]) == ["step"]
+    other.load_state_dict(saved[0])
+    other.fused_optimizer.load_state_dict(saved[1])
+    assert float(other.learning_rate) == float(collection.learning_rate)
+    assert_same_bits(other.state_dict(), saved[0])
+
+
 def test_a_state_dict_that_does_not_fit_changes_nothing():
     collection = make(te.optim.Adam())
     train(collection, random_steps(collection, 1))

@@ -249,8 +249,8 @@ class LookupTables(OptimizedTables):
         return [self.counters["learning_rate"]]
 
     def optimizer_states(self) -> States:
-        """Return name, weight, and by name `step` and states per table; cached tables have no states."""
-        states = [{} if table.rows.is_cached else dict(table.named_buffers()) for table in self.tables]
+        """Return name, weight, and by name `step` and states per table; cached and dynamic tables have no states."""
+        states = [{} if t.rows.is_cached or t.index.assigns_rows else dict(t.named_buffers()) for t in self.tables]
         step, pairs = {"step": self.counters["step"]}, zip(self.tables, states, strict=True)
         return [(table.config.name, table.weight, step | table_states) for table, table_states in pairs]
 
