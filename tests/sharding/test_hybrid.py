@@ -348,6 +348,8 @@ def loaded(rank, world, dense, state, bad):
             parallel.load_state_dict(broken)
         messages.append(str(raised.value))
         assert_same_bits(whole_state(parallel), initial)
+    with pytest.raises(ValueError, match="assign=True would replace the parameters whose gradients the ranks average"):
+        parallel.load_state_dict(state, assign=True)
     parallel.load_state_dict(state)
     first = whole_state(parallel)
     parallel.load_state_dict(parallel.state_dict())  # its own

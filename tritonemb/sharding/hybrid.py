@@ -237,7 +237,10 @@ class HybridParallel(ParallelModel):
         Raises:
             RuntimeError: for missing or unexpected keys, if `strict`, for values of other shapes, for tables of another
                 dtype or plan, and in a block of `accumulate`; nothing is changed.
+            ValueError: for `assign` with several ranks: gradients of assigned parameters would not be averaged.
         """
+        if assign and self.group.size > 1:
+            raise ValueError("assign=True would replace the parameters whose gradients the ranks average; leave it out")
         for collection in self.collections:
             collection.accumulator.check_closed("load_state_dict()")
         current = self.state_dict()
