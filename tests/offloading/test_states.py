@@ -60,7 +60,7 @@ def test_a_state_dict_goes_both_ways(tmp_path):
     optimizer.load_state_dict(of_optimizer)
     other = Transformer()
     other, stepped = te.offload(other, adam(other.parameters()), params="host", states="disk", path=tmp_path / "b")
-    other.load_state_dict(plain.model.state_dict())
+    other.load_state_dict(plain.model.state_dict(), assign=True)
     stepped.load_state_dict(plain.optimizer.state_dict())
     losses = [
         steps(m, o, 2, seed=3) for m, o in ((new, optimizer), (other, stepped), (trained.model, trained.optimizer))

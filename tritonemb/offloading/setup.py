@@ -273,6 +273,8 @@ class ParameterMove:
                         setattr(module, attribute, self._new_parameter[p])
             if any(is_offloaded(p) for p in module._parameters.values()):
                 module.register_state_dict_post_hook(_fill_state_dict)
+                # Copy values with `assign=True`, too: the optimizer steps these parameters, not assigned ones.
+                module.register_load_state_dict_pre_hook(lambda *args: args[3].update(assign_to_params_buffers=False))
         for _, (parent, attribute), layer, tiled in self._tiled_layers:
             setattr(parent, attribute, tiled.train(layer.training))
             for p in layer.parameters():
