@@ -15,10 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
-from tests.helpers import Calls, resealed
+import tritonemb as te
+from tests.helpers import Calls, assert_same_bits, resealed
 from tritonemb.storage.checkpoint import MANIFEST, METADATA, CheckpointReader
 from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointError, CheckpointFolder, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.manager import load_model
+from tritonemb.training.train_state import model_tensors
 
 
 def tensors(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -46,6 +49,34 @@ def test_what_is_saved_is_read_back(tmp_path):
     assert written.num_bytes == sum(path.stat().st_size for path in files) > 3 * 4 * 4
     assert (written.step, written.path) == (7, folder.path(7))
     assert written.seconds > 0
+
+
+def test_rows_that_a_sharded_table_has_cached_are_those_of_the_checkpoint_that_is_loaded(tmp_path):
+    config = te.TableConfig("user", 64, 4, placement="host", cache=te.CacheConfig(rows=32))
+    collection = te.nn.EmbeddingBagCollection([config], te.optim.SGD(lr=0.1))
+    plan = te.sharding.ShardingPlan({"user": te.sharding.TableWise(0)}, 1)
+    model, batch = te.HybridParallel(collection, plan), te.KeyedJaggedTensor.from_lists({"user": [[3], [60, 5]]})
+    path = CheckpointFolder(tmp_path).save(1, model_tensors(model), {}).path
+    results = []
+    for _ in range(2):
+        result = model(batch)
+        result.sum().backward()
+        results.append(result.detach())
+        load_model(path, model, {}, stored_tensors(path), ())
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", [te.nn.EmbeddingBag, te.nn.Embedding])
+def test_a_module_of_a_dynamic_table_is_loaded(tmp_path, kind):
+    first, second = (
+        torch.nn.Sequential(kind(None, 4, capacity=64, optimizer=te.optim.Adam(lr=0.1)), torch.nn.Linear(4, 1))
+        for _ in range(2)
+    )
+    for _ in range(3):
+        first(torch.tensor([[5, 6], [10**12, 5]])).sum().backward()
+    path = CheckpointFolder(tmp_path).save(1, model_tensors(first), {}).path
+    load_model(path, second, {}, stored_tensors(path), ())
+    assert_same_bits(second.state_dict(), first.state_dict())
 
 
 def test_the_newest_are_kept_and_the_best_besides(tmp_path):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, Data, merge_positions, rank_position
+from tritonemb.nn.embeddings import DynamicModule
 from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding import HybridParallel, TableShards
@@ -28,7 +29,6 @@ from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cached_rows import DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import TableService
-from tritonemb.tables.table import Table
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import reader
@@ -137,7 +137,7 @@ def load_model(
     dynamic = dict[DynamicTable, dict[str, Tensor]]()
     disk_tables = on_each_rank(group, lambda: reader.saved_tables(path))
     for name, table in dynamic_tables(model):
-        prefix = f"model.{name}."
+        prefix = f"model.{name}.".replace("..", ".")
         current = {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
         tensors = {key: value for key, value in tensors.items() if not key.startswith(prefix)}
         if table is None or (ids := stored.get(f"{prefix}ids")) is None:
@@ -154,12 +154,17 @@ def load_model(
             templates |= {"row": torch.empty_like(templates["ids"]), **rows}
         dynamic[table] = templates
         tensors |= {prefix + field: value for field, value in templates.items()}
+        tensors |= {f"{prefix}updates": current["updates"]} if "updates" in current else {}
 
     # Read all tensors, and install what the tables do not share memory with.
     reader.load_tensors(path, tensors | {**extra_tensors}, ignore, group)
     train_state.write_offloaded(model, tensors)
     for table, fields in dynamic.items():
         table.load_state(rows_by_id(fields, path))
+    for name, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
+        updates = tensors.get(f"model.{name}.updates".replace("..", ".")) if isinstance(module, DynamicModule) else None
+        if updates is not None:
+            module.optimizer_states()["step"].copy_(updates)
     if local_tables:
         model.load_state_dict(local_tables, strict=False)
 
@@ -178,9 +183,9 @@ def load_model(
             service.restore([], steps[name])
         else:
             service.discard_leases()
-    for module in model.modules():
-        if isinstance(module, Table):
-            module.rows.reload()
+    for tables in train_state.table_sets_of(model):
+        for loaded in tables.tables:
+            loaded.rows.reload()
 
 
 def _prefix(collection: str) -> str:
@@ -238,8 +243,9 @@ def rows_by_id(tensors: dict[str, Tensor], path: str | Path) -> dict[str, Tensor
 def dynamic_tables(model: nn.Module) -> Iterator[tuple[str, DynamicTable | None]]:
     """Dynamic tables by their names in `state_dict`; for a sharded table this rank's shard, if any."""
     for path, module in (model.module if isinstance(model, HybridParallel) else model).named_modules():
-        if isinstance(module, DynamicTable):
-            yield path, module
+        table = module.table if isinstance(module, DynamicModule) else module
+        if isinstance(table, DynamicTable):
+            yield path, table
         elif isinstance(module, ShardedCollection) and module.service is None:
             local_tables = {spec.table: table for spec, table in module.local_shards.dynamic_tables()}
             dynamic = [(number, config.name) for number, config in enumerate(module.configs) if config.is_dynamic]
