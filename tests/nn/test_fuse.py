@@ -572,6 +572,24 @@ def test_a_refused_gradient_changes_no_table_of_any_batch_size():
         assert_same_bits(model.state_dict(), initial)
 
 
+def test_a_gradient_that_is_clamped_is_not_refused_beside_another_batch_size():
+    model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.EmbeddingBag(5, 3, mode="sum")})
+    te.fuse(model, te.optim.SGD(lr=1.0, max_gradient=1.0, on_nonfinite="raise"))
+    initial = model["a"].weight.detach().clone()
+    (torch.inf * model["a"](torch.tensor([1])).sum() + model["b"](torch.tensor([[2, 3]])).sum()).backward()
+    torch.testing.assert_close(initial[1] - model["a"].weight[1], torch.ones(3), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_means_of_long_bags_have_exact_counts_beside_another_pooling(dtype):
+    model = nn.ModuleDict({"a": nn.EmbeddingBag(3, 2, mode="mean"), "b": nn.Embedding(3, 2)}).to(dtype)
+    model["b"].weight = nn.Parameter(torch.zeros(3, 2, dtype=dtype))
+    model["a"].weight = model["b"].weight
+    te.fuse(model, te.optim.SGD(lr=1.0, stochastic_rounding=False))
+    (8 * model["a"](torch.zeros(1, 70_000, dtype=torch.int64)).sum() + model["b"](torch.tensor([2])).sum()).backward()
+    assert model["a"].weight.tolist() == [[-8.0, -8.0], [0.0, 0.0], [-1.0, -1.0]]
+
+
 class TestWhatWouldGoWrongUnseen:
     """Each of these trained something else than was asked for, or nothing, without a word."""
 

@@ -363,10 +363,10 @@ def update(gradients: list[ops.BagGradient]) -> None:
 def _check_finite(gradients: list[ops.BagGradient]) -> None:
     """Raise for `on_nonfinite="raise"` and a non-finite gradient on the CPU; on a GPU each update checks its own."""
     for table, name, values, _, bags, grad in gradients:
-        raises = get_args(NonFinite)[int(Hyperparameters(*table.hyperparameters).on_nonfinite)] == "raise"
-        if not raises or grad.device.type != "cpu" or bool(grad.isfinite().all()):
+        h = Hyperparameters(*table.hyperparameters)
+        if get_args(NonFinite)[int(h.on_nonfinite)] != "raise" or grad.device.type != "cpu":
             continue
-        by_position = ~grad.isfinite().all(1)
+        by_position = ~grad.clamp(-h.max_gradient, h.max_gradient).isfinite().all(1)
         if bags.pooled:
             by_position = by_position[torch.repeat_interleave(bags.offsets.diff(), output_size=values.shape[0])]
         rows = values[by_position & (values >= 0)]
@@ -441,10 +441,10 @@ def _merge(gradients: list[ops.BagGradient]) -> ops.BagGradient:
 
 
 def _to_sum_pooling(gradient: ops.BagGradient) -> ops.BagGradient:
-    """Convert a gradient of mean pooling, or of rows that are not pooled, to one of sum pooling."""
+    """Convert a gradient of mean pooling, in float32 for exact counts, or of rows, to one of sum pooling."""
     offsets, count = gradient.bags.offsets, gradient.values.shape[0]
     if not gradient.bags.pooled:
         unit_offsets = torch.arange(count + 1, dtype=offsets.dtype, device=offsets.device)  # bags of one id
         return gradient._replace(bags=Bags(unit_offsets, True))
-    grad = gradient.grad / offsets.diff().unsqueeze(1).to(gradient.grad.dtype) if gradient.bags.mean else gradient.grad
+    grad = gradient.grad.float() / offsets.diff().unsqueeze(1) if gradient.bags.mean else gradient.grad
     return gradient._replace(bags=Bags(offsets, True), grad=grad)
