@@ -154,6 +154,7 @@ def test_what_surrounds_a_module():
     assert te.fuse(nn.Sequential(module)).left_alone == {"0": "it is a DynamicEmbeddingBag, a subclass"}
     module.bfloat16()
     assert module.weight.dtype == module.table.weight.dtype == torch.bfloat16
+    assert torch.equal(module.table.lookup([4, 3])[1:], module.table.lookup([3]))  # 4 has no row
     module.reset_parameters()
     assert module.table.num_rows == 0
     assert te.nn.Embedding(None, DIM, capacity=9, dtype=torch.float16, init_bound=0.5).weight.dtype == torch.float16

@@ -87,7 +87,7 @@ class DynamicTable(Table):
         values = values if inverse is None else values[inverse]
         if known is not None:
             values = values.new_empty(len(ids), values.shape[1]).index_copy_(0, known, values)
-            values.index_copy_(0, unknown, self.initial_values(ids[unknown]))
+            values.index_copy_(0, unknown, self.initial_values(ids[unknown]).to(values.dtype))
         return values
 
     @_locked
