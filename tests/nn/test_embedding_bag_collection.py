@@ -10,10 +10,12 @@ import pytest
 import torch
 from hypothesis import given
 from torch import nn
+from torch.autograd import forward_ad
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, configurations, contents, fewer, make_collection, random_steps, train
 from tests.strategies import DIMS, TABLE_DTYPES, problems
+from tritonemb import ops
 
 pytestmark = pytest.mark.public
 
@@ -304,6 +306,20 @@ def test_weights_may_have_no_address():
     weights = {name: weight.detach() for name, weight in collection.named_parameters()}
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda w: torch.func.functional_call(collection, w, (batch,)).sum())(weights)
+
+
+def test_forward_mode_differentiation_is_an_error_instead_of_a_tangent_of_zero():
+    collection = make_collection([te.TableConfig("a", 5, 4)], None)
+    batch = te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3]]})
+    weights = {"a.weight": collection["a"].weight.detach()}
+    with pytest.raises(NotImplementedError, match="do not support forward-mode differentiation"):
+        torch.func.jvp(lambda w: torch.func.functional_call(collection, w, (batch,)), (weights,), (weights,))
+    vectors = torch.ones(2, 4)
+    for grad in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+            with pytest.raises(NotImplementedError, match="do not support forward-mode differentiation"):
+                ops.interaction(forward_ad.make_dual(vectors, vectors), vectors)
+            assert ops.interaction(vectors, vectors).shape == (2, 5)
 
 
 IN_PLACE = [("device", "ids"), *[(tier, tensor) for tier in ("device", "host") for tensor in ("offsets", "weights")]]

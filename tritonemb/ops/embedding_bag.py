@@ -20,7 +20,7 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.layout import BatchGradient, FusedTables, Layout, cached_fact, dtypes_of, kinds_of, unpack_names
 from tritonemb.ops import row_update
 from tritonemb.ops.bag import Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
-from tritonemb.ops.registry import SHARED_ARGUMENTS, define, kernel, plain_eager, unflatten
+from tritonemb.ops.registry import SHARED_ARGUMENTS, check_no_tangents, define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, UngroupedIds, check_ids, row_groups, ungrouped
 from tritonemb.ops.row_update import NOT_ACCUMULATING, accumulate_, row_update_, shared_update, update_after_backward
 
@@ -35,6 +35,7 @@ def embedding_bag(
     on the CPU, for an id out of range or offsets that do not ascend.
     """
     check_ids(values)
+    check_no_tangents(weights, sample_weights)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, tables=weights):
         return _read(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     check_devices(weights, values, layout)

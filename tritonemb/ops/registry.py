@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
+from torch.autograd import forward_ad
 
 from tritonemb.layout import Layout, TensorList
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
@@ -235,6 +236,7 @@ def define(
         run_eagerly = False
         if not torch.compiler.is_compiling():
             tensors = _tensors(args)
+            check_no_tangents(tensors)
             needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
             run_eagerly = not needs_gradient and plain_eager(*tensors) and not tensors[0].is_meta
         if run_eagerly and not mutates:
@@ -286,6 +288,18 @@ def check_tensor(
         raise ValueError(f"{name} must have shape {text}, got {tuple(tensor.shape)}")
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device} like the other tensors, got {tensor.device}; move one with .to()")
+
+
+def check_no_tangents(tensors: Sequence[Tensor], sample_weights: Tensor | None = None) -> None:
+    """Raise NotImplementedError for dual tensors of forward-mode differentiation: kernels would drop their tangents."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    all_tensors = [*tensors, *(() if sample_weights is None else (sample_weights,))]
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in all_tensors):
+        raise NotImplementedError(
+            "tritonemb's kernels do not support forward-mode differentiation (torch.func.jvp, jacfwd, forward_ad); use "
+            "backward() or torch.autograd.grad, or for single tables te.nn.Embedding"
+        )
 
 
 def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
