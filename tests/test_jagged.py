@@ -323,6 +323,8 @@ def test_bad_calls_have_a_name():
         KeyedJaggedTensor.concat([a, b])
     with pytest.raises(ValueError, match="duplicate key"):
         KeyedJaggedTensor.concat([a, a])
+    without_keys = a.split([0, 1])[0]
+    assert KeyedJaggedTensor.stack([without_keys, without_keys]).keys() == []
     with pytest.raises(ValueError, match="batches with the same keys in one order"):
         KeyedJaggedTensor.stack([a, b])
     with pytest.raises(ValueError, match="all batches or none must have weights"):

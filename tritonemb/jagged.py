@@ -121,7 +121,7 @@ class KeyedJaggedTensor:
         for batch in batches:
             if batch.keys() != keys:
                 raise ValueError(f"stack needs batches with the same keys in one order, got {keys} and {batch.keys()}")
-        lengths = [batch.lengths().reshape(len(keys), -1) for batch in batches]
+        lengths = [batch.lengths().reshape(len(keys), -1 if keys else 0) for batch in batches]
         values = torch.cat([batch.values() for batch in batches])
         source = key_major_order(lengths, values.shape[0])
         weights = _joined_weights(batches)
