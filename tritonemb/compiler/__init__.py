@@ -165,8 +165,8 @@ def dynamic_batch(*inputs: Any) -> Iterator[None]:
 def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once under Dynamo, and report what the backend would do with its graphs.
 
-    The model is not changed: no backward pass runs, and buffers, weights with a `max_norm`, and random number
-    generators are restored. The call discards all compiled code (`torch._dynamo.reset`).
+    The model is not changed, except that dynamic tables assign rows to new ids: no backward pass runs, and buffers,
+    weights with `max_norm`, and random generators are restored. It discards compiled code (`torch._dynamo.reset`).
     """
     with _unchanged(model):
         explanation = torch._dynamo.explain(model)(*args, **kwargs)
