@@ -39,7 +39,7 @@ def test_numbers_without_logarithm(tmp_path):
 
 
 def test_large_and_small_numbers_have_the_logarithm_that_numpy_gives(tmp_path):
-    numbers = [*range(4090, 4100), 10**17, 0]
+    numbers = [*range(4090, 4100), *range(16_380, 16_390), 10**17, 0]
     rows = rows_of(ClickLog(write(tmp_path, [line(integers={1: str(n)}) for n in numbers]), options()))
     assert [row[1] for row in rows] == pytest.approx([math.log1p(n) for n in numbers], rel=1e-7)
 

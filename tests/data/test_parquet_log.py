@@ -122,6 +122,22 @@ def test_small_dictionaries_of_a_file_are_hashed_instead_of_its_values(tmp_path)
     assert {str(block.rows) for block in scored.scan("train", lambda batch: batch.column("user").type)} == {"string"}
 
 
+def test_batches_and_positions_do_not_depend_on_the_number_of_threads(tmp_path):
+    """Row groups have dictionaries of their own, where only some of the threads' batches end."""
+    random = np.random.default_rng(0)
+    users = [f"{number:03x}" for number in random.integers(0, 9, 500)]
+    columns = {"click": [0, 1] * 250, "price": random.random(500), "user": users, "item": random.integers(0, 99, 500)}
+    path = write(tmp_path, row_group_size=170, **columns)
+    schema = {"label": "click", "dense": ("price",), "sparse": ("user", "item")}
+    states = []
+    for num_threads in (1, 2, 5):
+        log = ClickLog(path, options(**schema, chunk_bytes=256 * 100, shuffle_rows=90, parser_threads=num_threads))
+        with log.open("train", 30, shuffle=True) as stream:
+            states.append([(batch.dense.tolist(), batch.sparse.to_lists(), dict(stream.position)) for batch in stream])
+    assert states[0] == states[1] == states[2]
+    assert len(states[0]) == 17
+
+
 @pytest.mark.more
 def test_reading_does_not_import_pandas_and_a_program_may_end_with_a_stream_open(tmp_path):
     """Threads that are at work when Python goes away can abort the process."""

@@ -34,7 +34,7 @@ SOURCES["stream"] = StreamSource
 class ClickLog(protocol.TablesMixin):
     """Click log in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
-    Memory holds `2 * parser_threads + 5` chunks of `chunk_bytes` or their parsed rows, about
+    Memory holds `2 * parser_threads + 6` chunks of `chunk_bytes` or their parsed rows, about
     `8 * parser_threads * chunk_bytes` while they are parsed, and twice `shuffle_rows` rows. Raise FileNotFoundError or
     ValueError, before training starts, if a file is missing, empty, unreadable or of the wrong kind, its first line is
     bad, a column is missing, or the split leaves no train rows.

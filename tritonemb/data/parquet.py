@@ -2,7 +2,8 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 from tritonemb.data import files as cuts
 from tritonemb.data.encode import find_invalid_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, compute, dataset, open_parquet, pa
-from tritonemb.data.pipeline import LogSource, ParsedChunk, time_mask
-from tritonemb.data.protocol import Shard, Split
+from tritonemb.data.pipeline import LogSource, ParsedChunk, num_processors, time_mask
+from tritonemb.data.protocol import READ_THREAD, Prefetcher, Shard, Split
 from tritonemb.data.schema import LogOptions, Names, Schema, invalid_value_message
 
 SLICE_ROWS = 65_536  # most rows per chunk: large row groups are read in slices
@@ -21,6 +22,7 @@ ROW_BYTES = 256  # assumed bytes per row, so that slices are about as large as c
 # Bytes per row up to which a stored dictionary is read as such. Its entries are inserted once per row group and hashed
 # once per slice, for about as much time as it takes to read and hash three strings each.
 DICTIONARY_BYTES = 4
+MAX_READERS = 4  # threads that decode the columns of a file; more would wait for the rows to be encoded
 
 
 def read_schema(file: LogFile) -> tuple[Any, list[int]]:
@@ -36,10 +38,10 @@ def _row_group_sizes(source: Any) -> list[int]:
 
 
 def read_rows(
-    file: LogFile, names: Names, slice_rows: int, start: int, stop: int, encoded: Names = ()
+    file: LogFile, names: Names, slice_rows: int, start: int, stop: int, encoded: Names = (), num_readers: int = 1
 ) -> Iterator[tuple[int, Any]]:
     """Yield slices of the rows `[start, stop)` after their first rows' numbers; of all columns if none are named.
-    Columns of strings in `encoded` are dictionary arrays where that saves time."""
+    Columns of strings in `encoded` are dictionary arrays where that saves time. Up to `num_readers` threads decode."""
     columns = list(names) or None
     # Slices of a table in memory.
     if file.table is not None:
@@ -57,8 +59,12 @@ def read_rows(
             is_list(f.type) and pa.types.is_dictionary(f.type.value_type) for f in source.schema_arrow
         )
         runs = [[group] for group in groups] if has_dictionaries else [groups]
-        read = partial(source.iter_batches, slice_rows, columns=columns, use_threads=False)
-        for batch in itertools.chain.from_iterable(read(row_groups=run) for run in runs):
+        read = partial(source.iter_batches, slice_rows, use_threads=False)
+        stored = [name for name in source.schema_arrow.names if name in names]  # in the order of the file
+        num_readers = min(num_readers, len(stored))
+        divisions: list[Any] = [stored[index::num_readers] for index in range(num_readers)] or [columns]
+        sources = [itertools.chain.from_iterable(map(partial(read, columns=part), runs)) for part in divisions]
+        for batch in sources[0] if len(sources) == 1 else _read_divisions(sources, stored):
             for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
                 verify(group)
             batch = batch.cast(plain_schema(batch.schema))
@@ -68,6 +74,20 @@ def read_rows(
             row += batch.num_rows
     if row < stop:
         raise file.changed_error(f"it had at least {stop} rows and now has {row}")
+
+
+def _read_divisions(sources: Sequence[Iterator[Any]], names: Sequence[str]) -> Iterator[Any]:
+    """Read each source, with some columns of the same rows, in a thread; yield record batches of the columns `names`.
+    One ends wherever that of any source does."""
+    with ExitStack() as stack:
+        readers = [stack.enter_context(closing(Prefetcher(source, 1, READ_THREAD))) for source in sources]
+        batches: list[Any] = [next(reader, None) for reader in readers]
+        while all(batch is not None for batch in batches):
+            num_rows = min(batch.num_rows for batch in batches)
+            columns = {name: batch.column(name).slice(0, num_rows) for batch in batches for name in batch.schema.names}
+            yield pa.RecordBatch.from_arrays([columns[name] for name in names], names)
+            pairs = zip(batches, readers, strict=True)
+            batches = [batch.slice(num_rows) if batch.num_rows > num_rows else next(r, None) for batch, r in pairs]
 
 
 def _small_dictionaries(names: Names, slice_rows: int, metadata: Any) -> list[str]:
@@ -179,6 +199,7 @@ class ArrowSource(LogSource):
         self._columns = tuple(dict.fromkeys((*self.schema.columns(labelled), *extra_columns)))
         # Transforms, and readers of additional columns, expect strings.
         self._encoded = () if options.transforms else tuple({*self.schema.sparse}.difference(extra_columns))
+        self._parser_threads = options.parser_threads
 
     def freeze(self, lists: Names) -> None:
         self._types.freeze(lists)
@@ -192,7 +213,8 @@ class ArrowSource(LogSource):
     def chunks(self, part: Part, number: int, chunk_bytes: int, offset: Any, line: int) -> Iterator[Chunk]:
         slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
         file, stop = self.files[part.file], self._stop(part)
-        for row, rows in read_rows(file, self._columns, slice_rows, offset, stop, self._encoded):
+        num_readers = min(self._parser_threads or num_processors(), MAX_READERS)
+        for row, rows in read_rows(file, self._columns, slice_rows, offset, stop, self._encoded, num_readers):
             yield Chunk(number, row, row - part.start, row, rows)
 
     def parse(self, chunk: Chunk) -> ParsedChunk:

@@ -85,13 +85,18 @@ class LogSource(Protocol):
         return None
 
 
+def num_processors() -> int:
+    """Return the number of processors that this process may use to read."""
+    return max((os.cpu_count() or 1) // protocol.reading_processes, 1)
+
+
 def ordered_map(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads: int | None) -> Generator[R]:
     """Map `job` over chunks in threads; yield results in order, and raise an exception at its position.
 
     At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * num_threads + 1` are in progress or wait as results, so
     memory does not depend on the size of the log. Closing the generator stops all threads.
     """
-    num_threads = num_threads or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MAX_THREADS)
+    num_threads = num_threads or min(num_processors(), MAX_THREADS)
     prefetched = Prefetcher(chunks, CHUNKS_READ + 1, protocol.READ_THREAD)
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
