@@ -7,7 +7,14 @@ from hypothesis import strategies as st
 
 from tests.data.logs import line, options, pa, rows_of, write
 from tritonemb.data import ClickLog
-from tritonemb.data.encode import encode_categories, feature_seed, hash_integers, hash_strings, hashes_to_ids
+from tritonemb.data.encode import (
+    Numbering,
+    encode_categories,
+    feature_seed,
+    hash_integers,
+    hash_strings,
+    hashes_to_ids,
+)
 
 WORD = (1 << 64) - 1
 
@@ -68,6 +75,17 @@ def test_integers_follow_the_definition(values, name, num_embeddings):
 )
 def test_strings_follow_the_definition(values, name):
     assert hashes_of_strings(name, values) == [hash_of(name, value) for value in values]
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint16", "int32", "uint32", "int64", "uint64"])
+def test_ids_of_integers_follow_the_definition(kind):
+    ends = [np.iinfo(kind).min, np.iinfo(kind).max]
+    values, numbering = [*ends, None, 1, 0, None, 7, *ends * 4, None, 3], Numbering("item", 1000)
+    ids = [0 if value is None else id_of(hash_of("item", value), 1000) for value in values]
+    for first in (0, 3, 9):
+        assert numbering.ids(pa.array(values, kind)[first:]).tolist() == ids[first:]
+    assert numbering.ids(pa.array(ends, kind)).tolist() == ids[:2]
+    assert Numbering("item", 2).ids(pa.array(values, kind)).tolist() == [int(value is not None) for value in values]
 
 
 @pytest.mark.parametrize("num_embeddings", [2, 3, 100, 1 << 31])

@@ -34,15 +34,13 @@ from tritonemb.data.files import LogFile, compute, fs, open_parquet, pa
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import CATEGORIES, Schema, quote_value
 from tritonemb.data.sequences import keep_last
-from tritonemb.utils import join_names
+from tritonemb.utils import LazyModule, join_names
 
+hashing: Any = LazyModule("tritonemb.data.hashing")  # loads Numba
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
-_MASKS = np.array([(1 << 8 * num_bytes) - 1 for num_bytes in range(9)], np.uint64)
 # Mean bytes of strings above which only distinct ones are hashed: to find these costs as much as hashing two words.
 LONG_STRING = 16
-# Few strings are hashed one by one after these bytes: a word takes 0.6 µs, where one of all strings takes 10 µs.
-FEW_STRINGS, LONG_TAIL = 8, 64
 
 
 def feature_seed(name: str) -> np.uint64:
@@ -56,38 +54,16 @@ def hash_integers(values: Array, seed: Any) -> Array:
 
 def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
     """Hash strings to uint64 `[N]`: string i is `data[offsets[i] : offsets[i + 1]]`, uint8; `seed` as for integers."""
-    begin, end = int(offsets[0]), int(offsets[-1])
-    lengths = np.diff(offsets).astype(np.int64)
-    padded_data = np.zeros(end - begin + 8, dtype=np.uint8)
-    padded_data[: end - begin] = data[begin:end]
-    words = np.ndarray((len(padded_data) - 7,), dtype="<u8", buffer=padded_data, strides=(1,))
-    starts, hashes = offsets[:-1] - begin, np.full(len(lengths), seed, dtype=np.uint64)
-    shortest = lengths.min(initial=end - begin)
-    for byte_offset in range(0, lengths.max(initial=0), 8):
-        # Words of the strings that are longer; a slice, without copies, while all are.
-        active: Any = slice(None) if shortest > byte_offset else np.flatnonzero(lengths > byte_offset)
-        if byte_offset >= LONG_TAIL and len(lengths[active]) <= FEW_STRINGS:
-            for index in np.arange(len(lengths))[active].tolist():
-                tail = padded_data[starts[index] + byte_offset : starts[index] + lengths[index]].tobytes()
-                hashes[index] = _hash_words(int(hashes[index]), np.frombuffer(tail + bytes(-len(tail) % 8), "<u8"))
-            break
-        word = words[starts[active] + byte_offset]
-        word &= _MASKS[np.minimum(lengths[active] - byte_offset, 8)]
-        word ^= hashes[active]
-        hashes[active] = mix(word)
-    hashes ^= lengths.view(np.uint64)
-    return mix(hashes)
+    hashes = np.full(len(offsets) - 1, seed, dtype=np.uint64)
+    hashing.hash_strings(_read_only(data), _read_only(offsets.astype(np.int64)), hashes)
+    return hashes
 
 
-def _hash_words(hash: int, words: Array) -> int:
-    """Hash words as `hash_strings` does, one by one."""
-    first, second, mask = int(_FIRST), int(_SECOND), int(_MASKS[8])
-    for word in words.tolist():
-        hash ^= word
-        hash = (hash ^ hash >> 30) * first & mask
-        hash = (hash ^ hash >> 27) * second & mask
-        hash ^= hash >> 31
-    return hash
+def _read_only(array: Array) -> Array:
+    """View an array as read-only, as those of `pyarrow` are: loops are compiled for these types only."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def mix(hashes: Array) -> Array:
@@ -287,6 +263,17 @@ class Numbering:
             if len(invalid_values := values.filter(array.is_null()).drop_null()):
                 invalid_value = f"{values.type} {quote_value(invalid_values[0])}"
                 raise ValueError(f"feature {self.name!r} was trained with {kind}, has {invalid_value}")
+        # Hash integers in one pass.
+        is_integer = pa.types.is_integer(array.type) or pa.types.is_boolean(array.type)
+        if is_integer and self._keys is None and not self.dynamic:
+            ids = np.empty(len(array), np.int32)
+            validity = np.frombuffer(array.buffers()[0] if array.null_count else b"", np.uint8)
+            values = integer_values(array, fill=False)
+            if values.itemsize != 4:
+                values = values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
+            arrays = _read_only(values), _read_only(validity)
+            hashing.hash_integers(*arrays, array.offset, self._seed, self.num_embeddings, ids)
+            return ids
         # Map distinct values only, where that saves work.
         if hasattr(array.type, "index_type") and len(array.dictionary) > len(array):
             array = array.dictionary_decode()
