@@ -1,4 +1,5 @@
 import datetime
+import os
 import subprocess
 import sys
 
@@ -141,18 +142,22 @@ def test_batches_and_positions_do_not_depend_on_the_number_of_threads(tmp_path):
 @pytest.mark.more
 def test_reading_does_not_import_pandas_and_a_program_may_end_with_a_stream_open(tmp_path):
     """Threads that are at work when Python goes away can abort the process."""
-    paths = [write(tmp_path), write_lines(tmp_path, [line()] * 2000)]
+    paths = [write(tmp_path), write_lines(tmp_path, [*[line()] * 2000, line(categories={1: "a", 2: ""}), "bad"])]
     schema = "label='click', dense=('price',), sparse=('user',)"
     program = f"""
 import sys
-from tritonemb.data import ClickLog, LogOptions, Schema
+from tritonemb.data import ClickLog, LogOptions, Schema, SplitRule
 from tritonemb.data.schema import ALL_ROWS
 streams = []
-for path, schema in zip({list(map(str, paths))}, (Schema({schema}), Schema())):
-    streams.append(ClickLog(path, LogOptions(schema, ALL_ROWS)).open("train", 2))
+for path, schema, split in (
+    ({str(paths[0])!r}, Schema({schema}), ALL_ROWS),
+    ({str(paths[1])!r}, Schema(), SplitRule("random")),
+):
+    streams.append(ClickLog(path, LogOptions(schema, split, on_bad_row="skip")).open("train", 2))
     print(len(next(streams[-1])), "pandas" in sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=DEADLINE)
+    how = {"capture_output": True, "text": True, "timeout": DEADLINE, "env": os.environ | {"TRITONEMB_QUIET": "1"}}
+    done = subprocess.run([sys.executable, "-c", program], **how)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["2", "False"] * 2, "")
 
 

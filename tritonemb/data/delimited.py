@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import find_invalid_values, integer_values, parse_hexadecimal, to_integers, valid_row_mask
+from tritonemb.data.encode import (
+    arrow_array,
+    find_invalid_values,
+    integer_values,
+    parse_hexadecimal,
+    to_integers,
+    valid_row_mask,
+)
 from tritonemb.data.files import arrow_csv, compute, pa
 from tritonemb.data.pipeline import ParsedChunk
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, invalid_value_message
@@ -261,7 +268,7 @@ def parse(parser: CsvFormat, data: Text) -> ParsedChunk:
         rows = np.flatnonzero(accepted)
         batch = parser.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
     valid = valid_row_mask(batch, find_invalid_values(batch, parser.schema, parser.labelled))
-    batch, rows = batch.filter(pa.array(valid)), rows[valid]
+    batch, rows = batch.filter(arrow_array(valid)), rows[valid]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)
     return ParsedChunk(batch, rows, bad_rows, line_numbers, lambda number: parser.problem(lines[bad_rows[number]]))
 

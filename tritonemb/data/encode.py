@@ -110,8 +110,19 @@ def value_type(kind: Any) -> Any:
 
 def missing_mask(array: Any) -> Array:
     """Return a mask (bool `[N]`) of the nulls and NaN of a `pyarrow` array."""
-    bits = np.frombuffer(array.is_null(nan_is_null=True).buffers()[1], np.uint8)
-    return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
+    return mask_of(array.is_null(nan_is_null=True))
+
+
+def mask_of(booleans: Any) -> Array:
+    """Convert a `pyarrow` array of booleans without nulls to NumPy."""
+    bits, stop = np.frombuffer(booleans.buffers()[1] or b"", np.uint8), booleans.offset + len(booleans)
+    return np.unpackbits(bits, count=stop, bitorder="little")[booleans.offset :].view(bool)
+
+
+def arrow_array(values: Array) -> Any:
+    """Convert booleans or integers to a `pyarrow` array; `pyarrow.array` would import pandas, if installed."""
+    data = np.packbits(values, bitorder="little") if values.dtype == bool else np.ascontiguousarray(values)
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(data)])
 
 
 def unmasked_values(array: Any) -> Array:
@@ -171,7 +182,7 @@ def parse_hexadecimal(array: Any) -> tuple[Any, int]:
             return None, 0
         digits = data[ends[0] : ends[-1]]
         if num_digits != 8 * count:  # fewer than 8 digits somewhere
-            digits = string_buffers(compute.ascii_lpad(array.filter(pa.array(present)).cast(pa.string()), 8, "0"))[0]
+            digits = string_buffers(compute.ascii_lpad(array.filter(arrow_array(present)).cast(pa.string()), 8, "0"))[0]
         numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
     except ValueError:
         return None, 0
@@ -246,9 +257,10 @@ class Numbering:
         self._missing = MISSING if dynamic else 0
         self._keys: Array | None = None  # sorted keys of the vocabulary: integers, or hashes of strings
         if values is not None and ids is not None:
-            keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else values.to_numpy()
+            keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else integer_values(values)
             order = np.argsort(keys, kind="stable")
-            self._keys, self._ids, self._values = keys[order], ids[order].astype(np.int32), values.take(pa.array(order))
+            self._keys, self._ids = keys[order], ids[order].astype(np.int32)
+            self._values = values.take(arrow_array(order))
             if (self._keys[1:] == self._keys[:-1]).any():
                 raise ValueError(f"feature {name!r} has a duplicate value in the vocabulary; build it again")
 
@@ -306,8 +318,8 @@ class Numbering:
         if text:
             hits = np.flatnonzero(ids)  # compared by hash so far; compare the strings
             pairs = ((self._values, slots[hits]), (values, hits))
-            equal = compute.equal(*(strings.take(pa.array(at)).cast(pa.large_string()) for strings, at in pairs))
-            ids[hits[~compute.fill_null(equal, False).to_numpy(zero_copy_only=False)]] = 0
+            equal = compute.equal(*(strings.take(arrow_array(at)).cast(pa.large_string()) for strings, at in pairs))
+            ids[hits[~mask_of(compute.fill_null(equal, False))]] = 0
         return ids
 
 
@@ -328,7 +340,7 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
         numberings = {}
         for name, kind in json.loads(table.schema.metadata[METADATA]).items():
             feature_table = table.filter(compute.equal(table["feature"], name))
-            values, ids = feature_table["value"].combine_chunks(), feature_table["id"].to_numpy()
+            values, ids = feature_table["value"].combine_chunks(), integer_values(feature_table["id"].combine_chunks())
             values = values.cast(pa.int64()) if kind == "integer" else values
             numberings[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
     except (AttributeError, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
@@ -366,7 +378,8 @@ def count_values(array: Any) -> Any:
     if is_list(array.type):
         array = compute.list_flatten(array)
     array = array.cast(value_type(array.type)).drop_null()
-    array = array.cast(pa.large_string()) if is_text(array.type) else pa.array(integer_values(array).astype(np.int64))
+    is_string = is_text(array.type)
+    array = array.cast(pa.large_string()) if is_string else arrow_array(integer_values(array).astype(np.int64))
     counts = compute.value_counts(array)
     return pa.table({"value": counts.field("values"), "count": counts.field("counts")})
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data import files as cuts
-from tritonemb.data.encode import find_invalid_values, is_list, is_text, valid_row_mask, value_type
+from tritonemb.data.encode import arrow_array, find_invalid_values, is_list, is_text, valid_row_mask, value_type
 from tritonemb.data.files import Chunk, LogFile, Part, compute, dataset, open_parquet, pa
 from tritonemb.data.pipeline import LogSource, ParsedChunk, num_processors, time_mask
 from tritonemb.data.protocol import READ_THREAD, Prefetcher, Shard, Split
@@ -280,7 +280,7 @@ def drop_bad_rows(parsed: ParsedChunk, schema: Schema, labelled: bool, suffix: s
         message = invalid_value_message(field_number, name, "missing" if value is None else value, expected, suffix)
         return f"column {name} is not {expected}{suffix}", message
 
-    return ParsedChunk(batch.filter(pa.array(valid)), rows[valid], bad_rows, parsed.lines, describe)
+    return ParsedChunk(batch.filter(arrow_array(valid)), rows[valid], bad_rows, parsed.lines, describe)
 
 
 def _value_kind(kind: Any, name: str, schema: Schema, location: str) -> str:

@@ -16,7 +16,7 @@ import torch
 
 from tritonemb.data import protocol
 from tritonemb.data.batch import Array, Rows, concat_rows, gather_batch
-from tritonemb.data.encode import is_text, mix
+from tritonemb.data.encode import arrow_array, is_text, mask_of, mix
 from tritonemb.data.files import Chunk, LogFile, Part, compute, pa
 from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, Prefetcher, ReadReport, Shard, Split
 from tritonemb.data.schema import Kind, LogOptions, Names, Schema, SplitRule, quote_value
@@ -311,7 +311,7 @@ class LogReader:
                 raise ValueError(problems[0])
         # Keep the valid rows of the split.
         split_mask = self._split_mask(split, chunk, row_numbers[parsed.rows], parsed.batch)
-        batch = parsed.batch if split_mask.all() else parsed.batch.filter(pa.array(split_mask))
+        batch = parsed.batch if split_mask.all() else parsed.batch.filter(arrow_array(split_mask))
         return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _split_mask(self, split: Split, chunk: Chunk, row_numbers: Array, batch: Any = None) -> Array:
@@ -322,9 +322,9 @@ class LogReader:
         if self.kind == "time":
             if batch is None and isinstance(chunk.rows, bytearray):  # bad lines have no time
                 return np.full(len(row_numbers), split == "train")
-            batch = chunk.rows.take(pa.array(row_numbers)) if batch is None else batch
+            batch = chunk.rows.take(arrow_array(row_numbers)) if batch is None else batch
             times = batch.column(rule.time_column)
-            return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)
+            return mask_of(time_mask(rule, split, times, times.type))
         return np.ones(len(row_numbers), dtype=bool)
 
 
