@@ -83,6 +83,7 @@ BAD = [
     (line("2"), "field 1 (label) is '2', expected 0 or 1"),
     (line(""), "field 1 (label) is '', expected 0 or 1"),
     (line("1.0"), "field 1 (label) is '1.0', expected 0 or 1"),
+    *((line(label), f"field 1 (label) is '{label}', expected 0 or 1") for label in ("01", "00", "-0", "-1", "-")),
     (line(integers={3: "1.5"}), "field 4 (int_3) is '1.5', expected an integer or nothing"),
     (line(integers={3: "-"}), "field 4 (int_3) is '-', expected an integer or nothing"),
     (line(integers={3: "+1"}), "field 4 (int_3) is '+1', expected an integer or nothing"),

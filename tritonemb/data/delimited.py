@@ -1,4 +1,4 @@
-"""Lines of text as Arrow columns, parsed by `pyarrow.csv`: CSV, and Criteo's format.
+"""Lines of text as Arrow columns: CSV, parsed by `pyarrow.csv`, and Criteo's format, by a compiled loop.
 
 A line ends with a line feed, with or without a carriage return before it, or at the end of the file; empty lines are
 skipped. The validity of a line depends on this line only. An empty field is a missing value. A field of CSV may be
@@ -18,14 +18,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.batch import Array
-from tritonemb.data.encode import (
-    arrow_array,
-    find_invalid_values,
-    integer_values,
-    parse_hexadecimal,
-    to_integers,
-    valid_row_mask,
-)
+from tritonemb.data.encode import arrow_array, find_invalid_values, parse_criteo, to_integers, valid_row_mask
 from tritonemb.data.files import arrow_csv, compute, pa
 from tritonemb.data.pipeline import ParsedChunk
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, LogOptions, Names, Schema, invalid_value_message
@@ -73,8 +66,8 @@ class CsvFormat:
         labels = self.schema.label_columns
         return pa.schema([field.with_type(pa.int8()) if field.name in labels else field for field in fields])
 
-    def read(self, lines: Text, accepted: bool = False) -> Any:
-        """Parse lines, none blank, to a `pyarrow.RecordBatch`; None if one may be bad, unless all were `accepted`."""
+    def read(self, lines: Text) -> Any:
+        """Parse lines, none blank, to a `pyarrow.RecordBatch`; None if one may be bad."""
         # An unclosed quote would swallow this row of missing values.
         guard = (self._delimiter * (len(self.columns) - 1) or '""').encode() + b"\n" if b'"' in lines else b""
         batch = self._parse(lines + guard if guard else lines, self._types)
@@ -181,30 +174,12 @@ class CriteoFormat(CsvFormat):
         self.multi_hot, self.kinds = (), dict.fromkeys(self.schema.sparse, "integers")
         self._rules = (_RULES[not labelled], *_RULES[1:])[-len(columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
-        self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
 
-    def read(self, lines: Text, accepted: bool = False) -> Any:
-        """Parse lines; see `CsvFormat.read`.
-
-        pyarrow also accepts blank lines, blanks, hexadecimal integers, and more than 18 digits with leading zeros. All
-        of these make the text longer than the canonical one, except hexadecimal integers from 10^10 on, so the lengths
-        are compared."""
-        if (batch := self._parse(lines, self._types)) is None:
-            return None
-        arrays, num_bytes, largest = list[Any](), len(self.columns) * batch.num_rows, 0
-        for name, array in zip(self.columns, batch.columns, strict=True):
-            if name in CATEGORIES:
-                array, size = parse_hexadecimal(array)
-                if array is None:
-                    return None
-            else:
-                size, magnitude = _decimal_length(array)
-                largest = max(largest, magnitude)
-            arrays, num_bytes = [*arrays, array], num_bytes + size
-        is_hexadecimal = largest >= 10**10 and (b"x" in lines or b"X" in lines)
-        if largest >= 10**18 or (not accepted and (is_hexadecimal or num_bytes != len(lines))):
-            return None
-        return pa.RecordBatch.from_arrays(arrays, self.columns)
+    def read(self, lines: Text) -> Any:
+        num_numbers, num_categories = len(self.columns) - len(CATEGORIES), len(CATEGORIES)
+        text = np.frombuffer(lines, np.uint8)
+        arrays = parse_criteo(text, count_lines(lines), num_numbers, num_categories, self.labelled)
+        return None if arrays is None else pa.RecordBatch.from_arrays(arrays, self.columns)
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
         return [self._line.fullmatch(line) is not None for line in lines]
@@ -215,15 +190,6 @@ class CriteoFormat(CsvFormat):
     def _expected(self, line: bytes, field_number: int, value: Any) -> str | None:
         pattern, expected = self._rules[field_number - 1]
         return None if re.fullmatch(pattern, value) else expected
-
-
-def _decimal_length(array: Any) -> tuple[int, int]:
-    """Return the number of characters of int64 values in canonical decimal form, and the largest magnitude."""
-    numbers = integer_values(array, fill=False)  # pyarrow.csv has 0 under nulls
-    largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
-    size, magnitudes = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), np.abs(numbers)
-    bounds = itertools.takewhile(lambda bound: bound <= largest, (10**power for power in range(1, 19)))
-    return size + sum(int(np.count_nonzero(magnitudes >= bound)) for bound in bounds), largest
 
 
 def check_criteo(schema: Schema, location: str) -> None:
@@ -266,7 +232,7 @@ def parse(parser: CsvFormat, data: Text) -> ParsedChunk:
     if batch is None or batch.num_rows != len(lines):
         accepted = parser.accepts(lines)
         rows = np.flatnonzero(accepted)
-        batch = parser.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
+        batch = parser.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)))
     valid = valid_row_mask(batch, find_invalid_values(batch, parser.schema, parser.labelled))
     batch, rows = batch.filter(arrow_array(valid)), rows[valid]
     bad_rows = np.setdiff1d(np.arange(len(lines)), rows, assume_unique=True)

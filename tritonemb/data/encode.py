@@ -18,7 +18,6 @@ value (string; integers in decimal), id (int64), count (int64). Ids of a feature
 then by value; 0 is for missing, unseen and rarer values. The metadata have the kind of each feature's values.
 """
 
-import binascii
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -36,11 +35,9 @@ from tritonemb.data.schema import CATEGORIES, Schema, quote_value
 from tritonemb.data.sequences import keep_last
 from tritonemb.utils import LazyModule, join_names
 
-hashing: Any = LazyModule("tritonemb.data.hashing")  # loads Numba
+loops: Any = LazyModule("tritonemb.data.loops")  # loads Numba
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
-# Mean bytes of strings above which only distinct ones are hashed: to find these costs as much as hashing two words.
-LONG_STRING = 16
 
 
 def feature_seed(name: str) -> np.uint64:
@@ -55,11 +52,11 @@ def hash_integers(values: Array, seed: Any) -> Array:
 def hash_strings(data: Array, offsets: Array, seed: Any) -> Array:
     """Hash strings to uint64 `[N]`: string i is `data[offsets[i] : offsets[i + 1]]`, uint8; `seed` as for integers."""
     hashes = np.full(len(offsets) - 1, seed, dtype=np.uint64)
-    hashing.hash_strings(_read_only(data), _read_only(offsets.astype(np.int64)), hashes)
+    loops.hash_strings(read_only(data), read_only(offsets.astype(np.int64)), hashes)
     return hashes
 
 
-def _read_only(array: Array) -> Array:
+def read_only(array: Array) -> Array:
     """View an array as read-only, as those of `pyarrow` are: loops are compiled for these types only."""
     view = array.view()
     view.flags.writeable = False
@@ -172,26 +169,16 @@ def to_integers(strings: Any) -> Any:
         return pa.array([n if n is not None and -(1 << 63) <= n < 1 << 63 else None for n in values], pa.int64())
 
 
-def parse_hexadecimal(array: Any) -> tuple[Any, int]:
-    """Parse `pyarrow` strings of up to 8 hexadecimal digits to uint32, and count digits; None for other strings."""
-    data, ends = string_buffers(array)
-    present, num_digits = ends[1:] != ends[:-1], int(ends[-1] - ends[0])
-    count = int(np.count_nonzero(present))
-    try:
-        if int(np.diff(ends).max(initial=0)) > 8:
-            return None, 0
-        digits = data[ends[0] : ends[-1]]
-        if num_digits != 8 * count:  # fewer than 8 digits somewhere
-            digits = string_buffers(compute.ascii_lpad(array.filter(arrow_array(present)).cast(pa.string()), 8, "0"))[0]
-        numbers = np.frombuffer(binascii.unhexlify(digits[: 8 * count]), ">u4").astype(np.uint32)
-    except ValueError:
-        return None, 0
-    validity = None
-    if count < len(array):
-        validity = pa.py_buffer(np.packbits(present, bitorder="little"))
-        present_numbers, numbers = numbers, np.zeros(len(array), np.uint32)
-        numbers[present] = present_numbers
-    return pa.Array.from_buffers(pa.uint32(), len(array), [validity, pa.py_buffer(numbers)]), num_digits
+def parse_criteo(lines: Array, num_rows: int, num_numbers: int, num_categories: int, is_labelled: bool) -> Any:
+    """Parse lines (uint8) of integers, then hexadecimal categories, to `pyarrow` arrays of int64 and uint32; None if a
+    line is invalid. A label, the first integer, has one digit."""
+    numbers, categories = np.empty((num_numbers, num_rows), np.int64), np.empty((num_categories, num_rows), np.uint32)
+    validity = np.zeros((num_numbers + num_categories, -(-num_rows // 8)), np.uint8)
+    if not loops.parse_criteo(read_only(lines), is_labelled, numbers, categories, validity):
+        return None
+    types = [pa.int64()] * num_numbers + [pa.uint32()] * num_categories
+    buffers = [list(map(pa.py_buffer, pair)) for pair in zip(validity, (*numbers, *categories), strict=True)]
+    return [pa.Array.from_buffers(kind, num_rows, pair) for kind, pair in zip(types, buffers, strict=True)]
 
 
 def find_invalid_values(batch: Any, schema: Schema, labelled: bool = True) -> list[tuple[str, str, Array]]:
@@ -238,13 +225,6 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
     return np.zeros(0, dtype=np.uint8) if data is None else np.frombuffer(data, np.uint8), ends
 
 
-def _has_long_strings(array: Any) -> bool:
-    if not is_text(array.type):
-        return False
-    offsets = string_buffers(array)[1]
-    return bool(offsets[-1] - offsets[0] > LONG_STRING * len(array))
-
-
 class Numbering:
     """Map from the values of one feature to ids in `[0, num_embeddings)`: by hash, or by a vocabulary of distinct
     `pyarrow` strings or int64 and their ids, int64 from 1 on. If `dynamic`, ids are any int64: integers, or hashes."""
@@ -283,13 +263,13 @@ class Numbering:
             values = integer_values(array, fill=False)
             if values.itemsize != 4:
                 values = values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
-            arrays = _read_only(values), _read_only(validity)
-            hashing.hash_integers(*arrays, array.offset, self._seed, self.num_embeddings, ids)
+            arrays = read_only(values), read_only(validity)
+            loops.hash_integers(*arrays, array.offset, self._seed, self.num_embeddings, ids)
             return ids
         # Map distinct values only, where that saves work.
         if hasattr(array.type, "index_type") and len(array.dictionary) > len(array):
             array = array.dictionary_decode()
-        if not hasattr(array.type, "index_type") and (self._keys is not None or _has_long_strings(array)):
+        if not hasattr(array.type, "index_type") and self._keys is not None:
             array = array.dictionary_encode()
         is_encoded = hasattr(array.type, "index_type")
         ids = self._unmasked_ids(array.dictionary if is_encoded else array)
@@ -439,9 +419,11 @@ def _values_of_text(strings: Any, name: str, is_hexadecimal: bool) -> Any:
     if not is_hexadecimal:
         return strings
     texts = compute.fill_null(strings, empty)
-    if (numbers := parse_hexadecimal(texts)[0]) is None:
+    lines = compute.binary_join_element_wise(texts, empty, pa.scalar("\n").cast(strings.type))  # lines of one field
+    data, ends = string_buffers(lines)
+    if (columns := parse_criteo(data[: ends[-1]], len(texts), 0, 1, False)) is None:
         (invalid, *_) = texts.filter(compute.invert(compute.match_substring_regex(texts, "^[0-9a-fA-F]{0,8}$")))
         raise ValueError(
             f"column {name!r} is {quote_value(invalid.as_py())}, expected up to 8 hexadecimal digits or nothing"
         )
-    return numbers
+    return columns[0]
