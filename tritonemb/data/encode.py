@@ -87,7 +87,7 @@ MISSING = -(2**63)  # id of missing values in dynamic tables, where integers are
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
 INFINITE = 2.0**128 - 2.0**103  # the least number that rounds to infinity in float32
-_LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
+_LOGARITHMS = np.log1p(np.arange(1 << 14)).astype(np.float32)
 _TEXT = ("string", "large_string", "binary", "large_binary")
 
 
