@@ -1,8 +1,9 @@
-"""Followers and publishers that are killed at any time: what is served are states that were published."""
+"""Followers, scorers and publishers that are killed at any time: what is served are states that were published."""
 
 from __future__ import annotations
 
 import hashlib
+import http.client
 import random
 import signal
 import threading
@@ -17,6 +18,7 @@ import tritonemb as te
 from tests.programs import Program
 from tests.server.jobs import local_servers
 from tests.serving.models import Model, scores, train
+from tests.serving.scorers import port_of, request, scores_at, start_server, train_run
 from tritonemb.serving import ModelFollower, Publisher
 
 IDS = torch.arange(300)
@@ -106,6 +108,43 @@ def test_a_follower_that_is_killed_at_any_time(kind, tmp_path):
                 program.process.kill()
                 status, text = program.finish()
                 assert status == -signal.SIGKILL, [*lines, text]
+    assert count > 3
+
+
+@pytest.mark.more
+@pytest.mark.usefixtures("ranks")
+def test_a_scorer_that_is_killed_at_any_time(tmp_path):
+    pytest.importorskip("uvicorn")
+    served, expected, draw, last, count = train_run(tmp_path), dict[int, list[float]](), random.Random(0), 0, 0
+    trained, publisher = te.load_run(tmp_path / "run"), Publisher(tmp_path / "published", most=3)
+
+    def publish(step: int) -> None:
+        for weight in trained.model.parameters():
+            weight.data.mul_(1 + 0.02 * torch.randn(len(weight)).view(-1, *[1] * (weight.dim() - 1)))
+        expected[step] = trained.predict(served.rows).tolist()
+        publisher.publish(trained.model, step)
+
+    with publishing(publish):
+        for is_ready in (True, False):
+            program = start_server(tmp_path / "run", "--follow", str(tmp_path / "published"))
+            timer = threading.Timer(draw.random(), program.process.kill)
+            try:
+                if not is_ready:  # killed while it loads, perhaps
+                    timer.start()
+                port = port_of(program)
+                assert request(port, "GET", "/health")["step"] >= last
+                while True:
+                    result = scores_at(port, served.rows)
+                    (step,) = (step for step, values in list(expected.items()) if values == result)
+                    assert step >= last  # also after a restart
+                    last, count = step, count + 1
+                    if count == 4:
+                        timer.start()
+            except (EOFError, ConnectionError, http.client.HTTPException):
+                timer.join()
+                assert program.finish()[0] == -signal.SIGKILL
+            finally:
+                program.process.kill()
     assert count > 3
 
 
