@@ -33,6 +33,7 @@ COUNTERS = 8  # that are drawn at once: more need more registers than there are
 BLOCK_WORDS = 4 * COUNTERS
 _MAX_FLOAT16 = np.float32(65504.0)
 _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
+_NEAR_INFINITY = np.int32(0x7F7F0000)  # bits from which a float32 may round to an infinite bfloat16
 
 
 @emitted(types.void, *[types.int64] * 5)
@@ -87,26 +88,22 @@ def _narrow_bfloat16(value, addend):
 
 @inlined
 def _narrow_float16(value, noise):
-    """Round stochastically: away from zero if the noise is below the dropped bits; saturates at 65504.
+    """Round a finite value stochastically: away from zero if the noise is below the dropped bits; saturates at 65504.
 
     Without branches, so that a loop over a row is vectorized.
     """
-    bits = float32_bits(value)
+    bits, addend = float32_bits(value), np.uint32(np.uint32(0xFFFF) - noise)
     magnitude_bits = np.uint32(bits & np.uint32(0x7FFFFFFF))
-    # Normal values drop 13 bits; values that are too large become the largest one.
-    rounded = np.uint32(magnitude_bits + np.uint32(np.uint32(0x1FFF) - np.uint32(noise >> np.uint32(3))))
-    normal = float32_from_bits(np.uint32(rounded & np.uint32(0xFFFFE000)))
-    code = np.uint32(float32_to_float16(normal if normal < _MAX_FLOAT16 else _MAX_FLOAT16))
-    # Subnormal ones are multiples of 2^-24.
+    # Normal values drop 13 bits; their exponents are smaller by 112. The largest one is 0x7BFF.
+    rounded = np.uint32(magnitude_bits + np.uint32(addend >> np.uint32(3)))
+    normal = min(np.int32(np.int32(rounded >> np.uint32(13)) - np.int32(112 << 10)), np.int32(0x7BFF))
+    # Subnormal ones are multiples of 2^-24: 16 bits behind the point decide.
     magnitude = float32_from_bits(magnitude_bits)
-    is_subnormal = magnitude < _MIN_NORMAL_FLOAT16
-    scaled = magnitude * np.float32(2.0**24) if is_subnormal else np.float32(0)
-    units = np.int32(scaled)
-    rounds_up = np.float32(noise) < (scaled - np.float32(units)) * np.float32(65536)
-    code = np.uint32(units + (np.int32(1) if rounds_up else np.int32(0))) if is_subnormal else code
-    # Infinities and NaN stay.
-    signed = np.uint16(code | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
-    return signed if magnitude < np.float32(np.inf) else float32_to_float16(value)
+    magnitude = magnitude if magnitude < _MIN_NORMAL_FLOAT16 else _MIN_NORMAL_FLOAT16
+    scaled = np.uint32(np.int32(np.ceil(magnitude * np.float32(2.0**40))))
+    subnormal = np.int32(np.uint32(scaled + addend) >> np.uint32(16))
+    code = subnormal if magnitude < _MIN_NORMAL_FLOAT16 else normal
+    return np.uint16(np.uint32(code) | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
 
 
 @inlined
@@ -147,13 +144,23 @@ def narrow_row(row, dtype, bits):
 @inlined_uncounted
 def narrow_row_stochastic(row, dtype, bits, words):
     """Round float32 `row` to 16-bit `bits` stochastically by 16 random bits each; finite values saturate."""
-    noise = uint16_row(words.ctypes.data, row.size)  # of a word the lower half first
+    noise, largest = uint16_row(words.ctypes.data, row.size), np.int32(0)  # of a word the lower half first
+    for j in range(row.size):
+        largest = max(largest, np.int32(float32_bits(row[j]) & np.uint32(0x7FFFFFFF)))
     if dtype == FLOAT16:
         for j in range(row.size):
             bits[j] = _narrow_float16(row[j], np.uint32(noise[j]))
-    else:
+    else:  # add to the dropped bits, so that they carry or not
         for j in range(row.size):
-            bits[j] = _narrow_bfloat16(row[j], np.uint32(0xFFFF) - np.uint32(noise[j]))
+            addend = np.uint32(np.uint32(0xFFFF) - np.uint32(noise[j]))
+            bits[j] = np.uint16(np.uint32(float32_bits(row[j]) + addend) >> np.uint32(16))
+    # Values that are infinite, NaN, or round to infinity, are rare.
+    for j in range(row.size if largest >= _NEAR_INFINITY else 0):
+        if np.int32(float32_bits(row[j]) & np.uint32(0x7FFFFFFF)) >= _NEAR_INFINITY:
+            if dtype == FLOAT16:
+                bits[j] = _nearest_float16(row[j])
+            else:
+                bits[j] = _narrow_bfloat16(row[j], np.uint32(0xFFFF) - np.uint32(noise[j]))
 
 
 ELEMENTS_PER_TASK = 1 << 15
