@@ -860,6 +860,7 @@ def test_the_command_reads_tables_and_writes_a_plan(tmp_path, capsys):
     ("text", "error"),
     [
         ("x = 1", r"expected one \[\[table\]\]"),
+        ("table = [1, 2]", r"tables.toml: expected one \[\[table\]\] per table"),
         (TABLES + "[topology]\nserver = 2", "tables.toml: .* unexpected keyword argument 'server'"),
         (TABLES + '[topology]\nservers = "2"', "tables.toml: a topology's servers must be an int"),
         (TABLES + "[manifests]\nimages = 2", "tables.toml: .* unexpected keyword argument 'images'"),
