@@ -365,8 +365,8 @@ def make_plan(options: PlanOptions) -> str:
 def _read_tables(path: Path) -> PlanInputs:
     values = load_toml(path)
     entries, known = values.get("table"), set().union(*_FIELDS.values()) - _CODE_ONLY_FIELDS
-    is_list = isinstance(entries, list) and bool(entries) and all(isinstance(entry, dict) for entry in entries)
-    if set(values) - {"table", "topology", "manifests"} or not is_list:
+    is_list = isinstance(entries, list) and entries and all(isinstance(entry, dict) for entry in entries)
+    if entries is None or set(values) - {"table", "topology", "manifests"} or not is_list:
         raise ValueError(f"{path}: expected one [[table]] per table, [topology] and [manifests], got {sorted(values)}")
     tables, stats, constraints = [], {}, {}
     for position, entry in enumerate(entries, 1):
