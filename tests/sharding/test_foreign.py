@@ -1,5 +1,7 @@
 """Tables of other libraries in ours."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import tritonemb as te
-from tests.sharding.cuts import draw_cuts, holds, shards_of, values
+from tests.sharding.cuts import values
 from tritonemb.sharding.interop import load_tables
 from tritonemb.sharding.sharded_tensor import TableShards
 
@@ -136,7 +138,7 @@ def test_what_is_no_whole_tensor_is_refused():
     part = TableShards((6, 4), torch.float32, [])
     with pytest.raises(TypeError, match=r"user\.weight is a TableShards, .* gather it into a full tensor first"):
         load_tables(Model("user"), {"user.weight": part})
-    with pytest.raises(TypeError, match=r"user\.weight is a list; expected a tensor \[6, 4\]"):
+    with pytest.raises(TypeError, match=r"user\.weight is a list; expected a tensor, float32 \[6, 4\]"):
         load_tables(Model("user"), {"user.weight": USER.tolist()})
     with pytest.raises(ValueError, match="has no tables"):
         load_tables(nn.Linear(1, 1), {"user.weight": USER})
@@ -166,55 +168,34 @@ def test_tables_whose_rows_have_no_numbers_are_refused():
             load_tables(model, {"user.weight": torch.zeros(rows, 4)})
 
 
-class Sharded(nn.Module):
-    """Stands for a module that has cut its tables; what it holds inside is its own affair."""
-
-    def __init__(self, shards: dict[str, TableShards]) -> None:
-        super().__init__()
-        self.inner = collection("part_of_user")
-        self.shards = shards
-
-    def table_weights(self) -> dict[str, TableShards]:
-        return self.shards
-
-
-def fill_sharded(rank: int, seed: int, kind: str) -> bool:
-    world = torch.distributed.get_world_size()
-    shards = {
-        "user": shards_of(rank, USER, draw_cuts((6, 4), world, seed), 0.0),
-        "item": shards_of(rank, ITEM, draw_cuts((9, 4), world, seed + 1), 0.0),
-    }
-    state = {"embedding_bags.user.weight": USER, "embedding_bags.item.weight": ITEM}
-    if kind == "dtensor":
-        mesh = init_device_mesh("cpu", (world,))
-        state = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in state.items()}
-    load_tables(nn.Sequential(Sharded(shards)), state)
-    return holds(rank, shards["user"], USER) and holds(rank, shards["item"], ITEM)
-
-
-@pytest.mark.parametrize("kind", ["whole", "dtensor"])
-@pytest.mark.few(1)
-def test_sharded_tables_are_filled_on_every_rank(ranks, kind):
-    for seed in range(5):
-        assert all(ranks(2).run(fill_sharded, seed, kind))
-
-
-def fill_hybrid(rank: int) -> bool:
-    """A real one, with a table of the same name in two collections."""
+def fill_hybrid(rank: int, kind: str, sharding: tuple[Any, Any]) -> bool:
+    """Fill a model that has a table of the same name in two collections."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": collection("user", "item"), "b": collection("user"), "over": nn.Linear(4, 1)})
-    user, item = te.sharding.ColumnWise(columns=(3, 1)), te.sharding.RowWise(rows=(2, 7))
-    plan = te.sharding.ShardingPlan({"user": user, "item": item}, 2)
+    plan = te.sharding.ShardingPlan(dict(zip(("user", "item"), sharding, strict=True)), 2)
     hybrid = te.HybridParallel(model, plan)
-    keys = load_tables(hybrid, {"a.user.weight": USER, "b.user.weight": USER + 1, "item.weight": ITEM})
+    tensors = {"a.user.weight": USER, "b.user.weight": USER + 1, "item.weight": ITEM}
+    if kind == "dtensor":
+        mesh = init_device_mesh("cpu", (2,))
+        tensors = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in tensors.items()}
+    keys = load_tables(hybrid, tensors)
     state = hybrid.state_dict()
     expected = {"a.user.weight": USER, "b.user.weight": USER + 1, "a.item.weight": ITEM}
     group = hybrid.group
     return len(keys) == 3 and all(torch.equal(state[key].gather(group), value) for key, value in expected.items())
 
 
-def test_a_hybrid_model_is_filled(ranks):
-    assert ranks(2).run(fill_hybrid) == [True, True]
+@pytest.mark.parametrize("kind", ["whole", "dtensor"])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        (te.sharding.ColumnWise(columns=(3, 1)), te.sharding.RowWise(rows=(2, 7))),
+        (te.sharding.TableWise(1), te.sharding.RowWise(rows=(8, 1))),
+        (te.sharding.DataParallel(), te.sharding.ColumnWise(columns=(2, 2))),
+    ],
+)
+def test_sharded_tables_are_filled_on_every_rank(ranks, kind, sharding):
+    assert ranks(2).run(fill_hybrid, kind, sharding) == [True, True]
 
 
 def fill_from_sharded_tensor(rank: int) -> str:

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards, dtype_and_shape, slice_shard
 from tritonemb.types import TableConfig
 from tritonemb.utils import join_names
@@ -70,21 +69,10 @@ def load_tables(
 
 
 def _tables(model: nn.Module) -> list[_Table]:
-    """Tables of the outermost modules that have some, each once; `HybridParallel` itself is skipped."""
-    tables: list[_Table] = []
-    prefixes: list[str] = []  # of modules whose tables are listed
-    for path, module in model.named_modules():
-        prefix, num_tables = f"{path}." if path else "", len(tables)
-        if isinstance(module, HybridParallel) or any(path.startswith(outer) for outer in prefixes):
-            continue
-        if isinstance(module, TableCollection | ShardedCollection):
-            tables += [_table_of(module, prefix, config) for config in module.configs]
-        elif callable(getattr(module, "table_weights", None)):
-            for name, weight in module.table_weights().items():
-                text = dtype_and_shape(weight.dtype, weight.shape)
-                tables.append(_Table(f"{prefix}{name}", name, text, weight.copy_from))
-        prefixes += [prefix] if len(tables) > num_tables else []
-    return tables
+    """Tables of the collections of a model."""
+    modules = [(f"{path}." if path else "", module) for path, module in model.named_modules()]
+    collections = [(prefix, m) for prefix, m in modules if isinstance(m, TableCollection | ShardedCollection)]
+    return [_table_of(module, prefix, config) for prefix, module in collections for config in module.configs]
 
 
 def _table_of(module: TableCollection | ShardedCollection, prefix: str, config: TableConfig) -> _Table:
@@ -161,10 +149,10 @@ def _check_value(table: _Table, key: str, value: Any) -> list[str]:
         raise TypeError(
             f"{key} is a {type(value).__name__}, this rank has only a shard; gather it into a full tensor first"
         )
-    shape = table.type.partition(" ")[2]
     if not isinstance(value, Tensor):
-        raise TypeError(f"{key} is a {type(value).__name__}; expected a tensor {shape}")
+        raise TypeError(f"{key} is a {type(value).__name__}; expected a tensor, {table.type}")
     if table.problem:
         return [f"table {table.path} is {table.problem}"]
-    actual, hint = dtype_and_shape(value.dtype, value.shape), "; convert it first" * (shape == str([*value.shape]))
+    actual, same_shape = dtype_and_shape(value.dtype, value.shape), table.type.endswith(f" {[*value.shape]}")
+    hint = "; convert it first" * same_shape
     return [] if actual == table.type else [f"{key} is {actual}, table {table.path} is {table.type}{hint}"]
