@@ -3,7 +3,7 @@
 `python -m benchmarks.bench_serving` starts both servers in turns, on this machine, with a DLRM of 26 tables. A request
 is one row, or MLPerf's shape: a user with 100 to 700 candidates, 270 on average. First the peak, with connections that
 send one request after another; then requests at half of our peak, at random times, whether or not others are answered.
-`--soak N` sends so many single rows to ours, over `--soak-minutes` at most: scores must stay the same, and memory flat.
+`--soak N` sends N single rows to tritonemb, for `--soak-minutes` at most: scores must stay the same, and memory flat.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(DENSE + SPARSE, [*numbers, *row_ids], strict=True)) for numbers, row_ids in pairs]
 
 
-def train_run(folder: Path, rows_per_table: int = ROWS) -> Path:
+def train_run(folder: Path) -> Path:
     """Train a run for one step, on a log of random rows; also write its weights for the peer."""
     rows = make_rows(600)
     with (folder / "log.csv").open("w") as file:
@@ -53,7 +53,7 @@ def train_run(folder: Path, rows_per_table: int = ROWS) -> Path:
         for index, row in enumerate(rows):
             file.write(",".join(map(str, [index % 2, *row.values()])) + "\n")
     command = ["train", "--data", folder / "log.csv", "--out", folder / "run", "--label", "click", "--dense", *DENSE]
-    command += ["--sparse", *SPARSE, "--integers", *SPARSE, "--num-embeddings", rows_per_table, "--embedding-dim", DIM]
+    command += ["--sparse", *SPARSE, "--integers", *SPARSE, "--num-embeddings", ROWS, "--embedding-dim", DIM]
     command += ["--bottom-mlp", *MLP, "--top-mlp", *MLP, "--max-steps", 1, "--log-transform", "false"]
     subprocess.run([sys.executable, "-m", "tritonemb", *map(str, command)], check=True, stdout=subprocess.DEVNULL)
     return folder / "run"
@@ -190,7 +190,7 @@ def measure(
 
 
 def soak(port: int, process: int, requests: Sequence[bytes], count: int, minutes: float) -> list[dict[str, float]]:
-    """Send single rows, and measure the server's memory some twenty times."""
+    """Send single rows, and measure the server's memory up to 20 times."""
     rows, answers, num_requests = list[dict[str, float]](), dict[bytes, bytes](), 0
     begin = time.monotonic()
     while num_requests < count and (seconds := time.monotonic() - begin) < 60 * minutes:
@@ -203,7 +203,7 @@ def soak(port: int, process: int, requests: Sequence[bytes], count: int, minutes
 
 def soak_problems(rows: Sequence[dict[str, float]], count: int) -> list[str]:
     if not rows or rows[-1]["requests"] < count:
-        return [f"the time was over after {rows[-1]['requests'] if rows else 0:,} of {count:,} requests"]
+        return [f"--soak-minutes have passed after {rows[-1]['requests'] if rows else 0:,} of {count:,} requests"]
     growth = rows[-1]["resident_mib"] - min(row["resident_mib"] for row in rows if row["requests"] >= count / 10)
     return [f"memory has grown by {growth:.0f} MiB"] * (growth > MAX_GROWTH_MIB)
 
@@ -235,8 +235,8 @@ def main() -> None:
             "FastAPI": [sys.executable, "-m", "benchmarks.serving_peer", "{port}"],
         }
         if options.soak:
-            patient = "--timeout-ms", "60000", "--slow-ms", "60000"  # whatever else takes the machine's time
-            with server([*commands["tritonemb"], *patient]) as (process, port):
+            timeouts = "--timeout-ms", "60000", "--slow-ms", "60000"  # other programs may take the machine's time
+            with server([*commands["tritonemb"], *timeouts]) as (process, port):
                 rows = soak(port, process, shapes["1 row"], options.soak, options.soak_minutes)
             publish("serving-soak", rows, soak_problems(rows, options.soak))
             return

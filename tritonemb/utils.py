@@ -221,7 +221,7 @@ def new_folder(path: Path, errors: AbstractContextManager[object] | None = None)
     """Yield a temporary folder beside `path`, which becomes `path` at the end, or is removed after an error.
 
     Raise FileExistsError if `path` is not an empty folder, FileNotFoundError if its parent does not exist; `errors`
-    converts those of the block, and of the folder's way to the disk.
+    is a context that converts errors of the block and of the sync to disk.
     """
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"{path} exists; remove it, or choose another folder")

@@ -156,8 +156,8 @@ for path, schema, split in (
     streams.append(ClickLog(path, LogOptions(schema, split, on_bad_row="skip")).open("train", 2))
     print(len(next(streams[-1])), "pandas" in sys.modules)
 """
-    how = {"capture_output": True, "text": True, "timeout": DEADLINE, "env": os.environ | {"TRITONEMB_QUIET": "1"}}
-    done = subprocess.run([sys.executable, "-c", program], **how)
+    args = {"capture_output": True, "text": True, "timeout": DEADLINE, "env": os.environ | {"TRITONEMB_QUIET": "1"}}
+    done = subprocess.run([sys.executable, "-c", program], **args)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["2", "False"] * 2, "")
 
 

@@ -36,7 +36,7 @@ def test_remote_data_describe_themselves_as_the_data_do(served):
         assert result.contents == data.contents == {"train": "500 rows", "test": "100 rows"}
         assert result.tables(8) == data.tables(8)
         assert (result.num_rows("train"), result.estimated_rows("test")) == (500, 100)
-        assert result.shard_rows("train", 2) is None  # they are as many in each
+        assert result.shard_rows("train", 2) is None  # equally many in each
     with pytest.raises(ValueError, match="has no 'validation' rows"):
         remote.num_rows("validation")
 

@@ -186,7 +186,7 @@ def test_a_refused_run_converts_nothing(tmp_path):
 
 def test_a_plan_needs_ranks(tmp_path):
     config = replace(text_run(tmp_path / "run", 1), parallel=ParallelOptions(plan=tmp_path / "plan.json"))
-    with pytest.raises(ValueError, match="plan is for several ranks: start them, as torchrun"):
+    with pytest.raises(ValueError, match="plan is for several ranks: run torchrun"):
         train(config, verbose=False)
 
 

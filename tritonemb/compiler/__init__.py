@@ -166,7 +166,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once under Dynamo, and report what the backend would do with its graphs.
 
     The model is not changed, except that dynamic tables assign rows to new ids: no backward pass runs, and buffers,
-    weights with `max_norm`, and random generators are restored. It discards compiled code (`torch._dynamo.reset`).
+    weights with `max_norm`, and random generators are restored. Compiled code is discarded (`torch._dynamo.reset`).
     """
     with _unchanged(model):
         explanation = torch._dynamo.explain(model)(*args, **kwargs)

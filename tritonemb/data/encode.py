@@ -264,7 +264,7 @@ class Numbering:
             if values.itemsize != 4:
                 values = values.view(np.int64) if values.itemsize == 8 else values.astype(np.int64)
             arrays = read_only(values), read_only(validity)
-            loops.hash_integers(*arrays, array.offset, self._seed, self.num_embeddings, ids)
+            loops.integer_ids(*arrays, array.offset, self._seed, self.num_embeddings, ids)
             return ids
         # Map distinct values only, where that saves work.
         if hasattr(array.type, "index_type") and len(array.dictionary) > len(array):

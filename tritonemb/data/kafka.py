@@ -24,7 +24,7 @@ TIMEOUT = 10.0  # seconds for a broker to describe the topic
 class KafkaStream:
     """Messages of a topic, `kafka://HOST:PORT,HOST:PORT/TOPIC?option=value`, with options of librdkafka. Partitions are
     read in turns, a block of messages each, so that rows have one order: a stream waits for a partition without any.
-    Shard i of n has the partitions p with p % n = i. If the options skip bad rows, so is a message of which a value has
+    Shard i of n has the partitions p with p % n = i. With `on_bad_row="skip"` a message is skipped if a value has
     another type than most of the first block. Raise ConnectionError if no broker answers, or if messages at the offsets
     are gone; ValueError for an invalid URI, an unknown topic, or another number of partitions."""
 
@@ -85,8 +85,7 @@ class KafkaStream:
         for name in columns or dict.fromkeys(name for row in rows for name in row):
             values = [row.get(name) for row in rows]
             if not columns and self._skips:
-                types = Counter(self._type_of(name, value) for value in values)
-                types = Counter({kind: count for kind, count in types.items() if kind not in ("", "list of ")})
+                types = Counter(kind for v in values if (kind := self._type_of(name, v)) not in ("", "list of "))
                 self._types[name] = max(types, key=types.__getitem__, default="")
                 values = [value if self._fits(name, value) else None for value in values]
             if {bool} < {*map(type, values)} - {NoneType} <= {bool, int, float}:
@@ -106,7 +105,7 @@ class KafkaStream:
         return expected.startswith(actual) or actual.startswith(expected)  # a list of nothing fits any list
 
     def _type_of(self, name: str, value: Any) -> str:
-        """Name the type of a value, "" if it is missing; numbers have one type, but in sparse columns."""
+        """Name the type of a value, "" if it is missing; numbers have one type, except in sparse columns."""
         if isinstance(value, list):
             types = {self._type_of(name, element) for element in value} - {""}
             return f"list of {''.join(types)}" if len(types) < 2 else "mixed list"

@@ -16,7 +16,7 @@ def _is_present(validity, bit):
 
 
 @compiled
-def hash_integers(values, validity, first, seed, num_embeddings, ids):
+def integer_ids(values, validity, first, seed, num_embeddings, ids):
     """Write the ids of integers to int32 `ids`: 0 where bit `first + i` of `validity`, unless it has no bytes, is 0."""
     scale = np.uint64(num_embeddings - 1)
     for i in range(ids.size):
@@ -43,33 +43,33 @@ def parse_criteo(text, is_labelled, numbers, categories, validity):
     """Parse lines of integers and hexadecimal categories to int64 `numbers` `[I, N]` and uint32 `categories` `[C, N]`,
     0 where missing; set the bits of the present values in `validity` `[I + C, (N + 7) // 8]`, all zeros. Return whether
     all lines are valid, and have labels of one digit in the first column if `is_labelled`."""
-    at, num_columns = 0, numbers.shape[0] + categories.shape[0]
+    position, num_columns = 0, numbers.shape[0] + categories.shape[0]
     for row in range(numbers.shape[1]):
         for column in range(num_columns):
-            begin, value = at, np.int64(0)
+            begin, value = position, np.int64(0)
             if column < numbers.shape[0]:
-                is_negative = text[at] == _MINUS
-                at += 1 if is_negative else 0
-                start = at
-                while _ZERO <= text[at] <= _ZERO + 9:
-                    value = value * 10 + (np.int64(text[at]) - _ZERO)
-                    at += 1
-                num_digits = at - start
+                is_negative = text[position] == _MINUS
+                position += 1 if is_negative else 0
+                start = position
+                while _ZERO <= text[position] <= _ZERO + 9:
+                    value = value * 10 + (np.int64(text[position]) - _ZERO)
+                    position += 1
+                num_digits = position - start
                 if num_digits > 18 or (is_negative and num_digits == 0):
                     return False
-                if is_labelled and column == 0 and at > begin + 1:
+                if is_labelled and column == 0 and position > begin + 1:
                     return False
                 numbers[column, row] = -value if is_negative else value
             else:
-                while _HEXADECIMAL[text[at]] < 16:
-                    value = (value << 4) | _HEXADECIMAL[text[at]]
-                    at += 1
-                if at - begin > 8:
+                while _HEXADECIMAL[text[position]] < 16:
+                    value = (value << 4) | _HEXADECIMAL[text[position]]
+                    position += 1
+                if position - begin > 8:
                     return False
                 categories[column - numbers.shape[0], row] = np.uint32(value)
-            if at > begin:
+            if position > begin:
                 validity[column, row >> 3] |= np.uint8(1 << (row & 7))
-            if text[at] != (_TAB if column + 1 < num_columns else _LINE_FEED):
+            if text[position] != (_TAB if column + 1 < num_columns else _LINE_FEED):
                 return False
-            at += 1
-    return at == text.size
+            position += 1
+    return position == text.size

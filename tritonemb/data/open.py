@@ -40,7 +40,7 @@ def kind_of(name_or_path: str) -> str:
     return name if name in NAMES else "criteo-kaggle"
 
 
-# Options of logs that would change rows or features, which data sets that are not logs have already.
+# Options of logs only: the rows and features of other data sets are fixed.
 SCHEMA_OPTIONS = "label", "labels", "weight", "dense", "sparse", "share", "max_lengths", "sizes", "vocabulary"
 READ_OPTIONS = "split", "transforms", "follow"
 

@@ -60,11 +60,11 @@ def read_rows(
         )
         runs = [[group] for group in groups] if has_dictionaries else [groups]
         read = partial(source.iter_batches, slice_rows, use_threads=False)
-        stored = [name for name in source.schema_arrow.names if name in names]  # in the order of the file
-        num_readers = min(num_readers, len(stored))
-        divisions: list[Any] = [stored[index::num_readers] for index in range(num_readers)] or [columns]
+        file_columns = [name for name in source.schema_arrow.names if name in names]
+        num_readers = min(num_readers, len(file_columns))
+        divisions: list[Any] = [file_columns[index::num_readers] for index in range(num_readers)] or [columns]
         sources = [itertools.chain.from_iterable(map(partial(read, columns=part), runs)) for part in divisions]
-        for batch in sources[0] if len(sources) == 1 else _read_divisions(sources, stored):
+        for batch in sources[0] if len(sources) == 1 else _read_divisions(sources, file_columns):
             for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
                 verify(group)
             batch = batch.cast(plain_schema(batch.schema))

@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"([-+]?[0-9]+(\.[0-9]*)?([eE][-+]?[0-9]+)?)?")
 _WRONG_TYPES = {"integers": str, "strings": int}  # of JSON, by kind of the feature
 _DECIMAL, _HEXADECIMAL = re.compile("-?[0-9]{1,19}"), re.compile("[0-9a-fA-F]{1,8}")
 _ARROW_TYPES = re.compile("u?int(8|16|32|64)|halffloat|float|double|(large_)?(string|binary)")
-ARROW_MARK = b"\xff" * 4  # before each message of an Arrow IPC stream, and before the 0 at its end
+ARROW_MARK = b"\xff" * 4  # continuation indicator: before each message of an Arrow IPC stream, and the 0 at its end
 
 
 class RawRows(NamedTuple):
@@ -271,14 +271,15 @@ def _value_error(name: str, value: Any, expected: str) -> ValueError:
 
 
 def read_arrow(body: bytes, names: Collection[str], max_rows: int) -> tuple[dict[str, Sequence[Any]], int, bytes]:
-    """Read an Arrow IPC stream: columns, with the values of `names` alone, the number of rows, and the metadata `user`.
+    """Read an Arrow IPC stream: columns, of which `names` are converted, the number of rows, and the metadata `user`.
 
     Bytes and rows bound what it costs: ValueError for too many rows, and for columns whose bytes may stand for many."""
     try:
         for message in pa.MessageReader.open_stream(body):
             is_batch, is_old = message.type == "record batch", message.metadata_version != pa.MetadataVersion.V5
             if is_old or (_is_compressed(message) if is_batch else message.type != "schema"):
-                raise ValueError("compressed or dictionary-encoded Arrow data, or a format before 1.0, are unsupported")
+                text = "compressed or dictionary-encoded Arrow data, or a format before 1.0, are not supported"
+                raise ValueError(f"{text}; send plain columns")
         if not body.endswith(ARROW_MARK + bytes(4)):
             raise pa.ArrowInvalid("its end is missing")
         table, columns = pa.ipc.open_stream(body).read_all(), dict[str, Sequence[Any]]()

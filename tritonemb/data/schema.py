@@ -67,7 +67,7 @@ class Schema:
     def __post_init__(self) -> None:
         if self.label and self.labels:
             raise ValueError("set only one of label and labels")
-        if len(self.labels) == 1 and self.sparse:  # else the label of a data set of another kind
+        if len(self.labels) == 1 and self.sparse:  # a log; Adult keeps its labels
             vars(self).update(label=self.labels[0], labels=())
         if isinstance(self.log_transform, tuple) and not {*self.log_transform} & {*self.dense}:
             words = " ".join(self.log_transform).lower()  # as a shell passes it

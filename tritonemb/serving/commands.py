@@ -17,21 +17,21 @@ SUFFIXES = (".parquet", ".csv")  # of output files
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions(LoadOptions):
-    """Run that a command loads, to read a log whose text may have another form than in training."""
+    """Run that a command loads, and the format of text files to score, if not that of training."""
 
     delimiter: str = ""
     quoted_newlines: bool = False
     list_separator: str = ""
 
-    def changes(self) -> dict[str, Any]:
-        """Return the options of text that are given, by name."""
+    def text_options(self) -> dict[str, Any]:
+        """Return the options of text files that are set, by name."""
         names = "delimiter", "quoted_newlines", "list_separator"
         return {name: value for name in names if (value := getattr(self, name))}
 
     def load(self) -> Run:
         """Load the run; ValueError if its logs cannot be read with these options."""
         run = super().load()
-        if changes := self.changes():
+        if changes := self.text_options():
             schema = run.log_options.schema
             if self.list_separator:
                 if not (lists := tuple(feature.name for feature in run.features if feature.multi_hot)):
@@ -58,9 +58,9 @@ class PredictOptions(ReadOptions):
         batch_size: maximum number of rows per batch.
         device: device of the model.
         transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
-        delimiter: field delimiter of text files with a header, as of train; that of training if not given.
-        quoted_newlines: whether quoted fields may contain line ends; also if they may in training.
-        list_separator: separator of the values of a list in a field; that of training if not given.
+        delimiter: field delimiter of text files with a header; by default that of training.
+        quoted_newlines: allow line ends in quoted fields, as if set in training.
+        list_separator: separator of the values of a list in a field; by default that of training.
     """
 
     data: str
@@ -115,9 +115,9 @@ class EvaluateOptions(ReadOptions):
         batch_size: maximum number of rows per batch.
         device: device of the model.
         transforms: those of the run, MODULE:FUNCTION; a checkpoint does not select code by itself.
-        delimiter: field delimiter of text files with a header, as of train; that of training if not given.
-        quoted_newlines: whether quoted fields may contain line ends; also if they may in training.
-        list_separator: separator of the values of a list in a field; that of training if not given.
+        delimiter: field delimiter of text files with a header; by default that of training.
+        quoted_newlines: allow line ends in quoted fields, as if set in training.
+        list_separator: separator of the values of a list in a field; by default that of training.
     """
 
     data: str | None = None
@@ -127,7 +127,7 @@ class EvaluateOptions(ReadOptions):
 
 def evaluate(options: EvaluateOptions) -> str:
     """Evaluate a run; return the text. Raise ValueError or FileNotFoundError for an unusable checkpoint or log."""
-    if options.data is None and (changes := options.changes()):
+    if options.data is None and (changes := options.text_options()):
         raise ValueError(f"{join_names(changes)}: no effect without data; the run's test rows are read as in training")
     run = options.load()
     metrics = run.evaluate(options.data, batch_size=options.batch_size, group_by=options.group_by)

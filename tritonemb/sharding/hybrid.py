@@ -240,7 +240,7 @@ class HybridParallel(ParallelModel):
             ValueError: for `assign` with several ranks: gradients of assigned parameters would not be averaged.
         """
         if assign and self.group.size > 1:
-            raise ValueError("assign=True would replace the parameters whose gradients the ranks average; leave it out")
+            raise ValueError("assign=True would replace the parameters whose gradients the ranks average; omit it")
         for collection in self.collections:
             collection.accumulator.check_closed("load_state_dict()")
         current = self.state_dict()

@@ -441,7 +441,7 @@ def _merge(gradients: list[ops.BagGradient]) -> ops.BagGradient:
 
 
 def _to_sum_pooling(gradient: ops.BagGradient) -> ops.BagGradient:
-    """Convert a gradient of mean pooling, in float32 for exact counts, or of rows, to one of sum pooling."""
+    """Convert a gradient of mean pooling (in float32: exact counts), or of unpooled rows, to one of sum pooling."""
     offsets, count = gradient.bags.offsets, gradient.values.shape[0]
     if not gradient.bags.pooled:
         unit_offsets = torch.arange(count + 1, dtype=offsets.dtype, device=offsets.device)  # bags of one id

@@ -80,7 +80,7 @@ def train(
         # Open the data, find and lock the run's folder, and check that the data of a resumed run have not changed.
         config.offload.check(group.size, config.parallel.dense_layers == "fsdp", config.compile)
         if config.parallel.plan is not None and group.process_group is None:
-            raise ValueError("plan is for several ranks: start them, as torchrun -m tritonemb train ..., or omit plan")
+            raise ValueError("plan is for several ranks: run torchrun -m tritonemb train ..., or omit plan")
         data = open_data(config, group)
         path, checkpoint = on_rank_zero(group, lambda: _locate_run(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep, config.checkpoint.checkpoint_incremental)

@@ -162,9 +162,9 @@ def grouped_auc(
 
 
 def check_rows(data: Data, validation: bool, test: bool) -> None:
-    """Raise ValueError if data lack a split that a fit needs, or say that it has no rows."""
-    needed: dict[Split, bool] = {"train": True, "validation": validation, "test": test}
-    for split in (split for split in needed if needed[split]):
+    """Raise ValueError if the data lack a split that a fit needs, or that split has no rows."""
+    needs: dict[Split, bool] = {"train": True, "validation": validation, "test": test}
+    for split in (split for split in needs if needs[split]):
         if split not in data.splits():
             raise ValueError(f"data set {data.name!r} has no {split!r} rows, only {join_names(data.splits())}")
         if (check := getattr(data, "check_rows", None)) is not None:

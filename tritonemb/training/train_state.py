@@ -197,10 +197,10 @@ class TrainState:
         return self.options.batch_size * self.options.accumulate * self.ranks.size
 
     def steps_per_epoch(self, rows: int) -> int:
-        """Steps of an epoch of `rows`: those of the largest shard, as the ranks of others end before."""
-        size, count_rows = self.ranks.size, getattr(self.data, "shard_rows", None)
-        shards = count_rows("train", size) if count_rows is not None and size > 1 else None
-        largest = -(-rows // size) if shards is None else max(shards)
+        """Steps per epoch of `rows` rows: those of the rank with the largest shard, which ends last."""
+        size, shard_rows = self.ranks.size, getattr(self.data, "shard_rows", None)
+        sizes = shard_rows("train", size) if shard_rows is not None and size > 1 else None
+        largest = -(-rows // size) if sizes is None else max(sizes)
         return max(1, -(-largest // (self.options.batch_size * self.options.accumulate)))
 
     @property

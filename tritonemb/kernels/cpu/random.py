@@ -29,7 +29,7 @@ from tritonemb.kernels.cpu.simd import (
 )
 from tritonemb.layout import UNIFORMS_PER_COUNTER, UNIT
 
-COUNTERS = 8  # that are drawn at once: more need more registers than there are
+COUNTERS = 8  # drawn at once; more would spill registers
 BLOCK_WORDS = 4 * COUNTERS
 _MAX_FLOAT16 = np.float32(65504.0)
 _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
@@ -97,7 +97,7 @@ def _narrow_float16(value, noise):
     # Normal values drop 13 bits; their exponents are smaller by 112. The largest one is 0x7BFF.
     rounded = np.uint32(magnitude_bits + np.uint32(addend >> np.uint32(3)))
     normal = min(np.int32(np.int32(rounded >> np.uint32(13)) - np.int32(112 << 10)), np.int32(0x7BFF))
-    # Subnormal ones are multiples of 2^-24: 16 bits behind the point decide.
+    # Subnormal ones are multiples of 2^-24: the next 16 bits decide.
     magnitude = float32_from_bits(magnitude_bits)
     magnitude = magnitude if magnitude < _MIN_NORMAL_FLOAT16 else _MIN_NORMAL_FLOAT16
     scaled = np.uint32(np.int32(np.ceil(magnitude * np.float32(2.0**40))))
@@ -150,7 +150,7 @@ def narrow_row_stochastic(row, dtype, bits, words):
     if dtype == FLOAT16:
         for j in range(row.size):
             bits[j] = _narrow_float16(row[j], np.uint32(noise[j]))
-    else:  # add to the dropped bits, so that they carry or not
+    else:  # noise that is added to the dropped bits carries, or does not
         for j in range(row.size):
             addend = np.uint32(np.uint32(0xFFFF) - np.uint32(noise[j]))
             bits[j] = np.uint16(np.uint32(float32_bits(row[j]) + addend) >> np.uint32(16))

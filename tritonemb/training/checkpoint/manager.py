@@ -200,8 +200,8 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
     if not recorded or not (current := getattr(data, "contents", None)):
         return ""
     if isinstance(data, ClickLog) and (read := manifest.get("reading", {}).get("read")):
-        recorded = recorded | _columns(read)
-        current = current | _columns(plain(replace(data.options, schema=data.schema)))
+        recorded = recorded | _columns_by_role(read)
+        current = current | _columns_by_role(plain(replace(data.options, schema=data.schema)))
     if list(current.items()) == list(recorded.items()):
         return ""
     pairs = {name: (recorded.get(name, "absent"), current.get(name, "absent")) for name in {**recorded, **current}}
@@ -212,8 +212,8 @@ def data_changes(path: Path, manifest: Mapping[str, Any], data: Data, options: C
     return text
 
 
-def _columns(read: Mapping[str, Any]) -> dict[str, str]:
-    """Name label, weight and time columns of the options of a log, plain values, by role."""
+def _columns_by_role(read: Mapping[str, Any]) -> dict[str, str]:
+    """Names of the label, weight and time columns, by role, from a log's options as plain values."""
     schema, rule = read["schema"], read.get("split", {})
     label = ", ".join(schema.get("labels") or [schema.get("label", "")])
     columns = {"label": label, "weight": schema.get("weight"), "time": rule.get("time_column")}
