@@ -50,7 +50,7 @@ class ClickLog(protocol.TablesMixin):
 
     Attributes:
         encode: function that encodes a `pyarrow.RecordBatch` of the log as `Rows`.
-        is_stream: whether the train rows are those of a stream.
+        is_stream, is_endless: whether the train rows are those of a stream, and of one without an end.
         labels, has_weights: names of several labels, and whether rows have weights.
     """
 
@@ -88,6 +88,7 @@ class ClickLog(protocol.TablesMixin):
         suffixed = [(file, f" ({split})" * (split != "train")) for split in SPLITS for file in by_split.get(split, ())]
         self._files, names = tuple(file for file, _ in suffixed), [file.name + suffix for file, suffix in suffixed]
         self.is_stream = self._files[0].format == "stream"
+        self.is_endless = isinstance(self._files[0].table, KafkaStream)
         # Source of the columns, and the identity of the contents.
         extra_columns = (*extra_columns, *filter(None, [rule.time_column]))
         source_class, transforms = SOURCES[self._files[0].format], Transforms(options.transforms)

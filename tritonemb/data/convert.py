@@ -165,8 +165,8 @@ def build_vocabulary(
     for name, number in (("min_count", min_count), ("max_size", max_size), ("capacity", capacity)):
         if number is not None and number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    if log.is_stream:
-        raise ValueError(f"{log.name} has no end, so its values cannot be counted; omit follow, or write it to files")
+    if log.is_endless:
+        raise ValueError(f"{log.name} has no end, so its values cannot be counted; write them to files")
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")

@@ -126,7 +126,7 @@ def open_for_scoring(
     log = replace(log, schema=schema, split=ALL_ROWS, follow=False)
     source: Any = {"train": file_of_frame(data, name)} if is_frame else data
     click_log = ClickLog(source, log, labelled=labelled, extra_columns=extra_columns, features=features)
-    if click_log.is_stream:
+    if click_log.is_endless:
         raise ValueError(f"{name} has no end, so its rows cannot be scored as a whole; write them to files")
     click_log = click_log.read_as(trained_kinds)
     if len(click_log.features) != len(features):
