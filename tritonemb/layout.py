@@ -95,18 +95,26 @@ class DynamicIndex(_IndexTensors):
 
     @functools.cached_property
     def addresses(self) -> np.ndarray:
-        """Address and number of elements of each tensor and `old_ways`, int64 `[11, 2]`; to delete when one moves."""
-        return np.array([(t.data_ptr(), t.numel()) for t in (*self, self.old_ways)], dtype=np.int64)
+        """Address and number of elements of each tensor and of the notes, int64 `[12, 2]`; to delete when one moves."""
+        tensors = *self, self.old_ways, self.overflow_hashes
+        return np.array([(t.data_ptr(), t.numel()) for t in tensors], dtype=np.int64)
 
     @functools.cached_property
     def old_ways(self) -> Tensor:
-        """Per set a key of rows, as compared to evict, then a step, in the upper 32 bits, and ways of its home bucket.
+        """Notes about the rows of a set that are evicted next, int64 `[2]` per set; zeros say nothing.
 
-        Until that step all other ways have rows of at least this key. Zeros say nothing: copy the index if last steps
-        decrease. For CPUs. Only of this process: where others change the index, too, victims may not be the least used
-        rows.
+        LRU: the complement of a last step, then up to 12 ways of the home bucket, in 5 bits each, above their number in
+        4 bits. Of those whose rows were not used in this step or later, the last one has the least row, by step and id;
+        the rows of all others were. LFU: a key, as compared to evict; then a step, in the upper 32 bits, and ways.
+        Until that step all other ways have rows of at least this key. Copy the index if last steps decrease. For CPUs.
+        Only of this process: where others change the index, too, victims may not be the least used rows.
         """
         return _zeros(2 * self.overflowed.numel(), torch.int64, "cpu")
+
+    @functools.cached_property
+    def overflow_hashes(self) -> Tensor:
+        """Lower 31 bits of the hash of each overflow slot's id, and a sign, int32, or 0 if unknown; as `old_ways`."""
+        return _zeros(self.digests.numel() - self.overflowed.numel() * WAYS, torch.int32, "cpu")
 
     def __reduce__(self) -> Any:
         return type(self), tuple(self)  # a copy has other addresses

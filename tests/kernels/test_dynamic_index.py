@@ -561,6 +561,51 @@ def test_overflow_rows_are_found_behind_holes_of_their_list(request, kernels):
     assert torch.equal(find(kernels, index, ids[:40]), rows[:40])
 
 
+def test_overflow_rows_return_after_a_copy_and_after_changes_by_another_one():
+    ids = [id_of(bits << 20) for bits in range(140)]  # of one set, however split
+    index = make_index(32 * 9, max_partitions=1)
+    copies = [index, DynamicIndex(*index)]  # as in two processes that share the tensors
+    insert(index, ids[:80], 1)
+    for number, id in enumerate(ids[:60]):
+        copy = copies[number % 2] if number % 7 else DynamicIndex(*index)
+        served("cpu", "dynamic_remove_")(copy, torch.tensor([id]))
+        insert(copy, ids[80 + number : 81 + number], 2)
+        known = sorted(ids[number + 1 : 81 + number])
+        assert dynamic_rows(index)[0].tolist() == known
+        assert (find("cpu", index, torch.tensor(known)) >= 0).all()
+        assert int(index.num_overflow[0]) == 80 - WAYS
+
+
+@pytest.mark.parametrize("num_tables", [1, 3])
+@pytest.mark.parametrize("ids", ["random", "clustered", "dense", "extreme", "descending", "equal"])
+def test_new_ids_are_sorted_as_by_numpy(ids, num_tables):
+    generator = torch.Generator().manual_seed(5)
+    for size in (1, 40, 60, 3_000, 20_000):
+        values = torch.randint(-(2**63), 2**63 - 1, (size,), generator=generator)
+        values = {
+            "random": values,
+            "clustered": torch.where(values % 100 == 0, values, values >> 40),  # most share their first bits
+            "dense": values % 1_000,
+            "extreme": torch.tensor(EXTREMES)[values % len(EXTREMES)],
+            "descending": torch.arange(size, 0, -1),
+            "equal": torch.full_like(values, -3),
+        }[ids]
+        keys = torch.randint(0, num_tables + 1, (size,), generator=generator).int()
+        keys[keys == num_tables] = NO_KEY
+        many = torch.randint(1, 2**40, (size,), generator=generator)
+        for options in ((False, None), (False, many), (True, None)):
+            if options[0]:
+                keys = keys.sort().values
+            args = [make_index(1)] * num_tables, values, keys, *options
+            new, expected = (served(name, "dynamic_begin_insert")(*args) for name in ("cpu", "reference"))
+            for name, value in new._asdict().items():
+                if name != "order":
+                    assert value.dtype == getattr(expected, name).dtype
+                    assert torch.equal(value, getattr(expected, name)), name
+            assert torch.equal(values[new.order], values[expected.order])
+            assert torch.equal(new.order.sort().values, expected.order.sort().values)
+
+
 @pytest.mark.usefixtures("poisoned")
 def test_large_batches_are_inserted_alike_on_any_number_of_threads():
     def results(num_threads: int) -> list[torch.Tensor]:

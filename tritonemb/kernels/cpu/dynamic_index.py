@@ -7,31 +7,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import called, compiled, inlined_uncounted, parallel
-from tritonemb.kernels.cpu.row_cache import (
-    CHUNK,
+from tritonemb.kernels.cpu.dynamic_slots import (
     digest_of,
     home_bucket,
-    id_of,
     index_partition,
-    key_of,
-    least_used,
+    insert,
     next_home,
-    set_mask,
+    prefetch_digests,
+    prefetch_row_numbers,
+    prefetch_rows,
+    remove_slot,
     slot_of,
-    tasks_for,
     view_index,
-    ways_with,
 )
-from tritonemb.kernels.cpu.simd import atomic_add, borrow_int64, equal_ways, lowest_bit, mix, prefetch
+from tritonemb.kernels.cpu.jit import compiled, inlined, inlined_uncounted, parallel
+from tritonemb.kernels.cpu.row_cache import CHUNK, tasks_for
+from tritonemb.kernels.cpu.row_groups import FEW_PAIRS, PAIR_BITS, radix_sort
+from tritonemb.kernels.cpu.simd import (
+    atomic_add,
+    borrow_int64,
+    empty,
+    equal_ways,
+    highest_bit,
+    lowest_bit,
+    mix,
+    prefetch,
+    zeros,
+)
 from tritonemb.kernels.dynamic_index import begin_insert_by_numpy
-from tritonemb.layout import MAX_ROWS_PER_SET, MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
+from tritonemb.layout import MAX_USES, NO_KEY, WAYS, DynamicIndex, PendingInsert, Rule
 
-_ALL_WAYS, _MAX_KEY = np.int64(2**WAYS - 1), np.int64(2**63 - 1)  # mask of a bucket; above all keys of rows
-_NO_VICTIM = np.int64(-1), _MAX_KEY, _MAX_KEY  # slot, key and id of no victim
-OLD_SHARE = 4  # part of the range of last steps whose rows are old: a set is searched whole every few evictions
 _UNKNOWN, _MAY_OVERFLOW = np.int64(-1), np.int64(-2)  # slots of ids that are not in their home bucket
-AHEAD = 2  # ids between the prefetch of the rows of two sets and their search: more than fill buffers serve at once
+SORTED_BITS, MAX_MOVES = 24, 16  # of ids, before they are sorted by insertion; moves per id until all bits are
+AHEAD = 4  # ids between the prefetch of the rows of two sets and their search: more than fill buffers serve at once
 
 
 @inlined_uncounted
@@ -94,232 +102,19 @@ def _find(task, num_tasks, indexes, bounds, tables, ids, uses):
             _find_chunked(index, first, stop, ids, (table, steps[table], occurrences, num_tasks > 1), results, buffers)
 
 
-@inlined_uncounted
-def _old_ways(index, home, step):
-    """Return the ways of a set whose rows may have the least keys, see `DynamicIndex.old_ways`; 0 if unknown."""
-    old_ways = index.old_ways[2 * home + 1]
-    return old_ways & _ALL_WAYS if step < old_ways >> 32 else np.int64(0)
-
-
-@inlined_uncounted
-def _prefetch_slots(index, home):
-    """Prefetch the digests of a set, and the numbers of its rows."""
-    prefetch(np.int64(index.digests.ctypes.data) + home * WAYS, 1)
-    prefetch(np.int64(index.rows.ctypes.data) + home * WAYS * 4, WAYS * 4)
-
-
-@inlined_uncounted
-def _prefetch_rows(index, home, step):
-    """Prefetch the rows of a set that `_find_victim` reads first."""
-    used_ways, entries = ~ways_with(index, home, 0) & _ALL_WAYS, np.int64(index.ids.ctypes.data)
-    ways = used_ways & _old_ways(index, home, step)
-    ways = ways if ways != 0 else used_ways
-    while ways != 0:
-        prefetch(entries + np.int64(index.rows[home * WAYS + lowest_bit(ways)]) * 16, 1)
-        ways &= ways - 1
-
-
-@inlined_uncounted
-def _search_overflow(index, home, rule, end_step):
-    """Return the best victim in a set's overflow slots, the least key there, and the step until which all stay."""
-    (step, max_step, half_life), (victim, min_key, min_id) = rule, _NO_VICTIM
-    least_key, remaining = _MAX_KEY, np.int64(index.overflowed[home])
-    bucket = index.overflowed.size + home % index.num_sets.size if remaining > 0 else home
-    while remaining > 0:
-        ways = ~ways_with(index, bucket, 0) & _ALL_WAYS
-        while ways != 0:
-            slot = bucket * WAYS + lowest_bit(ways)
-            ways &= ways - 1
-            row, id = np.int64(index.rows[slot]), id_of(index, slot)
-            if home_bucket(index, mix(id)) == home:
-                remaining -= 1
-                key, halvings = key_of(index, row, step, half_life)
-                least_key = min(least_key, key)
-                end_step = min(end_step, (key & MAX_USES) + half_life * (halvings + 1)) if key >> 32 > 0 else end_step
-                if index.uses[row, 0] <= max_step and (key < min_key or (key == min_key and id < min_id)):
-                    victim, min_key, min_id = slot, key, id
-        bucket += index.num_sets.size
-    return (victim, min_key, min_id), least_key, end_step
-
-
-@inlined_uncounted
-def _note_old_ways(index, home, ways, rule, end_key, end_step):
-    """Set `DynamicIndex.old_ways` of a set with these used ways; key and step are at most the given ones."""
-    (step, _, half_life), old_ways = rule, np.int64(0)
-    while ways != 0:
-        way = lowest_bit(ways)
-        ways &= ways - 1
-        key, halvings = key_of(index, np.int64(index.rows[home * WAYS + way]), step, half_life)
-        old_ways |= np.int64(key < end_key) << way
-        # Another row's key may be less when its count has halved.
-        if key >= end_key and key >> 33 << 32 | (key & MAX_USES) < end_key:
-            end_step = min(end_step, (key & MAX_USES) + half_life * (halvings + 1))
-    index.old_ways[2 * home], index.old_ways[2 * home + 1] = end_key, end_step << 32 | old_ways
-
-
-@inlined_uncounted
-def _find_victim(index, home, step, max_step, half_life):
-    """Return the slot of the row of a set to evict, -1 if none may be, its key (aged count, last step), and its id."""
-    rule, ways = (step, max_step, half_life), ~ways_with(index, home, 0) & _ALL_WAYS
-    # The old ways, if the row of one has a key below all others.
-    old_ways, best = ways & _old_ways(index, home, step), _NO_VICTIM
-    if old_ways != 0:
-        best = least_used(index, home, old_ways, rule, (np.int64(-1), index.old_ways[2 * home], ~_MAX_KEY))
-    # Else the whole set.
-    if best[0] < 0:
-        # Until a half-life has passed, the counts of rows that are used meanwhile do not halve.
-        end_step = min(step + half_life, np.int64(MAX_USES)) if half_life > 0 else np.int64(MAX_USES)
-        best, least_key, end_step = _search_overflow(index, home, rule, end_step)
-        best = least_used(index, home, ways, rule, best)
-        if best[0] >= 0:
-            end_key = best[1] + 1 + (max_step - (best[1] & MAX_USES)) // OLD_SHARE
-            _note_old_ways(index, home, ways, rule, min(end_key, least_key), end_step)
-    return best
-
-
-@inlined_uncounted
-def _note_inserted(index, home, slot, key):
-    """Note in `DynamicIndex.old_ways` the row that was inserted into a slot."""
-    if index.old_ways[2 * home + 1] != 0:
-        is_old, way = key < index.old_ways[2 * home], np.int64(1) << slot % WAYS
-        if slot < index.overflowed.size * WAYS:
-            index.old_ways[2 * home + 1] = index.old_ways[2 * home + 1] & ~way | (way if is_old else 0)
-        elif is_old:
-            index.old_ways[2 * home + 1] = 0  # unknown
-
-
-@inlined_uncounted
-def _return_from_overflow(index, partition, home, target):
-    """Move one row of a set from an overflow bucket to slot `target` of its home bucket."""
-    bucket = index.overflowed.size + partition
-    while True:
-        for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
-            if index.digests[slot] != 0 and home_bucket(index, mix(id_of(index, slot))) == home:
-                index.digests[target], index.rows[target] = index.digests[slot], index.rows[slot]
-                index.digests[slot] = 0
-                index.overflowed[home] -= 1
-                index.num_overflow[partition] -= 1
-                index.old_ways[2 * home + 1] |= np.int64(1) << target % WAYS
-                return
-        bucket += index.num_sets.size
-
-
-@inlined_uncounted
-def _remove_slot(index, partition, slot):
-    """Remove the row of a slot from the index, and push it to the partition's free rows."""
-    row = index.rows[slot]
-    home = home_bucket(index, mix(index.ids[row, 0]))
-    index.free[(index.num_allocated[partition] - index.num_rows[partition]) * index.num_sets.size + partition] = row
-    index.uses[row, 0] = MAX_USES  # above every step: free rows are never counted as evictable
-    index.num_rows[partition] -= 1
-    index.digests[slot] = 0
-    if slot >= index.overflowed.size * WAYS:
-        index.overflowed[home] -= 1
-        index.num_overflow[partition] -= 1
-    elif index.overflowed[home] > 0:
-        _return_from_overflow(index, partition, home, slot)
-
-
-@called
-def _split(index, partition):
-    """Split a set of a partition: add set number `sets`, and move the rows that now belong to it."""
-    # Move rows between the home buckets.
-    partitions, sets = index.num_sets.size, np.int64(index.num_sets[partition])
-    mask = set_mask(sets)
-    old_home, new_home = (sets & (mask >> 1)) * partitions + partition, sets * partitions + partition
-    target = new_home * WAYS
-    for slot in range(old_home * WAYS, old_home * WAYS + WAYS):
-        if index.digests[slot] != 0 and mix(id_of(index, slot)) & mask == sets:
-            index.digests[target], index.rows[target] = index.digests[slot], index.rows[slot]
-            index.digests[slot] = 0
-            target += 1
-    index.num_sets[partition] += 1
-    # Count the overflow rows of both sets, then return those that fit.
-    remaining, bucket = np.int64(index.overflowed[old_home]), index.overflowed.size + partition
-    while remaining > 0:
-        for slot in range(bucket * WAYS, bucket * WAYS + WAYS):
-            if index.digests[slot] != 0:
-                home = home_bucket(index, mix(id_of(index, slot)))
-                if home == new_home:
-                    index.overflowed[old_home] -= 1
-                    index.overflowed[new_home] += 1
-                remaining -= 1 if home == old_home or home == new_home else 0
-        bucket += partitions
-    for home in (old_home, new_home):
-        empty_ways = ways_with(index, home, 0)
-        while empty_ways != 0 and index.overflowed[home] > 0:
-            _return_from_overflow(index, partition, home, home * WAYS + lowest_bit(empty_ways))
-            empty_ways &= empty_ways - 1
-
-
-@inlined_uncounted
-def _empty_slot(index, partition, home):
-    """Return an empty slot of the home bucket, else of an overflow bucket, and count the overflow row."""
-    empty_ways, bucket = ways_with(index, home, 0), home
-    if empty_ways == 0:
-        index.overflowed[home] += 1
-        index.num_overflow[partition] += 1
-        bucket = index.overflowed.size + partition - index.num_sets.size
-        while empty_ways == 0:
-            bucket += index.num_sets.size
-            empty_ways = ways_with(index, bucket, 0)
-    return bucket * WAYS + lowest_bit(empty_ways)
-
-
-@inlined_uncounted
-def _insert(index, number, ids, occurrences, rules, table, evicted):
-    """Insert new id `number` and return its row; write a victim and its row to `evicted`."""
-    # Evict if the partition is full: from the id's set or the next one, else from the next set with an evictable row.
-    id, partitions, step = ids[number], index.num_sets.size, rules[table, 0]
-    home, partition = home_bucket(index, mix(id)), index_partition(index, mix(id))
-    evicts = index.num_rows[partition] * partitions == index.free.size  # a division takes as long as a cache miss
-    if evicts:
-        victim, min_key, min_id = _NO_VICTIM
-        num_sets = np.int64(index.num_sets[partition])
-        probed_home = home
-        for offset in range(num_sets):
-            if victim >= 0 and offset > 1:
-                break
-            slot, key, victim_id = _find_victim(index, probed_home, step, rules[table, 1], rules[table, 2])
-            if key < min_key or (key == min_key and victim_id < min_id):
-                victim, min_key, min_id = slot, key, victim_id
-            probed_home = next_home(index, probed_home, partition)
-        evicted[number, 0], evicted[number, 1] = id_of(index, victim), index.rows[victim]
-        _remove_slot(index, partition, victim)
-    # Take the row freed last, or a new one.
-    num_free = np.int64(index.num_allocated[partition] - index.num_rows[partition])
-    if num_free > 0:
-        row = np.int64(index.free[(num_free - 1) * partitions + partition])
-    else:
-        row = np.int64(index.num_allocated[partition]) * partitions + partition
-        index.num_allocated[partition] += 1
-    index.num_rows[partition] += 1
-    index.ids[row, 0], index.uses[row, 0], index.uses[row, 1] = id, step, min(MAX_USES, occurrences[number])
-    # Insert it, and split sets that are due.
-    slot = _empty_slot(index, partition, home)
-    index.digests[slot], index.rows[slot] = digest_of(mix(id)), row
-    if evicts or rules[table, 2] > 0:
-        count = min(MAX_USES, occurrences[number]) if rules[table, 2] > 0 else np.int64(0)
-        _note_inserted(index, home, slot, count << 32 | step)
-    while (
-        index.num_rows[partition] > MAX_ROWS_PER_SET * index.num_sets[partition]
-        and index.num_sets[partition] * partitions < index.overflowed.size
-    ):
-        _split(index, partition)
-    return row
-
-
 @parallel
-def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
+def _insert_partitions(task, num_tasks, indexes, pending, rules, batch, results):
     """Insert new ids of the task's partitions, in the order of ids, which has better locality than by partition."""
-    tables, ids, occurrences, admitted = pending
+    (tables, ids, occurrences, admitted), (order, begins, batch_rows), (rows, evicted) = pending, batch, results
     # By chunks of ids, whose sets, and the next ones if the partition is full, are prefetched.
     ids, occurrences, rows = borrow_int64(ids), borrow_int64(occurrences), borrow_int64(rows)
+    order, begins, batch_rows = borrow_int64(order), borrow_int64(begins), borrow_int64(batch_rows)
     rules, evicted = borrow_int64(rules).reshape((-1, 3)), borrow_int64(evicted).reshape((-1, 2))
     numbers, homes, number = np.empty(CHUNK, dtype=np.int64), np.empty((CHUNK, 2), dtype=np.int64), 0
+    buffers = np.empty(WAYS, dtype=np.int64), np.empty(WAYS, dtype=np.int64), np.empty(WAYS, dtype=np.int64)
     while number < ids.size:
         table, index, size = tables[number], view_index(indexes[tables[number]]), 0
-        partitions, old_ways = index.num_sets.size, np.int64(index.old_ways.ctypes.data)
+        partitions, rule = index.num_sets.size, (rules[table, 0], rules[table, 1], rules[table, 2])
         first, end = partitions * task // num_tasks, partitions * (task + 1) // num_tasks
         while number < ids.size and tables[number] == table:
             hash64 = mix(ids[number])
@@ -332,19 +127,99 @@ def _insert_partitions(task, num_tasks, indexes, pending, rules, rows, evicted):
             number += 1
             if size == CHUNK or number == ids.size or tables[number] != table:
                 for i in range(size):
-                    _prefetch_slots(index, homes[i, 0])
+                    prefetch_digests(index, homes[i, 0])
                     if homes[i, 0] != homes[i, 1]:
-                        _prefetch_slots(index, homes[i, 1])
-                        prefetch(old_ways + homes[i, 0] * 16, 1)
-                        prefetch(old_ways + homes[i, 1] * 16, 1)
+                        prefetch_digests(index, homes[i, 1])
+                for i in range(size):
+                    prefetch_row_numbers(index, homes[i, 0], rule)
+                    if homes[i, 0] != homes[i, 1]:
+                        prefetch_row_numbers(index, homes[i, 1], rule)
                 for i in range(-AHEAD, size):
                     later = i + AHEAD
                     if later < size and homes[later, 0] != homes[later, 1]:
-                        _prefetch_rows(index, homes[later, 0], rules[table, 0])
-                        _prefetch_rows(index, homes[later, 1], rules[table, 0])
+                        prefetch_rows(index, homes[later, 0], rule)
+                        prefetch_rows(index, homes[later, 1], rule)
                     if i >= 0:
-                        rows[numbers[i]] = _insert(index, numbers[i], ids, occurrences, rules, table, evicted)
+                        row = rows[numbers[i]] = insert(index, numbers[i], ids, occurrences, rule, evicted, buffers)
+                        for entry in range(begins[numbers[i]], begins[numbers[i] + 1]):
+                            batch_rows[order[entry]] = row
                 size = 0
+
+
+@inlined
+def _sort_ids(ids, positions, pairs, spare):
+    """Sort ids and their positions in the batch: by the first bits that differ, then by insertion, else by all bits."""
+    low, high, size = ids[0], ids[0], ids.size
+    for i in range(size):
+        low, high = min(low, ids[i]), max(high, ids[i])
+    index_bits, num_bits = highest_bit(size) + 1, highest_bit(high - low) + 1  # of an unsigned number
+    mask, first_bit = (1 << index_bits) - 1, max(0, num_bits - SORTED_BITS) if size > FEW_PAIRS else num_bits
+    max_moves = num_moves = np.int64(MAX_MOVES * size)
+    while num_moves >= max_moves:
+        # Pairs of bits of an id, as many as fit, and below these its number.
+        for i in range(size):
+            pairs[i] = i
+        for bit in range(first_bit, num_bits, PAIR_BITS - index_bits):
+            digit_bits = min(num_bits - bit, PAIR_BITS - index_bits)
+            for i in range(size):
+                number = pairs[i] & mask
+                digits = np.int64(np.uint64(ids[number] - low) >> np.uint64(bit)) & ((1 << digit_bits) - 1)
+                pairs[i] = digits << index_bits | number
+            radix_sort(pairs, spare, index_bits, digit_bits)
+        for i in range(size):
+            pairs[i] &= mask
+            spare[i] = ids[pairs[i]]
+        # Insertion, unless many ids have equal first bits.
+        first_bit, num_moves = np.int64(0), np.int64(0)
+        for i in range(1, size):
+            id, number, j = spare[i], pairs[i], i
+            while j > 0 and spare[j - 1] > id and num_moves < max_moves:
+                spare[j], pairs[j] = spare[j - 1], pairs[j - 1]
+                num_moves += 1
+                j -= 1
+            spare[j], pairs[j] = id, number
+    for i in range(size):
+        ids[i], spare[i] = spare[i], positions[pairs[i]]
+    for i in range(size):
+        positions[i] = spare[i]
+
+
+@compiled
+def _sort_new_ids(num_tables, batch, distinct, fields):
+    """Fill in the fields of `PendingInsert`; return the number of distinct new ids."""
+    (values, keys, occurrences), (order, tables, numbers, ids, begins, id_tables, counts) = batch, fields
+    # Positions by table, in order.
+    ends = zeros(num_tables + 1, np.int64)
+    for i in range(keys.size):
+        ends[keys[i] + 1 if keys[i] != NO_KEY else 0] += 1
+    ends[0] = 0
+    for table in range(num_tables):
+        ends[table + 1] += ends[table]
+    size = ends[num_tables]
+    for i in range(keys.size):
+        if keys[i] != NO_KEY:
+            order[ends[keys[i]]] = i
+            ends[keys[i]] += 1
+    # Ids of each table, which are sorted unless they are distinct, or sorted already.
+    first, sorted_ids, pairs, spare = np.int64(0), empty(size, np.int64), empty(size, np.int64), empty(size, np.int64)
+    for table in range(num_tables):
+        end, descents = ends[table], 0
+        for i in range(first, end):
+            sorted_ids[i], tables[i] = values[order[i]], table
+            descents += 1 if i > first and sorted_ids[i] < sorted_ids[i - 1] else 0
+        if descents > 0 and not distinct:
+            _sort_ids(sorted_ids[first:end], order[first:end], pairs[first:end], spare[first:end])
+        first = end
+    # Distinct ids.
+    number = np.int64(-1)
+    for i in range(size):
+        if distinct or i == 0 or sorted_ids[i] != sorted_ids[i - 1] or tables[i] != tables[i - 1]:
+            number += 1
+            ids[number], begins[number], id_tables[number], counts[number] = sorted_ids[i], i, tables[i], 0
+        numbers[i] = number + 1
+        counts[number] += occurrences[order[i]] if occurrences.size > 0 else 1
+    begins[number + 1] = size
+    return number + 1
 
 
 @compiled
@@ -390,11 +265,11 @@ def _remove(fields, ids, rows):
         slot = slot_of(index, home_bucket(index, mix(ids[i])), ids[i])
         rows[i] = np.int64(index.rows[slot]) if slot >= 0 else np.int64(-1)
         if slot >= 0:
-            _remove_slot(index, index_partition(index, mix(ids[i])), slot)
+            remove_slot(index, index_partition(index, mix(ids[i])), slot)
 
 
 def _index_addresses(indexes: Sequence[DynamicIndex]) -> np.ndarray:
-    """Return int64 `[T, 10, 2]`: address and size of each tensor."""
+    """Return int64 `[T, 12, 2]`: address and size of each tensor."""
     for index in indexes:
         if index.addresses[0, 0] != index[0].data_ptr():  # all tensors move at once, when other processes share them
             del index.addresses
@@ -414,8 +289,21 @@ def dynamic_find_(
     return torch.from_numpy(rows), torch.from_numpy(previous_steps), torch.from_numpy(keys)
 
 
-def dynamic_begin_insert(_: Sequence[DynamicIndex], values: Tensor, keys: Tensor, *options: Any) -> PendingInsert:
-    return begin_insert_by_numpy(values, keys, *options) if (keys.numpy() != NO_KEY).any() else _NO_NEW_IDS
+def dynamic_begin_insert(
+    indexes: Sequence[Any], values: Tensor, keys: Tensor, distinct: bool = False, occurrences: Tensor | None = None
+) -> PendingInsert:
+    size = int(np.count_nonzero(keys.numpy() != NO_KEY))
+    if size == 0:
+        return _NO_NEW_IDS
+    (order, ids, begins, counts), (tables, numbers, id_tables) = (
+        np.empty((4, size + 1), np.int64),
+        np.empty((3, size), np.int32),
+    )
+    added = np.empty(0, np.int64) if occurrences is None else occurrences.numpy()
+    batch = values.contiguous().numpy(), keys.contiguous().numpy(), added
+    number = _sort_new_ids(len(indexes), batch, distinct, (order, tables, numbers, ids, begins, id_tables, counts))
+    parts = ids[:number], begins[: number + 1], id_tables[:number], np.ones(number, np.bool_), counts[:number]
+    return PendingInsert(*map(torch.from_numpy, (order[:size], tables, numbers, *parts)))
 
 
 _NO_NEW_IDS = begin_insert_by_numpy(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int32))
@@ -433,14 +321,15 @@ def dynamic_commit_insert_(
 ) -> tuple[Tensor, Tensor]:
     num_tasks, rows = tasks_for(pending.ids.numel()), torch.full_like(pending.ids, -1)
     evicted = pending.ids.new_full((pending.ids.numel(), 2), -1)
-    args = _index_addresses(indexes), _of_ids(pending), np.array(rules), rows.numpy(), evicted.numpy()
-    _insert_partitions(num_tasks, num_tasks, num_tasks, *args)
-    batch_rows.numpy()[pending.order.numpy()] = rows.numpy()[pending.numbers.numpy() - 1]
+    batch, results = (pending.order, pending.begins, batch_rows), (rows, evicted)
+    args = _index_addresses(indexes), _of_ids(pending), np.array(rules)
+    arrays = (tuple(tensor.numpy() for tensor in tensors) for tensors in (batch, results))
+    _insert_partitions(num_tasks, num_tasks, num_tasks, *args, *arrays)
     return rows, evicted
 
 
 def _of_ids(pending: PendingInsert) -> tuple[np.ndarray, ...]:
-    assert pending.occurrences is not None  # `begin_insert_by_numpy` counts them
+    assert pending.occurrences is not None  # `dynamic_begin_insert` counts them
     return tuple(t.numpy() for t in (pending.tables, pending.ids, pending.occurrences, pending.admitted))
 
 

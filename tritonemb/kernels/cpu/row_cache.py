@@ -3,28 +3,16 @@
 Each set belongs to one task, which serves its misses in ascending order: results do not depend on the number of tasks.
 """
 
-from collections import namedtuple
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, inlined_uncounted, parallel, run_tasks
-from tritonemb.kernels.cpu.simd import (
-    copy_bytes,
-    count_bits,
-    equal_ways,
-    highest_bit,
-    int32_row,
-    int64_row,
-    lowest_bit,
-    mix,
-    prefetch,
-    uint8_row,
-)
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
+from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
 from tritonemb.kernels.row_cache import Tensors, pair_fields
-from tritonemb.layout import DIGEST_SHIFT, FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors, DynamicIndex
+from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS, DirectoryTensors
 
 CHUNK = 32  # rows whose sets are prefetched together
 FEW_ROWS = 4_096  # fewer take less time on one thread
@@ -299,124 +287,3 @@ def move_rows_(
             f"move {move} goes from row {int(from_rows[move])} to row {int(to_rows[move])}, but sources[{pair}] has "
             f"{len(sources[pair])} rows and destinations[{pair}] {len(destinations[pair])}; rows to skip are negative"
         )
-
-
-# Sets of dynamic tables: see `kernels/dynamic_slots.py`.
-_IndexArrays: Any = namedtuple("_Parts", ("ids", "uses", *DynamicIndex._fields[1:], "old_ways"))  # type: ignore[misc]
-
-
-@inlined
-def view_index(fields):
-    """View an index by its `_index_addresses`, without reference counts."""
-    return _IndexArrays(  # type: ignore[call-arg]
-        int64_row(fields[0, 0], fields[0, 1]).reshape((-1, 2)),
-        int32_row(fields[0, 0] + 8, 2 * fields[0, 1]).reshape((-1, 4)), uint8_row(fields[1, 0], fields[1, 1]),
-        int32_row(fields[2, 0], fields[2, 1]), int32_row(fields[3, 0], fields[3, 1]),
-        int32_row(fields[4, 0], fields[4, 1]), int32_row(fields[5, 0], fields[5, 1]),
-        int32_row(fields[6, 0], fields[6, 1]), int32_row(fields[7, 0], fields[7, 1]),
-        int32_row(fields[8, 0], fields[8, 1]), int64_row(fields[9, 0], fields[9, 1]),
-        int64_row(fields[10, 0], fields[10, 1]),
-    )  # fmt: skip
-
-
-@inlined_uncounted
-def index_partition(index, bits):
-    return np.int64(((np.uint64(bits) >> np.uint64(32)) * np.uint64(index.shard[0])) >> np.uint64(32)) - index.shard[1]
-
-
-@inlined_uncounted
-def set_mask(sets):
-    """Return `2^(L + 1) - 1` for `2^L ≤ sets < 2^(L + 1)`."""
-    return (np.int64(2) << highest_bit(sets)) - 1
-
-
-@inlined_uncounted
-def home_bucket(index, hash64):
-    partition = index_partition(index, hash64)
-    sets = np.int64(index.num_sets[partition])
-    mask = set_mask(sets)
-    number = hash64 & mask
-    return (number if number < sets else number & (mask >> 1)) * index.num_sets.size + partition
-
-
-@inlined_uncounted
-def digest_of(hash64):
-    return max(np.int64(1), (hash64 >> DIGEST_SHIFT) & 255)
-
-
-@inlined_uncounted
-def ways_with(index, bucket, digest):
-    """Return the ways of a bucket with a digest, a bit each; digest 0 is an empty way."""
-    return equal_ways(np.int64(index.digests.ctypes.data) + bucket * WAYS, digest)
-
-
-@inlined_uncounted
-def id_of(index, slot):
-    return index.ids[index.rows[slot], 0]
-
-
-@inlined_uncounted
-def _slot_in_bucket(index, bucket, digest, id):
-    """Return the slot of an id in a bucket, -1 if it is not in it."""
-    ways = ways_with(index, bucket, digest)
-    while ways != 0:
-        slot = bucket * WAYS + lowest_bit(ways)
-        if id_of(index, slot) == id:
-            return slot
-        ways &= ways - 1
-    return np.int64(-1)
-
-
-@called
-def _overflow_slot(index, partition, digest, id):
-    """Return the slot of an id in the partition's overflow buckets, else -1."""
-    num_seen, bucket = np.int64(0), index.overflowed.size + partition
-    while num_seen < index.num_overflow[partition]:
-        slot = _slot_in_bucket(index, bucket, digest, id)
-        if slot >= 0:
-            return slot
-        num_seen += WAYS - count_bits(ways_with(index, bucket, 0))
-        bucket += index.num_sets.size
-    return np.int64(-1)
-
-
-@called
-def slot_of(index, home, id):
-    """Return the slot of an id, -1 if it is unknown."""
-    hash64 = mix(id)
-    slot = _slot_in_bucket(index, home, digest_of(hash64), id)
-    if slot < 0 and index.overflowed[home] > 0:
-        return _overflow_slot(index, home % index.num_sets.size, digest_of(hash64), id)
-    return slot
-
-
-@inlined_uncounted
-def next_home(index, home, partition):
-    """Return the home bucket of the next set."""
-    bucket = home + index.num_sets.size
-    return bucket if bucket < index.num_sets[partition] * index.num_sets.size else partition
-
-
-@inlined_uncounted
-def key_of(index, row, step, half_life):
-    """Return the key of a row, the last step and above it the aged count, and the number of halvings of the count."""
-    last_step, halvings = np.int64(index.uses[row, 0]), np.int64(0)
-    if half_life == 0:
-        return last_step, halvings
-    halvings = np.int64(np.float64(max(0, step - last_step)) / np.float64(half_life))  # exact, faster than of integers
-    return np.int64(index.uses[row, 1]) >> (halvings if halvings < 31 else 31) << 32 | last_step, halvings
-
-
-@inlined_uncounted
-def least_used(index, home, ways, rule, best):
-    """Return the best victim, its slot, key and id: `best`, or a row in these ways of a home bucket."""
-    (step, max_step, half_life), (victim, min_key, min_id) = rule, best
-    while ways != 0:
-        slot = home * WAYS + lowest_bit(ways)
-        ways &= ways - 1
-        row = np.int64(index.rows[slot])
-        id, (key, _) = index.ids[row, 0], key_of(index, row, step, half_life)
-        # No branches, which would be unpredictable: `&`, and conditional moves.
-        is_less = (index.uses[row, 0] <= max_step) & ((key < min_key) | ((key == min_key) & (id < min_id)))
-        victim, min_key, min_id = slot if is_less else victim, key if is_less else min_key, id if is_less else min_id
-    return victim, min_key, min_id

@@ -240,7 +240,7 @@ def _insertion_sort(pairs):
 
 
 @inlined
-def _radix_sort(pairs, spare, first_bit, num_bits):
+def radix_sort(pairs, spare, first_bit, num_bits):
     """Sort `pairs` in place by `num_bits` bits from `first_bit` on, stably (LSD radix sort)."""
     max_digit_bits = 12 if pairs.size >= MANY_PAIRS else 10
     passes = max(1, (num_bits + max_digit_bits - 1) // max_digit_bits)
@@ -283,7 +283,7 @@ def _sort_pairs(unit, keys, batch, sources, pairs):
         for bit in range(0, unit[ID_BITS], digit_bits):
             if not fits:
                 _fill_digits(bit, digit_bits, first_id, first_source, source_bits, values, pairs)
-            _radix_sort(pairs, spare, source_bits, min(unit[ID_BITS] - bit, digit_bits))
+            radix_sort(pairs, spare, source_bits, min(unit[ID_BITS] - bit, digit_bits))
     # Count distinct ids.
     for i in range(count):
         row, _ = _read_pair(pairs, i, (first_id, first_source, source_bits, fits, False), values)

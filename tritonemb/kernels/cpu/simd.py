@@ -99,11 +99,10 @@ def borrow_int64(array):
 
 float32_bits = emitted(types.uint32, types.float32)(lambda b, a: b.bitcast(a, _INT))
 float32_from_bits = emitted(types.float32, types.uint32)(lambda b, a: b.bitcast(a, _FLOAT))
-float16_to_float32 = emitted(types.float32, types.uint16)(lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
+_widened = emitted(types.float32, types.uint16)
+float16_to_float32 = _widened(lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
+bfloat16_to_float32 = _widened(lambda b, a: b.bitcast(b.shl(b.zext(a, _INT), _INT(16)), _FLOAT))  # its upper half
 float32_to_float16 = emitted(types.uint16, types.float32)(lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
-bfloat16_to_float32 = emitted(types.float32, types.uint16)(  # the upper half of a float32
-    lambda b, a: b.bitcast(b.shl(b.zext(a, _INT), _INT(16)), _FLOAT)
-)
 
 
 def emit_prefetch(builder: Any, address: Any) -> None:
@@ -139,9 +138,17 @@ def copy_bytes(builder: Any, out: Any, source: Any, num_bytes: Any) -> None:
 @emitted(types.int64, types.int64, types.int64)
 def equal_ways(builder: Any, address: Any, byte: Any) -> Any:
     """Compare the `WAYS` bytes at an address with `byte`: int64 with bit `w` set if byte `w` is equal."""
-    line = builder.load(builder.inttoptr(address, ir.PointerType(ir.VectorType(_BYTE, WAYS))), align=1)
     expected = splat(builder, builder.trunc(byte, _BYTE), WAYS)
-    return builder.zext(builder.bitcast(builder.icmp_unsigned("==", line, expected), ir.IntType(WAYS)), LONG)
+    is_equal = builder.icmp_unsigned("==", load(builder, address, _BYTE, WAYS), expected)
+    return builder.zext(builder.bitcast(is_equal, ir.IntType(WAYS)), LONG)
+
+
+@emitted(types.int64, types.int64, types.int64, types.int64)
+def masked_ways(builder: Any, address: Any, mask: Any, bits: Any) -> Any:
+    """Compare the `WAYS` words of 32 bits at an address, masked, with `bits`; return as `equal_ways`."""
+    masks, expected = (splat(builder, builder.trunc(value, _INT), WAYS) for value in (mask, bits))
+    is_equal = builder.icmp_unsigned("==", builder.and_(load(builder, address, _INT, WAYS), masks), expected)
+    return builder.zext(builder.bitcast(is_equal, ir.IntType(WAYS)), LONG)
 
 
 _of_int64 = emitted(types.int64, types.int64)
@@ -167,7 +174,7 @@ def row_size(dim, dtype):
 
 
 def load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
-    size = {_FLOAT: 4, _HALF: 2, _SHORT: 2}[item]
+    size = {_FLOAT: 4, _INT: 4, _HALF: 2, _SHORT: 2, _BYTE: 1}[item]
     return builder.load(builder.inttoptr(address, ir.PointerType(ir.VectorType(item, lanes))), align=size)
 
 
