@@ -1,5 +1,6 @@
 """Topics of Kafka as streams, of a stub of the client, and of the mock cluster of librdkafka if it is installed."""
 
+import functools
 import itertools
 import json
 import os
@@ -161,6 +162,7 @@ def test_messages_that_are_no_rows_are_bad_rows(cluster):
 
 def test_messages_with_values_of_other_types_are_skipped(cluster):
     values = ({"user": 3}, {"user": ["a"]}, {"price": "x"}, {"price": 2**70}, {"click": [1]}, {"tags": ["t", 1]})
+    values += ({"tags": functools.reduce(lambda value, _: [value], range(600), "t")},)
     places = {7 * number: value for number, value in enumerate((*values, {"tags": 3}, {"tags": ["t"]}, {"click": {}}))}
     for number, value in (*places.items(), *((number + 300, value) for number, value in places.items())):
         message = cluster.partitions[0][number]

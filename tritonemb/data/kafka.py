@@ -107,7 +107,7 @@ class KafkaStream:
     def _type_of(self, name: str, value: Any) -> str:
         """Name the type of a value, "" if it is missing; numbers have one type, except in sparse columns."""
         if isinstance(value, list):
-            types = {self._type_of(name, element) for element in value} - {""}
+            types = {type(e).__name__ if isinstance(e, list) else self._type_of(name, e) for e in value} - {""}
             return f"list of {''.join(types)}" if len(types) < 2 else "mixed list"
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             return "large int"
