@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.data.logs import line, options, pa, parquet, random_lines, resumes, rows_of, write
 from tritonemb.data import ClickLog, SplitRule, convert, open_for_scoring
+from tritonemb.data.text import TextSource
 
 
 def numbered(num_rows: int, first: int = 0) -> list[str]:
@@ -263,6 +264,22 @@ def test_a_split_without_rows_is_found_at_once(tmp_path, name):
             log(*times).check_rows(split)
     with pytest.raises(ValueError, match=r"there are no test rows$"):
         reader(tmp_path / name, SplitRule("random", 1e-9), **columns).check_rows("test")
+
+
+def test_late_rows_of_compressed_files_are_looked_for_in_the_last_file_first(tmp_path, monkeypatch):
+    paths = [
+        write(tmp_path, ["y,t,r,u", *(f"1,{n},{n},u" for n in range(7 * k, 7 * k + 7))], f"{k}.csv.gz")
+        for k in range(3)
+    ]
+    log = reader(paths, SplitRule(time_column="t", test_from="19"), label="y", dense=("r",), sparse=("u",))
+    files, chunks = list[int](), TextSource.chunks
+    monkeypatch.setattr(
+        TextSource, "chunks", lambda self, part, *args: files.append(part.file) or chunks(self, part, *args)
+    )
+    for split, file in (("test", 2), ("train", 0)):
+        log.check_rows(split)
+        assert files.pop() == file
+    assert not files
 
 
 @pytest.mark.parametrize(

@@ -192,12 +192,11 @@ class LogReader:
             return num_rows > 0
         parts = self.split_parts(split)
         if self.kind == "time":
-            parts = self.source.within(split, parts)
-            tails = (self.source.tail(part) for part in reversed(parts)) if split != "train" else ()
+            parts = self.source.within(split, parts)[:: 1 if split == "train" else -1]
+            tails = map(self.source.tail, parts) if split != "train" else ()
             parts = (*(part for part in tails if part not in parts), *parts)
-        options = replace(self.options, on_bad_row="skip")
-        reader, size = replace(self, parts={split: parts}, options=options), options.chunk_bytes
-        chunks = (self.source.chunks(part, n, size, part.start, 0) for n, part in enumerate(parts))
+        reader = replace(self, parts={split: parts}, options=replace(self.options, on_bad_row="skip"))
+        chunks = (self.source.chunks(part, n, self.options.chunk_bytes, part.start, 0) for n, part in enumerate(parts))
         return any(reader._read(split, chunk)[1].rows for chunk in chain.from_iterable(chunks))
 
     def estimated_rows(self, split: Split) -> int | None:
