@@ -366,7 +366,7 @@ def _check_finite(gradients: list[ops.BagGradient]) -> None:
         h = Hyperparameters(*table.hyperparameters)
         if get_args(NonFinite)[int(h.on_nonfinite)] != "raise" or grad.device.type != "cpu":
             continue
-        by_position = ~grad.clamp(-h.max_gradient, h.max_gradient).isfinite().all(1)
+        by_position = ~grad.float().clamp(-h.max_gradient, h.max_gradient).isfinite().all(1)
         if bags.pooled:
             by_position = by_position[torch.repeat_interleave(bags.offsets.diff(), output_size=values.shape[0])]
         rows = values[by_position & (values >= 0)]

@@ -414,12 +414,12 @@ def _run(
     h, per_lookup = optimizer[2], not isinstance(grad, Tensor)
     ungrouped = [groups] if isinstance(groups, Tensor) else []
     weight_array, bag_offsets, *ids = batch_arrays(sample_weights, offsets, *ungrouped)
-    # Clamp gradients; copy those that are not float32 or whose rows are not contiguous.
+    # Copy gradients that are not float32, where limits are exact, or whose rows are not contiguous; clamp them.
     grad_tensors: list[Tensor] = [*grad] if per_lookup else [grad]
+    grad_tensors = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in grad_tensors]
     if (limit := h[MAX_GRADIENT]) < np.inf:
         grad_tensors = [g.clamp(-limit, limit) for g in grad_tensors]
     grad_tensors = [g if g.stride(1) == 1 else g.contiguous() for g in grad_tensors]
-    grad_tensors = [g if g.dtype == torch.float32 else g.to(torch.float32) for g in grad_tensors]
     grads = np.array([(g.data_ptr(), 4 * g.stride(0)) for g in grad_tensors], dtype=np.int64)
     # Groups, or ids, which are sorted first.
     sorted_ids, group_arrays = (_NO_IDS, bag_offsets, _NO_UNITS, _NO_PAIRS), (_NO_IDS, *_NO_GROUPS)
