@@ -123,7 +123,8 @@ def test_a_score_that_is_nan_is_an_error_of_the_request_unless_all_are(served):
         ("rows", "the request has 1,000,000,000 rows; send up to 1,000"), ("twice", "duplicate column 'user'"),
         ("missing", "missing columns: age"), ("user", "user must not be among the columns of the user"),
         ("list", "must be a JSON object"), ("nan", "not a finite number"), ("cut", "its end is missing"),
-        ("offsets", "not a valid Arrow IPC stream"), ("utf-8", "not a valid Arrow IPC stream"), ("none", "not a valid"),
+        ("more", "its end is missing, or before that of the body"), ("none", "not a valid"),
+        ("offsets", "not a valid Arrow IPC stream"), ("utf-8", "not a valid Arrow IPC stream"),
     ],
 )  # fmt: skip
 def test_arrow_columns_whose_bytes_stand_for_many(served, app, kind, message):
@@ -153,7 +154,7 @@ def test_arrow_columns_whose_bytes_stand_for_many(served, app, kind, message):
     table = table.append_column("user", user) if kind == "twice" else table
     shared = {"user": '{"user": "u"}', "list": "[]", "nan": '{"user": NaN}'}.get(kind)
     body = arrow_stream(table.replace_schema_metadata(shared and {"user": shared}), None, **options)
-    body = body[:-8] if kind == "cut" else b"\xff" * 4 if kind == "none" else body
+    body = {"cut": body[:-8], "more": 2 * body, "none": b"\xff" * 4}.get(kind, body)
     status, error = score(app, body)
     assert (status, message in error) == (400, True), error
 

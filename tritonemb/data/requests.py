@@ -275,13 +275,13 @@ def read_arrow(body: bytes, names: Collection[str], max_rows: int) -> tuple[dict
 
     Bytes and rows bound what it costs: ValueError for too many rows, and for columns whose bytes may stand for many."""
     try:
-        for message in pa.MessageReader.open_stream(body):
+        for message in pa.MessageReader.open_stream(source := pa.BufferReader(body)):
             is_batch, is_old = message.type == "record batch", message.metadata_version != pa.MetadataVersion.V5
             if is_old or (_is_compressed(message) if is_batch else message.type != "schema"):
                 text = "compressed or dictionary-encoded Arrow data, or a format before 1.0, are not supported"
                 raise ValueError(f"{text}; send plain columns")
-        if not body.endswith(ARROW_MARK + bytes(4)):
-            raise pa.ArrowInvalid("its end is missing")
+        if source.tell() < len(body) or not body.endswith(ARROW_MARK + bytes(4)):
+            raise pa.ArrowInvalid("its end is missing, or before that of the body")
         table, columns = pa.ipc.open_stream(body).read_all(), dict[str, Sequence[Any]]()
         if table.num_rows > max_rows:
             raise ValueError(f"the request has {table.num_rows:,} rows; send up to {max_rows:,} per request")
