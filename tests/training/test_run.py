@@ -25,7 +25,7 @@ from tests.programs import start_ranks
 from tritonemb.cli import main
 from tritonemb.data import LogOptions, Schema, from_dataframe
 from tritonemb.data.batch import Batch, gather_batch, pad_batch
-from tritonemb.data.encode import make_numberings
+from tritonemb.data.encode import encode, make_numberings
 from tritonemb.data.files import pa, parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.requests import RequestEncoder
@@ -369,6 +369,15 @@ def test_requests_are_encoded_as_rows_of_a_log(texts, integers, lists, numbers, 
     assert encoded.sparse.keys() == expected.sparse.keys()
     assert torch.equal(encoded.sparse.values(), expected.sparse.values())
     assert torch.equal(encoded.sparse.offsets(), expected.sparse.offsets())
+
+
+def test_empty_bytes_are_missing_in_requests_as_in_logs_of_a_model_of_text():
+    schema = Schema("y", (), ("s", "i"), num_embeddings=99)
+    features = Feature("s", 99, kind="strings"), Feature("i", 99, kind="integers")
+    columns, numberings = {"s": [b"", b"a"], "i": [b"", b"7"]}, make_numberings(schema)
+    expected = encode(pa.RecordBatch.from_pydict(columns), schema, features, numberings, False, from_text=True).columns
+    encoder = RequestEncoder(schema, features, numberings, from_text=True)
+    assert [encoder.ids(*column).tolist() for column in columns.items()] == [ids.values.tolist() for ids in expected]
 
 
 @pytest.mark.parametrize("size", [1, 5, 16, 17])

@@ -185,7 +185,8 @@ class RequestEncoder:
         return values[-self._max_lengths.get(feature.name, len(values)) :]
 
     def _item(self, value: Any, feature: Feature) -> Any:
-        if value is None or (isinstance(value, float) and math.isnan(value)) or (self._from_text and value == ""):
+        is_empty = self._from_text and isinstance(value, str | bytes) and not value
+        if value is None or is_empty or (isinstance(value, float) and math.isnan(value)):
             return None
         if isinstance(value, str | bytes):
             text = value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
