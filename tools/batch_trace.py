@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = f"{ROOT / 'tritonemb'}{os.sep}"
 PLACEMENTS = {"host": "host", "disk": "disk", "servers": "server", "sharded_disk": "disk"}
-MAX_VISITS = {"device": 45, "host": 104, "disk": 199, "servers": 205, "sharded": 153, "sharded_disk": 265}
+MAX_VISITS = {"device": 45, "host": 105, "disk": 200, "servers": 206, "sharded": 153, "sharded_disk": 266}
 WARMUP_BATCHES, BATCH_SIZE = 5, 32
 
 
