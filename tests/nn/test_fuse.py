@@ -572,6 +572,19 @@ def test_a_refused_gradient_changes_no_table_of_any_batch_size():
         assert_same_bits(model.state_dict(), initial)
 
 
+@pytest.mark.parametrize("weights", [[torch.nan, 1.0], [1.0, -torch.inf], [3e38, 3e38]])
+def test_a_refused_sum_of_weighted_gradients_changes_no_table_of_any_batch_size(weights):
+    """Each gradient is finite; the table whose update comes first is the one that was looked up last."""
+    model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.EmbeddingBag(5, 3, mode="sum")})
+    te.fuse(model, te.optim.SGD(lr=1.0, on_nonfinite="raise"))
+    initial = copy.deepcopy(model.state_dict())
+    pooled = model["b"](torch.tensor([[3, 3]]), per_sample_weights=torch.tensor([weights]))
+    outputs = [pooled, model["a"](torch.tensor([1]))]
+    with pytest.raises(ValueError, match="'b': the gradient of row 3"):
+        torch.autograd.backward(outputs, [*map(torch.ones_like, outputs)])
+    assert_same_bits(model.state_dict(), initial)
+
+
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1.0), (torch.float16, 2.0**17)])
 def test_a_gradient_that_is_clamped_is_not_refused_beside_another_batch_size(dtype, limit):
     model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.EmbeddingBag(5, 3, mode="sum")}).to(dtype)

@@ -23,9 +23,11 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite, unused_gradient
+from tritonemb.layout import unpack_names
 from tritonemb.ops.bag import Bags, BagTable, layout_of, single_bag_offsets
 from tritonemb.ops.row_update import Accumulator, join_tables, passes
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
+from tritonemb.tables.batch import RowBatch, row_sums
 
 _GLOBAL_HOOKS = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 States = list[tuple[str, Tensor, dict[str, Tensor]]]  # name, weight, and `step` and states by name, per table
@@ -354,37 +356,34 @@ def update(gradients: list[ops.BagGradient]) -> None:
         key = gradient.grad.device, gradient.bags.pooled, size, gradient.table.learning_rate.data_ptr()
         batches.setdefault(key, []).append(gradient)
     # Check all batches before the first update changes a table.
-    if len(batches) > 1:
-        _check_finite([gradient for batch in batches.values() for gradient in batch])
-    for batch in batches.values():
-        _update(batch)
+    updates = [*map(_join, batches.values())]
+    for tables, batch in updates if len(updates) > 1 else ():
+        _check_finite(Hyperparameters(*tables.hyperparameters), batch)
+    for tables, batch in updates:
+        ops.row_update_(tables, batch)
 
 
-def _check_finite(gradients: list[ops.BagGradient]) -> None:
+def _check_finite(h: Hyperparameters, batch: ops.BatchGradient) -> None:
     """Raise for `on_nonfinite="raise"` and a non-finite gradient on the CPU; on a GPU each update checks its own."""
-    for table, name, values, _, bags, grad in gradients:
-        h = Hyperparameters(*table.hyperparameters)
-        if get_args(NonFinite)[int(h.on_nonfinite)] != "raise" or grad.device.type != "cpu":
-            continue
-        by_position = ~grad.float().clamp(-h.max_gradient, h.max_gradient).isfinite().all(1)
-        if bags.pooled:
-            by_position = by_position[torch.repeat_interleave(bags.offsets.diff(), output_size=values.shape[0])]
-        rows = values[by_position & (values >= 0)]
-        if rows.numel():
-            raise gradient_not_finite(name, int(rows.min()))
+    grad, offsets, sample_weights, ids, layout = batch
+    if get_args(NonFinite)[int(h.on_nonfinite)] != "raise" or ids.device.type != "cpu":
+        return
+    groups = ops.row_groups(ids, offsets, layout)
+    sums = row_sums(grad, RowBatch(ids, offsets, sample_weights, groups, layout), h.max_gradient)
+    for name, rows, gradients in zip(unpack_names(layout.table_names), *sums, strict=True):
+        if not (is_finite := gradients.isfinite().all(1)).all():
+            raise gradient_not_finite(name, int(rows[~is_finite][0]))
 
 
-def _update(gradients: list[ops.BagGradient]) -> None:
-    """Update tables, one gradient each, in one call of `ops.row_update_`."""
-    first = gradients[0]
-    pooled, device = first.bags.pooled, first.grad.device
+def _join(gradients: list[ops.BagGradient]) -> tuple[ops.FusedTables, ops.BatchGradient]:
+    """Join the gradients of several tables, one each, for one call of `ops.row_update_`."""
+    first, grads = gradients[0], [gradient.grad for gradient in gradients]
     bag_tables = tuple(BagTable(g.name, g.bags.mean, *g.table.weights[0].shape) for g in gradients)
-    layout = layout_of(bag_tables, pooled, device)
+    layout = layout_of(bag_tables, first.bags.pooled, first.grad.device)
     values, offsets = _concat_ids(gradients)
-    grads = [gradient.grad for gradient in gradients]
     tables = first.table if len(gradients) == 1 else join_tables([gradient.table for gradient in gradients])
     grad = grads[0] if len(grads) == 1 else grads
-    ops.row_update_(tables, ops.BatchGradient(grad, offsets, _concat_sample_weights(gradients), values, layout))
+    return tables, ops.BatchGradient(grad, offsets, _concat_sample_weights(gradients), values, layout)
 
 
 def _concat_ids(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
