@@ -594,6 +594,23 @@ def test_a_gradient_that_is_clamped_is_not_refused_beside_another_batch_size(dty
     torch.testing.assert_close(model["a"].weight[1], initial[1] - 1)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("padding_idx", [None, 0])
+def test_gradients_of_means_are_clamped_before_they_are_divided(padding_idx, compiled):
+    """With padding as without, and beside sums of the same table."""
+    torch._dynamo.reset()
+    model = nn.ModuleList([nn.EmbeddingBag(5, 3, mode=mode, padding_idx=padding_idx) for mode in ("mean", "sum")])
+    if not compiled:  # a compiled graph cannot merge different lookups of a table
+        model[1].weight = model[0].weight
+    te.fuse(model, te.optim.SGD(lr=1.0, max_gradient=0.5))
+    initial, grad = model[0].weight.detach().clone(), torch.tensor([[8.0, -0.2, -3.0]])
+    call = torch.compile(model[0], backend="tritonemb") if compiled else model[0]
+    outputs = [call(torch.tensor([[1, 2, 3, 4]])), *([] if compiled else [model[1](torch.tensor([[4]]))])]
+    torch.autograd.backward(outputs, [grad] * len(outputs))
+    change = grad.clamp(-0.5, 0.5) * torch.tensor([0, 0.25, 0.25, 0.25, 0.25 if compiled else 1.25]).unsqueeze(1)
+    torch.testing.assert_close(model[0].weight, initial - change)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_means_of_long_bags_have_exact_counts_beside_another_pooling(dtype):
     model = nn.ModuleDict({"a": nn.EmbeddingBag(3, 2, mode="mean"), "b": nn.Embedding(3, 2)}).to(dtype)

@@ -167,6 +167,10 @@ class TestOpcheck:
         ids, offsets, _ = one_table(True)
         torch.library.opcheck(OPS.drop_padding.default, (ids, offsets, 9, 10))
 
+    def test_divide_sums(self):
+        counts = torch.tensor([[1], [2], [3]])
+        torch.library.opcheck(OPS.divide_sums.default, (torch.randn(3, 4, requires_grad=True), counts, 0.3))
+
     def test_close_bags(self):
         for dtype in (torch.int32, torch.int64):
             torch.library.opcheck(OPS.close_bags.default, (torch.arange(5).to(dtype), torch.tensor([0, 1, 3])))

@@ -11,7 +11,15 @@ from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.single_table import SingleTable
-from tritonemb.ops.bag import Bags, are_ascending, check_ascending, count_unpadded, drop_padding, single_bag_offsets
+from tritonemb.ops.bag import (
+    Bags,
+    are_ascending,
+    check_ascending,
+    count_unpadded,
+    divide_sums,
+    drop_padding,
+    single_bag_offsets,
+)
 from tritonemb.ops.registry import graph_break, plain_eager
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
@@ -136,7 +144,10 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         ids = drop_padding(values, offsets, self.padding_idx, self.weight.shape[0])
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(ids, ids, per_sample_weights, Bags(offsets, True, False, False), dtype)
-        return (out / count_unpadded(ids, offsets)).to(self.weight.dtype) if mean else out
+        if not mean:
+            return out
+        counts, limit = count_unpadded(ids, offsets), None if self.optimizer is None else self.optimizer.max_gradient
+        return (out / counts if limit is None else divide_sums(out, counts, limit)).to(self.weight.dtype)
 
     def _pool_by_torch(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor | None:
         """Pool with PyTorch's op if that is faster, else return None."""

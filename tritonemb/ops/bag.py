@@ -322,6 +322,19 @@ def _close_bags(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 define("close_bags", "(Tensor values, Tensor offsets) -> (Tensor, Tensor, Tensor)", _close_bags, _close_bags)
+
+
+def _save_counts(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
+    _, counts, ctx.limit = inputs
+    ctx.save_for_backward(counts)
+
+
+# Divide the sums of bags `[B, dim]` by `counts` `[B, 1]`; the gradient of the means is clamped to ±`limit` first.
+divide_sums = define(
+    "divide_sums", "(Tensor sums, Tensor counts, float limit) -> Tensor", lambda sums, *_: torch.empty_like(sums),
+    lambda sums, counts, _: sums / counts,
+    lambda ctx, grad: {"sums": grad.clamp(-ctx.limit, ctx.limit) / ctx.saved_tensors[0]}, _save_counts,
+)  # fmt: skip
 # Replace `padding_idx` in `values` `[N]` by -1; offsets as in `Bags`. Raise RuntimeError for an id out of range.
 drop_padding = define(
     "drop_padding",

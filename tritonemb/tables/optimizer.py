@@ -420,30 +420,29 @@ def _concat_sample_weights(gradients: list[ops.BagGradient]) -> Tensor | None:
 
 def _merge(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     """Merge the gradients of several lookups of one table into those of one lookup."""
-    first = gradients[0]
     if len(gradients) == 1:
-        return first
-    if any(gradient.table.steps[0] is not first.table.steps[0] for gradient in gradients):
+        return gradients[0]
+    if any(gradient.table.steps[0] is not gradients[0].table.steps[0] for gradient in gradients):
         raise RuntimeError(
-            f"the weight of {first.name!r} is shared with another module, which was fused separately; te.unfuse the "
-            "model, and fuse it again"
+            f"the weight of {gradients[0].name!r} is shared with another module, which was fused separately; te.unfuse "
+            "the model, and fuse it again"
         )
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
         gradients = [_to_sum_pooling(gradient) for gradient in gradients]
     values, offsets = _concat_ids(gradients)
-    if not gradients[0].bags.pooled:
+    if not (bags := gradients[0].bags).pooled:
         offsets = single_bag_offsets(values.shape[0], values.device)
-    return ops.BagGradient(
-        first.table, first.name, values, _concat_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
-        torch.cat([gradient.grad for gradient in gradients]),
-    )  # fmt: skip
+    sample_weights, grad = _concat_sample_weights(gradients), torch.cat([gradient.grad for gradient in gradients])
+    return ops.BagGradient(*gradients[0][:2], values, sample_weights, bags._replace(offsets=offsets), grad)
 
 
 def _to_sum_pooling(gradient: ops.BagGradient) -> ops.BagGradient:
     """Convert a gradient of mean pooling (in float32: exact counts), or of unpooled rows, to one of sum pooling."""
-    offsets, count = gradient.bags.offsets, gradient.values.shape[0]
+    offsets, count, grad = gradient.bags.offsets, gradient.values.shape[0], gradient.grad
     if not gradient.bags.pooled:
         unit_offsets = torch.arange(count + 1, dtype=offsets.dtype, device=offsets.device)  # bags of one id
         return gradient._replace(bags=Bags(unit_offsets, True))
-    grad = gradient.grad.float() / offsets.diff().unsqueeze(1) if gradient.bags.mean else gradient.grad
+    if gradient.bags.mean:  # clamped before it is divided, as by kernels
+        h = Hyperparameters(*gradient.table.hyperparameters)
+        grad = grad.float().clamp(-h.max_gradient, h.max_gradient) / offsets.diff().unsqueeze(1)
     return gradient._replace(bags=Bags(offsets, True), grad=grad)
