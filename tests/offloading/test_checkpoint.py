@@ -236,3 +236,86 @@ def test_a_checkpoint_of_a_stranger_runs_no_code(where, tmp_path):
     with pytest.raises(ValueError, match=rf"theirs/{name} refers to posix\.mkdir, which could run code"):
         te.offloading.load_checkpoint(trained.model, trained.optimizer, tmp_path / "theirs")
     assert not mark.exists()
+
+
+class Scaled(nn.Linear):
+    """With an extra state that has tensors, and grows."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.seen, self.scale = {}, torch.ones(2)
+
+    def get_extra_state(self):
+        return {"seen": dict(self.seen), "scale": [self.scale, "text"]}
+
+    def set_extra_state(self, state):
+        self.seen, (self.scale, self.text) = state.get("seen", {}), state["scale"]
+
+
+def test_extra_states_of_modules_are_saved_and_loaded(tmp_path):
+    def make(name):
+        model = nn.Sequential(nn.Linear(8, 8), Scaled())
+        return te.offload(model, adam(model.parameters()), params="host", states="disk", path=tmp_path / name)
+
+    model, optimizer = make("a")
+    model[1].seen, model[1].scale = {"one": 3, "two": torch.arange(5)}, torch.full((3,), 0.5)
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    other, fresh = make("b")
+    te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
+    assert (other[1].seen["one"], other[1].seen["two"].tolist()) == (3, [0, 1, 2, 3, 4])
+    assert (other[1].scale.tolist(), other[1].text) == ([0.5] * 3, "text")
+    with pytest.warns(match=r"theirs has no '1\._extra_state': kept as in the model"):
+        load_plain(other, fresh, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), tmp_path / "theirs")
+    assert other[1].seen["one"] == 3
+
+
+def load_plain(model, optimizer, plain, folder):
+    """Load a checkpoint that torch has written of a plain model."""
+    of_model, of_optimizer = get_state_dict(plain, adam(plain.parameters()))
+    dcp.save({"model": of_model, "optim": of_optimizer}, checkpoint_id=folder)
+    te.offloading.load_checkpoint(model, optimizer, folder)
+
+
+@pytest.mark.parametrize("placement", ["device", "host", "disk"])
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.few(3)
+def test_rows_of_tables_are_saved_and_loaded(dynamic, placement, tmp_path):
+    """Rows of a dynamic table and their ids, and rows of a table in host memory or on disk, of which few are cached."""
+    rows = {"num_embeddings": None, "capacity": 4_000} if dynamic else {"num_embeddings": 4_000}
+    cache = te.CacheConfig(rows=64, **({"folder": str(tmp_path)} if placement == "disk" else {}))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            tables = [te.TableConfig("t", embedding_dim=8, placement=placement, cache=cache, **rows)]
+            self.tables = te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.Adam(lr=0.1))
+            self.top = nn.Linear(8, 1)
+
+        def forward(self, ids):
+            batch = te.KeyedJaggedTensor.from_lengths(["t"], ids, torch.ones(len(ids), dtype=torch.int64))
+            return self.top(self.tables(batch))
+
+    def make(name):
+        torch.manual_seed(len(name))
+        model = Model()
+        return te.offload(model, adam(model.top.parameters()), params="host", states="disk", path=tmp_path / name)
+
+    def losses(model, optimizer, seed):
+        random = torch.Generator().manual_seed(seed)
+        result = []
+        for _ in range(4):
+            loss = (model(torch.randint(4_000, (50,), generator=random)) - 1).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            result.append(loss.item())
+        return result
+
+    model, optimizer = make("a")
+    losses(model, optimizer, 0)
+    te.offloading.save_checkpoint(model, optimizer, tmp_path / "saved")
+    other, fresh = make("of another seed")
+    losses(other, fresh, 1)
+    te.offloading.load_checkpoint(other, fresh, tmp_path / "saved")
+    for seed in (0, 2):
+        assert losses(other, fresh, seed) == losses(model, optimizer, seed)

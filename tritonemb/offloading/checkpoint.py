@@ -9,7 +9,7 @@ import os
 import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from tritonemb.offloading.shards import DeviceElements, StoredElements, TensorSl
 from tritonemb.offloading.states import MASTER, StateArray
 from tritonemb.storage import checkpoint as files
 from tritonemb.storage.checkpoint import METADATA, checkpoint_errors
-from tritonemb.utils import WRITING, on_error, publish
+from tritonemb.tables.table import Table
+from tritonemb.utils import WRITING, join_names, on_error, publish
 
 BLOCK_BYTES = 64 << 20  # of a tensor in memory at a time
 CHECKSUMS = "checksums.json"
@@ -103,9 +104,57 @@ def _blocks(tensor_slice: TensorSlice, dtype: torch.dtype, elements: StoredEleme
         yield Block((offset[0] + first, *offset[1:]), block_size, first * width, elements)
 
 
-def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: bool) -> dict[str, Any]:
-    """Collect the tensors of a checkpoint, nested like torch's `get_state_dict`, with the blocks of this rank."""
-    tensors: dict[str, Any] = {}
+class ModuleEntries(NamedTuple):
+    """Entries of a module in `state_dict` besides its parameters and buffers: rows of tables, or its extra state."""
+
+    module: nn.Module
+    prefix: str
+    values: dict[str, Any]  # by key in its `state_dict`
+    unsaved_ids: set[int]  # of its parameters and buffers that are slots of a cache, or memory of a dynamic table
+
+    def name(self, key: str) -> str:
+        """Name of an entry in checkpoints."""
+        return self.prefix.replace("_orig_mod.", "") + key
+
+    def check(self, stored_names: Collection[str], path: Path) -> None:
+        """Raise ValueError if a checkpoint lacks the rows of a table; warn if it lacks other entries."""
+        names = [key for key in self.values if self.name(key) not in stored_names]
+        if isinstance(self.module, Table) and (rows := [self.name(key) for key in names if key in ("ids", "weight")]):
+            raise ValueError(f"{path} has no {join_names(map(repr, rows))}")
+        if lacking := [self.name(key) for key in names if flatten_state_dict({key: self.values[key]})[0]]:
+            warnings.warn(f"{path} has no {join_names(map(repr, lacking))}: kept as in the model", stacklevel=3)
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Load entries of a checkpoint; ValueError if they do not fit."""
+        errors: list[str] = []
+        state = {self.prefix + key: values[name] for key in self.values if (name := self.name(key)) in values}
+        metadata = {"version": self.module._version}
+        self.module._load_from_state_dict(state, self.prefix, metadata, False, [], [], errors)
+        if errors:
+            raise ValueError("; ".join(errors))
+
+
+def _collect_entries(model: nn.Module) -> list[ModuleEntries]:
+    """Collect the entries of modules that save others than their parameters and buffers."""
+    known, entries = {id(tensor) for tensor, _ in tensor_slices(model)}, list[ModuleEntries]()
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix, saved = f"{path}." if path else "", dict[str, Any]()
+        module._save_to_state_dict(saved, prefix, True)
+        values = {key.removeprefix(prefix): value for key, value in saved.items() if id(value) not in known}
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        unsaved_ids = {id(tensor) for tensor in tensors} - {id(value) for value in saved.values()}
+        if values:
+            entries.append(ModuleEntries(module, prefix, values, unsaved_ids))
+    return entries
+
+
+def _collect_state(
+    model: nn.Module, optimizer: OffloadedOptimizer, entries: Sequence[ModuleEntries], for_saving: bool
+) -> dict[str, Any]:
+    """Collect the tensors of a checkpoint, nested like torch's `get_state_dict`, with the blocks of this rank; entries
+    of modules only for saving, as they are loaded in the sizes of the checkpoint."""
+    unsaved_ids = {number for entry in entries for number in entry.unsaved_ids}
+    tensors: dict[str, Any] = {e.name(key): value for e in entries for key, value in e.values.items() if for_saving}
     states: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     names: dict[Any, str] = {}
 
@@ -115,11 +164,12 @@ def _collect_state(model: nn.Module, optimizer: OffloadedOptimizer, for_saving: 
         tensor.blocks |= {block.offset: block for block in _blocks(tensor_slice, dtype, elements)}
 
     for p, tensor_slice in tensor_slices(model):
-        fqn = tensor_slice.fqn
+        fqn, is_saved = tensor_slice.fqn, id(p) not in unsaved_ids
         if not isinstance(p, nn.Parameter):  # a buffer
-            tensors[fqn] = p
+            tensors |= {fqn: p} if is_saved else {}
             continue
-        add(tensors, fqn, p.dtype, source_of(p) if is_offloaded(p) else DeviceElements(to_local(p).detach()))
+        if is_saved:
+            add(tensors, fqn, p.dtype, source_of(p) if is_offloaded(p) else DeviceElements(to_local(p).detach()))
         # A tied parameter has several names, and states under the first.
         if names.setdefault(p, fqn) == fqn and (optimizer.store.is_ready(p) or not for_saving):
             layout = optimizer.store.layout(p)
@@ -143,6 +193,8 @@ class OffloadWriter(files.ChecksumWriter):
 def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str | os.PathLike[str]) -> None:
     """Save an offloaded model and its optimizer to a folder, block by block; a collective.
 
+    Rows of tables that are dynamic, or not on the device, are copied to host memory.
+
     The folder is renamed from `.writing-<name>` when all files are on disk, so a killed run leaves only the temporary
     folder, which may be removed. A failed save leaves nothing.
 
@@ -163,7 +215,7 @@ def save_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     remove()  # remains of a killed process
     optimizer.raise_if_failed()
     optimizer.update_masters([p for group in optimizer.param_groups for p in group["params"]])
-    state = _collect_state(model, optimizer, True)
+    state = _collect_state(model, optimizer, _collect_entries(model), True)
     with on_error(remove), checkpoint_errors(f"{path} cannot be saved"):
         save(state, storage_writer=OffloadWriter(temporary), no_dist=group.process_group is None)
 
@@ -192,10 +244,19 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
     if problem := max(group.all_gather_object(problem)):
         raise ValueError(problem)
     # Compare keys and shapes with the model.
-    reader = files.CheckpointReader(path)
+    reader, entries = files.CheckpointReader(path), _collect_entries(model)
     stored: Mapping[str, Any] = reader.read_metadata().state_dict_metadata
-    collected = _collect_state(model, optimizer, False)
+    collected = _collect_state(model, optimizer, entries, False)
     state, paths = flatten_state_dict(collected)
+    saved_paths = {key: steps for key, steps in (reader.read_metadata().planner_data or {}).items() if len(steps) > 1}
+    saved_paths = {key: steps for key, steps in saved_paths.items() if steps[0] == "model"}
+    for entry in entries:
+        entry.check({steps[1] for steps in saved_paths.values()}, path)
+    names = {entry.name(key) for entry in entries for key in entry.values}
+    for key, steps in saved_paths.items():
+        if steps[1] in names:
+            info, paths[key] = stored[key], steps  # None is replaced by a value other than a tensor
+            state[key] = torch.empty(info.size, dtype=info.properties.dtype) if hasattr(info, "size") else None
     examples = zip(collected["optim"]["param_groups"], optimizer.example_states, strict=True)
     expected = {f"optim.state.{name}": example.keys() for group, example in examples for name in group["params"]}
     for key in sorted(stored.keys() - state.keys()):
@@ -209,13 +270,15 @@ def load_checkpoint(model: nn.Module, optimizer: OffloadedOptimizer, path: str |
         shape = getattr(stored.get(key), "size", None)
         if key.startswith("model.") and key not in stored and value.numel():
             raise ValueError(f"{path} has no {key.removeprefix('model.')!r}")
-        if isinstance(value, StoredTensor) and shape is not None and shape != value.shape:
+        if isinstance(value, Tensor) and shape is not None and shape != value.shape:
             raise ValueError(f"{key}: the checkpoint has shape {list(shape)}, the model {list(value.shape)}")
     # Load what the checkpoint has, and finish the optimizer's states.
     nested: Any = unflatten_state_dict({key: value for key, value in state.items() if key in stored}, paths)
     with optimizer.loading():
         with checkpoint_errors(f"{path} cannot be loaded, and the model is partially updated; load another checkpoint"):
             load(nested, storage_reader=reader, planner=LoadPlanner(), no_dist=group.process_group is None)
+        for entry in entries:
+            entry.load(nested.get("model", {}))
         optimizer.load_hyperparameters(nested["optim"]["param_groups"])
         for p, tensor_slice in tensor_slices(model):
             if param_states := nested["optim"].get("state", {}).get(tensor_slice.fqn):
