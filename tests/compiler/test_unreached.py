@@ -1,5 +1,7 @@
 """What a backward pass does not reach is not trained, merged or not; what happens in place is seen."""
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -54,6 +56,33 @@ def test_a_fused_table_that_is_frozen_later_is_not_updated(make):
     make(model, fullgraph=True)(IDS).sum().backward()
     assert torch.equal(model.a.weight, initial)
     assert int(model.c.step) == 1
+
+
+@BY
+@pytest.mark.parametrize("optimizer", [None, te.optim.Adam(lr=0.1, weight_decay=0.1)])
+def test_a_table_whose_result_is_only_changed_in_place_is_not_trained(make, optimizer):
+    class Model(Two):
+        def forward(self, ids: Tensor) -> Tensor:
+            first = self.a(ids)
+            first[0].mul_(2)  # no result depends on it
+            second = self.b(ids)
+            second.view(-1).mul_(2)
+            return second + self.c(ids)
+
+    model = Model()
+    if optimizer is not None:
+        te.fuse(model, optimizer)
+    initial, twin = model.a.weight.detach().clone(), copy.deepcopy(model)
+    compiled = make(model, fullgraph=True)
+    for run in (compiled, twin):
+        run(IDS).sum().backward()
+    assert model.a.weight.grad is None is twin.a.weight.grad
+    assert torch.equal(model.a.weight, initial)
+    for actual, expected in ((model.b.weight, twin.b.weight), (model.c.weight, twin.c.weight)):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        if optimizer is None:
+            assert torch.equal(actual.grad, expected.grad)
+    assert compiled.fused == [("b", "c")]
 
 
 @pytest.mark.parametrize("name", ["__iadd__", "__imul__"])

@@ -144,10 +144,22 @@ def is_transformed(gm: GraphModule) -> bool:
 
 
 def live_nodes(gm: GraphModule, trainable: bool = False) -> set[Node]:
-    """Nodes that results and side effects depend on; if `trainable`, only those that a backward pass reaches."""
+    """Nodes that results and side effects depend on; if `trainable`, only those that a backward pass reaches.
+
+    A change of the graph's own memory is live if a live node has that memory, too.
+    """
     sinks = [node for node in gm.graph.nodes if node.op == "output" or has_side_effect(node, gm)]
+    # Tensors of a transform have no storage.
+    changes = {} if is_transformed(gm) else {node: _changed_memory(node) for node in sinks}
+    changed_memory = {node: memory for node, memory in changes.items() if memory}
     predicate = _may_require_grad if trainable else None  # None: every node does
-    return {*sinks, *reachable(sinks, lambda node: filter(predicate, node.all_input_nodes))}
+    live = set[Node]()
+    added = [node for node in sinks if node not in changed_memory]
+    while added:
+        live |= {*added, *reachable(added, lambda node: filter(predicate, node.all_input_nodes))}
+        accessed_memory = set().union(*map(_memory, live)) if changed_memory else set[Any]()
+        added = [node for node, memory in changed_memory.items() if node not in live and memory & accessed_memory]
+    return live
 
 
 def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
