@@ -58,6 +58,34 @@ def test_one_of_many_keys_is_duplicate(app, last):
     assert score(app, body.encode()) == (400, f"duplicate key '{last}'")
 
 
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**25), 10**25) | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(alphabet="ab:\"\\\u00e9\U0001f600\n"),
+    lambda values: st.lists(values, max_size=4) | st.dictionaries(st.text("ab:", max_size=2), values, max_size=4),
+    max_leaves=25,
+)  # fmt: skip
+
+
+@given(value=JSON, spaces=st.booleans(), ascii_only=st.booleans())
+def test_parsed_json_is_that_of_the_standard_library(value, spaces, ascii_only):
+    body = json.dumps(value, indent=1 if spaces else None, ensure_ascii=ascii_only)
+    expected = json.loads(body)
+    for data in body.encode(), body.encode("utf-16"):
+        parsed = http.parse_json(data)
+        assert repr(parsed) == repr(expected)  # 1 and 1.0, 0.0 and -0.0 differ
+
+
+@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("form", ['{"k":%s}', "[%s]", '{"rows":[%s, {"x":"a:b"}]}'])
+def test_duplicate_keys_are_seen_at_any_depth(form, depth):
+    for pair in '{"x": 1,"x": 1}', '{"x" :1, "y":2, "x" :1}', '{"a:": 1, "x": ":", "x": ""}', '{"x":0,"\\u0078":1}':
+        body = pair
+        for _ in range(depth):
+            body = form % body
+        with pytest.raises(ValueError, match="duplicate key 'x'"):
+            http.parse_json(body.encode())
+
+
 @pytest.mark.parametrize("num_rows", [1001, 10**15])
 def test_too_many_rows_are_rejected(served, app, num_rows):
     """Rows without values of their own need few bytes."""

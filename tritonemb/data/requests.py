@@ -74,7 +74,7 @@ class RequestEncoder:
         required = names or self._names
         columns = dict.fromkeys(name for name in required if name not in shared)
         for index, row in enumerate(rows):
-            if not (row.keys() >= columns.keys() and row.keys().isdisjoint(shared)):
+            if row.keys() != columns.keys() and not (row.keys() >= columns.keys() and row.keys().isdisjoint(shared)):
                 self._check_columns(row, shared, f"row {first + index + 1}", required)
         return RawRows({name: [row[name] for row in rows] for name in columns}, len(rows), shared)
 
