@@ -27,6 +27,7 @@ from tritonemb.tables import index as index_module
 from tritonemb.tables import table as table_module
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.lookup import assign_rows
+from tritonemb.tables.server_table import make_table
 from tritonemb.tables.table_set import prefetch
 
 EXTREMES = [-(2**63), -(2**32) - 7, -1, 0, 1, 2**31, 2**32 + 1, 2**63 - 1]
@@ -729,6 +730,21 @@ def test_counts_for_admission_are_halved():
     assert table_of(collection).ids().tolist() == []  # a count of 2 was worth 1 by then
     step(collection, bag(7))
     assert table_of(collection).ids().tolist() == [7]
+
+
+def test_a_shard_has_no_ids_of_other_shards():
+    """Indices of kernels are those of its own partitions."""
+    whole, ids = te.TableConfig("t", None, 4, capacity=40_000), torch.arange(10_000)
+    parts = [whole.shard(f"t{first}", (first, count), (0, 4), ["t"]) for first, count in ((0, 1), (1, 3), (4, 3))]
+    for part in parts:
+        table = make_table(part, ())
+        owned = table.index.owns(ids)
+        table.insert(ids[owned], torch.ones(int(owned.sum()), 4))
+        rows = table.index.find(ids)
+        assert torch.equal(rows >= 0, owned)
+        assert table.remove(ids[~owned]) == 0
+        assert torch.equal(table.index.find(ids), rows)
+        assert table.remove(ids) == owned.sum()
 
 
 def test_insert_lookup_remove_and_export(tmp_path, tier):

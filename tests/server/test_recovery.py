@@ -306,6 +306,38 @@ def test_a_snapshot_goes_on_on_other_servers(tmp_path, before, after, staleness)
         same(([train(model, 5)], flush(model) or model.state_dict()), (expected, state))
 
 
+def test_rows_evicted_from_other_partitions_stay_evicted_on_other_servers(tmp_path):
+    """Each of the new servers reads the changes of all, with evicted ids of partitions that it does not have."""
+
+    def steps(model, first, number):
+        for step in range(first, first + number):
+            ids = torch.arange(step * 4_000, (step + 1) * 4_000)
+            output = model(te.KeyedJaggedTensor.from_lengths(["d"], ids, torch.ones(4_000, dtype=torch.int64)))
+            output.square().sum().backward()
+
+    def attached(servers):
+        eviction = te.EvictionConfig(protect=1)
+        table = te.TableConfig("d", None, 4, capacity=20_000, eviction=eviction, placement="server")
+        collection = te.nn.EmbeddingBagCollection([table], te.optim.Adagrad(lr=0.1))
+        attach(collection, servers)
+        return collection
+
+    with local_servers(2) as servers:
+        model = attached(servers)
+        steps(model, 0, 5)
+        model.table_set.service.snapshot(tmp_path / "first-")
+        steps(model, 5, 1)
+        model.table_set.service.snapshot(tmp_path / "second-", changes_only=True)
+        expected = model.state_dict()
+    with local_servers(3) as servers:
+        model = attached(servers)
+        chains = [[tmp_path / f"{name}-{n}.server" for name in ("first", "second")] for n in range(2)]
+        model.table_set.service.restore(chains, 6)
+        restored = model.state_dict()
+    assert len(expected["d.ids"]) < 24_000
+    assert_same_bits(restored, expected)
+
+
 def test_snapshots_that_do_not_fit_are_refused(tmp_path):
     with local_servers(2) as servers:
         model = make(servers)

@@ -167,8 +167,10 @@ class HashIndex(DenseIndex):
         return torch.arange(self.capacity, len(self.ids), device=self.ids.device)
 
     def find(self, ids: Tensor) -> Tensor:
-        """Find rows of ids, int64 `[N]`, -1 for ids without one."""
-        return self.find_all([self], *concat_ids([ids]))
+        """Find rows of ids, int64 `[N]`, -1 for ids without one, or of other shards."""
+        rows, owned = torch.full_like(ids, -1), nonzero(self.owns(ids))
+        rows[owned] = self.find_all([self], *concat_ids([ids[owned]]))
+        return rows
 
     @staticmethod
     def find_all(indexes: Sequence["HashIndex"], values: Tensor, bounds: Tensor, keys: Sequence[int]) -> Tensor:
@@ -267,9 +269,10 @@ class HashIndex(DenseIndex):
             self._row_numbers = None
 
     def discard(self, ids: Tensor) -> Tensor:
-        """Remove distinct ids, without recording them; return the rows that they had, -1 if absent."""
+        """Remove distinct ids, without recording them; return their rows, -1 if absent, or of other shards."""
         self.generation += ids.numel()
-        rows: Tensor = kernel("dynamic_remove_", ids.device)(self.tensors, ids)
+        rows, owned = torch.full_like(ids, -1), nonzero(self.owns(ids))
+        rows[owned] = kernel("dynamic_remove_", ids.device)(self.tensors, ids[owned])
         return rows
 
     def statistics(self) -> dict[str, int]:
