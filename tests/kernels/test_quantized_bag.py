@@ -46,6 +46,8 @@ def test_golden_bytes(bits, search):
     pair = struct.pack("<ff" if bits == 8 else "<ee", scale, bias)
     assert bytes(to_aten(rows, bits)[0].tolist()) == bytes(codes) + pair
     assert torch.equal(from_aten(to_aten(rows, bits), bits), rows)
+    assert bytes(to_aten(rows, bits, torch.float16)[1].tolist()) == bytes(codes) + struct.pack("<ee", scale, bias)
+    assert torch.equal(from_aten(to_aten(rows, bits, torch.float16), bits, torch.float16), rows)
 
 
 @any_bits

@@ -145,18 +145,19 @@ def _view(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return rows.flatten().clone().view(dtype).view(rows.shape[0], rows.shape[1] * rows.element_size() // dtype.itemsize)
 
 
-def to_aten(rows: Tensor, bits: int) -> Tensor:
+def to_aten(rows: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert rows to those of ATen's `quantized::embedding_bag_{byte,4bit,2bit}_rowwise_offsets`, FBGEMM's fused ones.
 
-    Scale and bias are last, of 8-bit rows as float32.
+    Scale and bias are last, of 8-bit rows in `dtype`; with float16 these are `QUint8RowwiseF16` of NVIDIA's embedding
+    cache and of TorchEasyRec.
     """
     header, codes = rows[:, :HEADER_BYTES], rows[:, HEADER_BYTES:]
-    header = _view(_view(header, torch.float16).float(), torch.uint8) if bits == 8 else header
+    header = _view(_view(header, torch.float16).to(dtype), torch.uint8) if bits == 8 else header
     return torch.cat([codes, header], 1)
 
 
-def from_aten(rows: Tensor, bits: int) -> Tensor:
+def from_aten(rows: Tensor, bits: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Convert rows from those of `to_aten`; scale and bias of 8-bit rows are rounded to float16."""
-    codes, header = rows.tensor_split([-2 * HEADER_BYTES if bits == 8 else -HEADER_BYTES], 1)
-    header = _view(_view(header, torch.float32).half(), torch.uint8) if bits == 8 else header
+    codes, header = rows.tensor_split([-2 * dtype.itemsize if bits == 8 else -HEADER_BYTES], 1)
+    header = _view(_view(header, dtype).half(), torch.uint8) if bits == 8 else header
     return torch.cat([header, codes], 1)
