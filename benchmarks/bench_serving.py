@@ -45,7 +45,7 @@ def make_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [dict(zip(DENSE + SPARSE, [*numbers, *row_ids], strict=True)) for numbers, row_ids in pairs]
 
 
-def train_run(folder: Path) -> Path:
+def train_run(folder: Path, num_embeddings: int = ROWS) -> Path:
     """Train a run for one step, on a log of random rows; also write its weights for the peer."""
     rows = make_rows(600)
     with (folder / "log.csv").open("w") as file:
@@ -53,7 +53,7 @@ def train_run(folder: Path) -> Path:
         for index, row in enumerate(rows):
             file.write(",".join(map(str, [index % 2, *row.values()])) + "\n")
     command = ["train", "--data", folder / "log.csv", "--out", folder / "run", "--label", "click", "--dense", *DENSE]
-    command += ["--sparse", *SPARSE, "--integers", *SPARSE, "--num-embeddings", ROWS, "--embedding-dim", DIM]
+    command += ["--sparse", *SPARSE, "--integers", *SPARSE, "--num-embeddings", num_embeddings, "--embedding-dim", DIM]
     command += ["--bottom-mlp", *MLP, "--top-mlp", *MLP, "--max-steps", 1, "--log-transform", "false"]
     subprocess.run([sys.executable, "-m", "tritonemb", *map(str, command)], check=True, stdout=subprocess.DEVNULL)
     return folder / "run"
@@ -184,7 +184,7 @@ def measure(
     cpu, begin = cpu_seconds(process), time.perf_counter()
     latencies = asyncio.run(send(port, requests, connections, seconds, rate))
     elapsed = time.perf_counter() - begin
-    p50, p99 = np.percentile(latencies, [50, 99]) * 1e3
+    p50, p99 = (np.percentile(latencies, [50, 99]) * 1e3).tolist()
     cpu_ms = (cpu_seconds(process) - cpu) / len(latencies) * 1e3
     return {"requests_per_s": len(latencies) / elapsed, "p50_ms": p50, "p99_ms": p99, "cpu_ms": cpu_ms}
 
