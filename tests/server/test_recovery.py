@@ -19,6 +19,7 @@ from tritonemb.server.snapshot import read_records, write_record
 from tritonemb.server.transport import LocalTransport
 from tritonemb.serving import Follower, Publisher
 from tritonemb.storage import StorageError
+from tritonemb.utils import atomic_write
 
 NEVER = 10**9  # messages
 DYNAMIC = {"capacity": 110, "eviction": te.EvictionConfig(protect=4)}
@@ -401,6 +402,28 @@ def test_a_state_that_could_not_be_saved_costs_nothing(tmp_path, monkeypatch):
         for _ in range(2):
             local.restart()
             assert_same_bits(model.state_dict(), initial)
+
+
+def test_a_manifest_that_may_be_on_the_disk_ends_training_and_loses_nothing(tmp_path, monkeypatch):
+    """A restart would read it, and not the log of the manifest before."""
+
+    def write(*args):
+        atomic_write(*args)
+        raise OSError(5, "Input/output error")  # of the folder's fsync
+
+    with restarted(tmp_path, "disk", 1, NEVER) as (servers, (local,)):
+        model = make(servers)
+        train(model, 3)
+        flush(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(durable, "atomic_write", write)
+            with pytest.raises(StorageError, match="could not save its state"):
+                local.server.save()
+        with pytest.raises(OSError, match=r"log .* could not be written: it could not be reopened after an error"):
+            train(model, 1)
+        steps = local.server.collections["tables"].ordering.next_push
+        local.restart()
+        assert local.server.collections["tables"].ordering.next_push == steps == 3
 
 
 def test_a_log_that_cannot_be_written_ends_training_and_loses_nothing(tmp_path, monkeypatch):

@@ -179,7 +179,17 @@ class DurableState(Closeable):
             files = [*(file for file in files if is_incremental or file.rpartition("-")[0] != name), rows]
         # An empty log, and the manifest, which replaces the last snapshot atomically.
         log = self._create_log(version)
-        with on_error(log.close if log is not None else lambda: None):
+
+        def settle() -> None:
+            if log is not None:
+                log.close()
+            path = folder / MANIFEST
+            if path.exists() and json.loads(read_sealed(path))["version"] == version:  # and a restart reads it
+                self.version = version  # later files have other names
+                if self.log is not None:
+                    self.log.close()  # a restart would not read requests that it gets
+
+        with on_error(settle):
             manifest = {"version": version, "clients": clients_name, "files": files, "routes": self.routes}
             atomic_write(folder / MANIFEST, seal(json.dumps(manifest)))
         if self.log is not None:
