@@ -60,6 +60,22 @@ def test_micro_batches_of_different_sizes_and_keys_in_any_order():
     assert_same_bits(contents(collection), contents(twin))
 
 
+@pytest.mark.parametrize("placement", ["device", "host"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_some_micro_batches_may_have_no_weights(pooled, placement):
+    configs = [te.TableConfig("a", 20, 7, pooling="mean" if pooled else "none", placement=placement)]
+    collection, twin = (make_collection(configs, te.optim.Adam(), pooled) for _ in range(2))
+    kinds = enumerate((False, True, False))
+    steps = [step for seed, weighted in kinds for step in random_steps(collection, 1, weighted=weighted, seed=seed)]
+    with collection.accumulate():
+        train(collection, steps)
+    for index, (batch, grad) in enumerate(steps):
+        weights = torch.ones(len(batch.values())) if batch.weights_or_none() is None else batch.weights()
+        steps[index] = te.KeyedJaggedTensor(batch.keys(), batch.values(), weights, offsets=batch.offsets()), grad
+    train(twin, [as_one_batch(steps, pooled)])
+    assert_same_bits(contents(collection), contents(twin))
+
+
 def test_an_exception_discards_what_was_gathered():
     collection, twin = (make_collection([te.TableConfig("a", 20, 7)], te.optim.Adagrad()) for _ in range(2))
     initial = contents(collection)

@@ -198,6 +198,15 @@ class MicroBatch(NamedTuple):
     grad: Tensor
 
 
+def fill_weights(batches: list[MicroBatch]) -> None:
+    """Set sample weights of 1 where micro-batches have none, if others have some."""
+    if any(batch.sample_weights is not None for batch in batches):
+        for index, batch in enumerate(batches):
+            if batch.sample_weights is None:
+                ones = torch.ones_like(batch.values, dtype=torch.float32)
+                batches[index] = batch._replace(sample_weights=ones)
+
+
 class Accumulator:
     """Accumulator of gradients, active in an `open` block, or always. A copy is a new, empty accumulator.
 

@@ -16,7 +16,7 @@ from tritonemb.errors import unused_gradient
 from tritonemb.jagged import Features, KeyedJaggedTensor, key_major_order, unpack_features
 from tritonemb.layout import Layout, TensorList, make_layout, set_row_ids
 from tritonemb.ops.registry import plain_eager
-from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch
+from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, fill_weights
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.batch import AssignedRows, RowBatch, UnknownIds, configs_for_keys
 from tritonemb.tables.cache import Pins, PinState, create_cache
@@ -160,6 +160,7 @@ class DeviceLookup:
     @torch.no_grad()
     def apply_accumulated(self, tables: "LookupTables", gradients: list[MicroBatch]) -> None:
         """Update the tables once by accumulated gradients, and release the rows of their batches."""
+        fill_weights(gradients)
         # Stack the micro-batches key by key, and their gradients in the same order.
         assert tables.accumulated.keys is not None
         keys = tables.accumulated.keys
