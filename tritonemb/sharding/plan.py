@@ -182,10 +182,10 @@ def _column_blocks(sharding: Sharding, table: TableConfig, title: str, blocks: i
     if not _is_partition(widths, blocks, dim):
         raise ValueError(f"{title}: the columns of {sharding} must be {blocks} positive widths that add up to {dim}")
     firsts = [sum(widths[:block]) for block in range(blocks)]
-    if any(first % _column_step(table) for first in firsts):
+    if any(first % column_step(table) for first in firsts):
         raise ValueError(
             f"{title}: blocks of {sharding} begin at columns {firsts}; those of a {table.dtype} table must begin at "
-            f"multiples of {_column_step(table)}"
+            f"multiples of {column_step(table)}"
         )
     return list(zip(firsts, widths, strict=True))
 
@@ -208,14 +208,14 @@ def _is_partition(sizes: Sequence[int], blocks: int, total: int) -> bool:
     return len(sizes) == blocks and all(isinstance(n, int) and n > 0 for n in sizes) and sum(sizes) == total
 
 
-def _column_step(table: TableConfig) -> int:  # multiple at which a column block may begin; a row of int8 has one scale
+def column_step(table: TableConfig) -> int:  # multiple at which a column block may begin; a row of int8 has one scale
     step = table.embedding_dim if table.row_dtype != table.dtype else COLUMNS_ROUNDED_TOGETHER
     return 1 if table.dtype.itemsize == 4 else step
 
 
 def max_column_blocks(table: TableConfig) -> int:
     """Largest number of column blocks of a table."""
-    return max(1, table.embedding_dim // _column_step(table))
+    return max(1, table.embedding_dim // column_step(table))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from tritonemb.layout import rows_to_shard
-from tritonemb.sharding.plan import COLUMNS_ROUNDED_TOGETHER, SHARDINGS, RowWise, Sharding, ShardingPlan, TableWise
+from tritonemb.sharding.plan import SHARDINGS, RowWise, Sharding, ShardingPlan, TableWise, column_step
 from tritonemb.sharding.planner import cost_model
 from tritonemb.sharding.planner.cost_model import PLACEMENTS, CostModel, Shards
 from tritonemb.sharding.planner.settings import SETTINGS
@@ -98,7 +98,7 @@ class Kind(NamedTuple):
     def splits(self, model: CostModel, allowed: Mapping[str, Array]) -> tuple[Array, Array, Array]:
         """Return which tables can have this type, the steps in which a unit is split, and its most shards: `[T]`."""
         tables, one = model.tables, np.ones(len(model.tables), dtype=np.int64)
-        columns = np.array([table.embedding_dim // column_step(table) for table in tables])
+        columns = np.array([table.embedding_dim // block_step(table) for table in tables])
         rows = np.array([rows_to_shard(table) for table in tables])
         skewed = np.array([bool(model.stats[table.name].row_share) and not table.is_dynamic for table in tables])
         mask, steps, max_shards = allowed.get(self.name, one > 0) & ~model.dynamic, one, one
@@ -313,12 +313,10 @@ def _pareto_optimal(kind: KindOptions) -> Array:
     return optimal[position, number]
 
 
-def column_step(table: TableConfig) -> int:
+def block_step(table: TableConfig) -> int:
     """Return the granularity of column blocks; the last block also has the remainder."""
-    dim = table.embedding_dim
-    if table.dtype.itemsize < 4:
-        return dim if table.dtype == torch.int8 else min(COLUMNS_ROUNDED_TOGETHER, dim)
-    return next((step for step in (4, 2) if dim % step == 0 and dim >= 8 * step), 1)
+    dim, step = table.embedding_dim, column_step(table)
+    return min(step, dim) if step > 1 else next((n for n in (4, 2) if dim % n == 0 and dim >= 8 * n), 1)
 
 
 # Types that are the same with one block.
@@ -359,7 +357,7 @@ def decode(
         even = -(-rows // len(targets))
         is_even = counts == [min(even, rows - even * n) for n in range(len(targets))]
         return RowWise(targets, None if is_even else counts)
-    step = column_step(table)
+    step = block_step(table)
     widths = (np.round(shares * (table.embedding_dim // step)).astype(np.int64) * step).tolist()
     widths[-1] += table.embedding_dim - sum(widths)
     return kinds[option.kind](targets, widths)

@@ -24,19 +24,8 @@ from tritonemb.utils import align_columns, format_bytes
 RunnerUp = tuple[Option, float]  # the next best option, and the seconds that it would take longer
 DRIFT = 0.1  # tolerated increase of the imbalance over the planned one
 _COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb")
-
-
 # The fields of a table that a model reads, in JSON.
-_TABLE_FIELDS = (
-    "name",
-    "num_embeddings",
-    "embedding_dim",
-    "features",
-    "pooling",
-    "placement",
-    "capacity",
-    "fallback_rows",
-)
+_TABLE_FIELDS = "name num_embeddings embedding_dim features pooling placement capacity fallback_rows"
 _DTYPES = {str(dtype): dtype for dtype in STORED_DTYPES}
 
 
@@ -93,8 +82,9 @@ class PlanReport:
 
     def to_json(self) -> str:
         """Return the text that `from_values` reads: the model and the runner-ups. Other things follow from the plan."""
-        model, runner_ups = self.model, {t.table.name: (t.runner_up, t.extra) for t in self.tables if t.runner_up}
-        tables = [{name: getattr(t, name) for name in _TABLE_FIELDS} | {"dtype": str(t.dtype)} for t in model.tables]
+        model, names = self.model, _TABLE_FIELDS.split()
+        runner_ups = {t.table.name: (t.runner_up, t.extra) for t in self.tables if t.runner_up}
+        tables = [{name: getattr(t, name) for name in names} | {"dtype": str(t.dtype)} for t in model.tables]
         values = {member.name: getattr(model, member.name) for member in fields(model)}
         values |= {"tables": tables, "optimizer": {"name": model.optimizer.name, **asdict(model.optimizer)}}
         report = {"model": values, "runner_ups": runner_ups, "bound": self.bound, "greedy": self.greedy}

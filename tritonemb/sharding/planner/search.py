@@ -66,7 +66,7 @@ def fewest_shards(problem: Problem, limit: float) -> tuple[Array, Array]:
         # Of k shards the largest has ceil(steps / k) of the steps.
         fewest = np.where(need <= steps, np.ceil(steps / np.maximum(np.floor(steps / need + 1e-9), 1)), np.inf)
     replicated = p.option_replicated
-    infeasible = (p.sum_by_option(fewest > p.unit_max_shards) > 0) | p.excluded
+    infeasible = (p.sum_by_option(fewest > p.unit_max_shards) > 0) | (p.option_waits & ~p.waits).any(1)
     most = limit * p.rank_speed.min(), 1 - p.rank_base[1].max(), 1, 1, 1
     infeasible |= (replicated + np.eye(1, 5) * common[:, None] > np.array(most) * (1 + 1e-9)).any(1)
     return np.minimum(fewest, p.unit_max_shards).astype(np.int64), infeasible

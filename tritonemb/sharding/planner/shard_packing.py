@@ -54,11 +54,6 @@ class Problem(NamedTuple):
     def latency(self) -> float:
         return float(self.latencies @ self.waits)
 
-    @property
-    def excluded(self) -> Array:
-        """Options that wait for other latencies, bool `[O]`."""
-        return np.asarray((self.option_waits & ~self.waits).any(1))
-
     def sum_by_option(self, values: Array) -> Array:
         """Return the sums of `values [U]` over the units of each option."""
         option = np.repeat(np.arange(len(self.option_replicated)), np.diff(self.option_units))
