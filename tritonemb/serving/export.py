@@ -223,12 +223,7 @@ def write_onnx(folder: Path, model: nn.Module, values: Mapping[str, Any]) -> Non
         )
     try:
         onnx = torch.onnx.export(
-            program,
-            input_names=inputs,
-            output_names=["score"],
-            opset_version=OPSET,
-            external_data=False,
-            verbose=False,
+            program, input_names=inputs, output_names=["score"], opset_version=OPSET, external_data=False, verbose=False
         )
     except torch.onnx.errors.OnnxExporterError as error:
         raise ValueError("ONNX lacks an operator of the model; export for target 'aten' or 'tritonemb'") from error

@@ -14,16 +14,7 @@ from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 from tritonemb import errors, ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.kernels.quantized_bag import dequantize_rows, quantize_rows, row_bytes_of
-from tritonemb.layout import (
-    ADDRESS_BITS,
-    INDEXED,
-    NUM_ROWS,
-    TABLE,
-    Layout,
-    make_layout,
-    nonzero,
-    partitions_of,
-)
+from tritonemb.layout import ADDRESS_BITS, INDEXED, NUM_ROWS, TABLE, Layout, make_layout, nonzero, partitions_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.nn.embeddings import DynamicEmbedding, DynamicEmbeddingBag, DynamicModule
 from tritonemb.nn.single_table import SingleTable

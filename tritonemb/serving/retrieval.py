@@ -11,13 +11,7 @@ from torch import Tensor
 
 from tritonemb.data.files import arrow_csv, compute, pa, parquet
 from tritonemb.models.two_tower import TwoTower
-from tritonemb.storage.checkpoint import (
-    ArchiveFile,
-    check_files,
-    read_manifest_text,
-    size_and_checksum,
-    write_manifest,
-)
+from tritonemb.storage.checkpoint import ArchiveFile, check_files, read_manifest_text, size_and_checksum, write_manifest
 from tritonemb.storage.store import storage_errors
 from tritonemb.training.ranking import top_items
 from tritonemb.utils import join_names, new_folder, require
