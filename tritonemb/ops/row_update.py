@@ -301,27 +301,34 @@ def table_set_of(handle: int) -> Any:
     return tables
 
 
-class _PassUpdates(list[tuple[int, Callable[[], None]]]):
-    """Updates of one backward pass, with handles; unlike a list it can be weakly referenced."""
+class PassItems(list[Any]):
+    """Items of one backward pass; unlike a list it can be weakly referenced."""
 
 
-# By the id of the pass. A failed pass drops its callback, and with it its updates.
-_queued_updates: WeakValueDictionary[int, _PassUpdates] = WeakValueDictionary()
+# By the id of the pass. A failed pass drops its callback, and with it its items.
+OpenPasses = WeakValueDictionary[int, PassItems]
+_queued_updates: OpenPasses = WeakValueDictionary()  # handles and updates
+
+
+def items_of_pass(passes: OpenPasses, finish: Callable[[PassItems], None]) -> PassItems:
+    """Return the items of the running backward pass, for which `finish` is called when it ends."""
+    task = torch._C._current_graph_task_id()
+    if (items := passes.get(task)) is None:
+        items = passes[task] = PassItems()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(partial(finish, items))
+    return items
 
 
 def update_after_backward(handle: int, update: Callable[[], None]) -> None:
     """Run an update of the table set `handle` when the backward pass ends, after those of smaller handles."""
-    if (task := torch._C._current_graph_task_id()) < 0:
+    if torch._C._current_graph_task_id() < 0:
         update()
-        return
-    if (updates := _queued_updates.get(task)) is None:
-        updates = _queued_updates[task] = _PassUpdates()
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(partial(_run_queued, updates))
-    updates.append((handle, update))
+    else:
+        items_of_pass(_queued_updates, _run_queued).append((handle, update))
 
 
-def _run_queued(updates: _PassUpdates) -> None:
+def _run_queued(updates: PassItems) -> None:
     """Run updates in the order of handles, since the order in graphs may differ between ranks."""
     for _, update in sorted(updates, key=lambda entry: entry[0]):
         update()

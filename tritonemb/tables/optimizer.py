@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from functools import partial
 from itertools import accumulate
 from typing import Any, Self, cast, get_args
 from weakref import WeakSet, WeakValueDictionary
@@ -25,7 +24,7 @@ from tritonemb import ops
 from tritonemb.errors import gradient_not_finite, unused_gradient
 from tritonemb.layout import unpack_names
 from tritonemb.ops.bag import Bags, BagTable, layout_of, single_bag_offsets
-from tritonemb.ops.row_update import Accumulator, join_tables, passes
+from tritonemb.ops.row_update import Accumulator, OpenPasses, PassItems, items_of_pass, join_tables, passes
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.batch import RowBatch, row_sums
 
@@ -250,10 +249,6 @@ def check_optimizer(optimizer: object) -> Optimizer:
     return optimizer
 
 
-class _PassGradients(list[ops.BagGradient]):
-    """Gradients of one backward pass; unlike a list it can be weakly referenced."""
-
-
 class FusedGroup(OptimizedTables):
     """Optimizer of the tables of several modules, with gradients that are not applied yet."""
 
@@ -265,8 +260,7 @@ class FusedGroup(OptimizedTables):
         self._reset_passes()
 
     def _reset_passes(self) -> None:
-        # By autograd graph task. A failed pass drops its callback, and with it its gradients.
-        self._open_passes: WeakValueDictionary[int, _PassGradients] = WeakValueDictionary()
+        self._open_passes: OpenPasses = WeakValueDictionary()
         self._lock = threading.Lock()
 
     def rates(self) -> Iterable[Tensor]:
@@ -296,16 +290,11 @@ class FusedGroup(OptimizedTables):
             return self.add
         return self._current_pass().append
 
-    def _current_pass(self) -> _PassGradients:
-        task = torch._C._current_graph_task_id()
+    def _current_pass(self) -> PassItems:
         with self._lock:
-            if (gradients := self._open_passes.get(task)) is None:
-                gradients = self._open_passes[task] = _PassGradients()
-                engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._finish, gradients))
-        return gradients
+            return items_of_pass(self._open_passes, self._finish)
 
-    def _finish(self, gradients: _PassGradients) -> None:
+    def _finish(self, gradients: PassItems) -> None:
         if self.accumulator.is_open:
             self.accumulator.gradients += [_clone(gradient) for gradient in gradients]
         else:
