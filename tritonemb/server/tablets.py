@@ -34,7 +34,6 @@ class Tablet:
         self._key, self._connection, self._connect = key, connection, connect
         self._rank: int | None = None  # of the registered trainer
         self._ticket: str | None = None  # of the last move
-        self._query_route: tuple[Connection, str | None] = connection, None
         self._sending = threading.RLock()  # held while requests are sent, in order
         self._lock = threading.Lock()  # of the fields below; nothing is sent and no future is set while it is held
         self._requests: list[Request] = []  # in order

@@ -310,12 +310,10 @@ class SortedIndex(DenseIndex):
         self.sorted_ids, self.num_fallback_rows, self.lock = ids, num_rows - len(ids), Lock(ids.device)
 
     def find(self, ids: Tensor) -> Tensor:
-        """See `HashIndex.find`."""
         return find_sorted(self.sorted_ids, ids)
 
     @staticmethod
     def find_all(indexes: Sequence["SortedIndex"], values: Tensor, bounds: Tensor, keys: Sequence[int]) -> Tensor:
-        """See `HashIndex.find_all`."""
         rows = values.clone()
         for number, (begin, end) in zip(keys, pairwise(bounds.tolist()), strict=True):
             if number >= 0:
@@ -323,11 +321,9 @@ class SortedIndex(DenseIndex):
         return rows
 
     def sorted_rows(self) -> tuple[Tensor, Tensor]:
-        """See `DenseIndex`."""
         return self.sorted_ids, torch.arange(self.row_config.num_embeddings, device=self.sorted_ids.device)
 
     def fall_back(self, ids: Tensor) -> Tensor:
-        """See `HashIndex.fall_back`."""
         return len(self.sorted_ids) + partitions_of(ids, self.num_fallback_rows)
 
     def to(self, device: torch.device) -> None:

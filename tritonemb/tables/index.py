@@ -180,7 +180,6 @@ class HashIndex(DenseIndex):
         return rows
 
     def sorted_rows(self) -> tuple[Tensor, Tensor]:
-        """See `DenseIndex`."""
         with self.lock:
             ids, rows = dynamic_rows(self.tensors)
         return ids, torch.cat([rows, self.fallback_rows])

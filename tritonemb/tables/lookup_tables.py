@@ -146,14 +146,12 @@ class DeviceLookup:
     moves_rows = False  # whether `prepare` moves rows or assigns them to ids: then a prefetch must call it
 
     def prepare(self, tables: "LookupTables", features: Features, occurrences: Tensor | None) -> Groups:
-        """See `LookupTables.group`."""
         keys, values, offsets, _ = unpack_features(features)
         return ops.row_groups(values, offsets, tables.layout(keys, values.device))
 
     def look_up(
         self, tables: "LookupTables", features: Features, groups: Groups | None, occurrences: Tensor | None
     ) -> Tensor:
-        """See `LookupTables.look_up`."""
         assert groups is None or isinstance(groups, ops.RowGroups)
         return tables.look_up_rows(features, groups, tables.bounds_check == "raise")
 

@@ -136,7 +136,6 @@ class ServerState:
         return {name: tensors[name] for name in ("weight", *table.state_names)}
 
     def fetch(self, table: Table) -> Table:
-        """See `DeviceRows.fetch`."""
         state = self.require_service().tensors(self.config.name)
         rows = torch.cat([state["weight"], state.get(f"{FALLBACK}weight", state["weight"][:0])])
         result = sorted_table(table.config, rows, state.get("ids"), int(state.get("seed", table.seed)))

@@ -295,10 +295,8 @@ def dynamic_begin_insert(
     size = int(np.count_nonzero(keys.numpy() != NO_KEY))
     if size == 0:
         return _NO_NEW_IDS
-    (order, ids, begins, counts), (tables, numbers, id_tables) = (
-        np.empty((4, size + 1), np.int64),
-        np.empty((3, size), np.int32),
-    )
+    order, ids, begins, counts = np.empty((4, size + 1), np.int64)
+    tables, numbers, id_tables = np.empty((3, size), np.int32)
     added = np.empty(0, np.int64) if occurrences is None else occurrences.numpy()
     batch = values.contiguous().numpy(), keys.contiguous().numpy(), added
     number = _sort_new_ids(len(indexes), batch, distinct, (order, tables, numbers, ids, begins, id_tables, counts))

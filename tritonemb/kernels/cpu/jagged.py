@@ -42,11 +42,8 @@ def jagged_permute(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/jagged.py`."""
     # Where keys begin in the result.
-    batch_size, keys, bags = (
-        (len(offsets) - 1) // max(1, num_keys),
-        order.contiguous().numpy(),
-        offsets.contiguous().numpy(),
-    )
+    batch_size = (len(offsets) - 1) // max(1, num_keys)
+    keys, bags = order.contiguous().numpy(), offsets.contiguous().numpy()
     _check_offsets(bags, values.numel(), batch_size)
     if keys.size and not 0 <= keys.min() <= keys.max() < num_keys:
         raise ValueError(f"order must have keys from 0 to {num_keys - 1}, got {keys.min()} to {keys.max()}")
@@ -109,12 +106,9 @@ def block_bucketize(
     batch_size = num_bags // max(1, blocks.size)
     _check_offsets(bags, ids.size, batch_size)
     # Positions beyond the last offset stay where they are.
-    out = (
-        values.new_empty(ids.size, dtype=torch.int32),
-        values.new_empty(ids.size),
-        offsets.new_zeros(num_owners * num_bags),
-    )
-    (destinations, out_values, lengths), num_tasks = map(Tensor.numpy, out), tasks_for(ids.size)
+    out_positions, out_ids = values.new_empty(ids.size, dtype=torch.int32), values.new_empty(ids.size)
+    out_lengths, num_tasks = offsets.new_zeros(num_owners * num_bags), tasks_for(ids.size)
+    destinations, out_values, lengths = map(Tensor.numpy, (out_positions, out_ids, out_lengths))
     destinations[end:], out_values[end:] = np.arange(end, ids.size), ids[end:]
     # Count ids by owner.
     counts = np.zeros((num_tasks, -(-num_owners // COUNTS_PER_LINE) * COUNTS_PER_LINE), np.int64)
@@ -126,8 +120,8 @@ def block_bucketize(
     assert end == counts.sum()
     out_weights = values.new_empty(0) if weights is None else torch.empty_like(weights)
     if weights is not None:
-        out_weights[out[0].long()] = weights
-    return out[1], out[2], out[0], out_weights
+        out_weights[out_positions.long()] = weights
+    return out_ids, out_lengths, out_positions, out_weights
 
 
 def _check_offsets(offsets: Any, num_values: int, batch_size: int) -> None:
