@@ -136,7 +136,7 @@ def fuse_graph(gm: GraphModule) -> Report:
         report.fused.append(Fused(merge(gm, group), tuple(lookup.feature for lookup in group.lookups)))
         groups.append(group)
     check_fused_tables(gm, groups)
-    report.fused += [Fused(what, (name,)) for name, what in interactions.items()]
+    report.fused += [Fused(text, (name,)) for name, text in interactions.items()]
     report.left_alone += [*left_alone(gm, groups), *unfused_interactions]
     if report.fused:
         gm.graph.lint()

@@ -283,7 +283,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     sizes = zip(shape, tensor.shape, strict=False)
-    if tensor.dim() != len(shape) or any(wanted is not None and wanted != size for wanted, size in sizes):
+    if tensor.dim() != len(shape) or any(n is not None and n != size for n, size in sizes):
         text = str(tuple(shape)).replace("None", "N")
         raise ValueError(f"{name} must have shape {text}, got {tuple(tensor.shape)}")
     if tensor.device != device:

@@ -256,11 +256,11 @@ class Publisher(Callback):
             is_full = not self._model_chains or len(self._model_chains[0]["files"]) >= self._max_files
             if is_full:
                 self._published = [table.published(self._limit is not None) for table in tables]
-            after = None if is_full else self._model_chains[group.rank]["snapshot"]
-            header = {"snapshot": uuid.uuid4().hex, "after": after, "server": group.rank, "step": self._step}
+            last = None if is_full else self._model_chains[group.rank]["snapshot"]
+            header = {"snapshot": uuid.uuid4().hex, "after": last, "server": group.rank, "step": self._step}
             limit = None if is_full or all_rows else self._limit
             contents = model_records(dense, zip(tables, self._published, strict=True), self._bits, limit)
-            records: Iterable[Message] = chain([(header | {"time": time.time()}, [])], contents, [({"end": after}, [])])
+            records: Iterable[Message] = chain([(header | {"time": time.time()}, [])], contents, [({"end": last}, [])])
             # Training waits for a full snapshot, which would need memory for a copy of the model.
             records = records if is_full else on_each_rank(group, lambda: list(records))
             self._running = self._thread.submit(self._write, records, contents, is_full)

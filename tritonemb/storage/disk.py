@@ -196,7 +196,7 @@ class DiskRows(Closeable):
         """Read or write records of rows of tables; for those without a host cache, by few operations."""
         store.check_requests([(t.table_name, t.num_rows, t.record, rows, records) for t, rows, records in requests])
         name, joint = "write" if write else "read", [request for request in requests if request[0]._cache is None]
-        futures = [t._submit(partial(getattr(t._cache, name), *rest)) for t, *rest in requests if t._cache is not None]
+        futures = [t._submit(partial(getattr(t._cache, name), *pair)) for t, *pair in requests if t._cache is not None]
         count = min(NUM_CONTEXTS, len(joint), 1 + sum(rows.numel() for _, rows, _ in joint) // ROWS_PER_OPERATION)
         for number in range(count):
             tables, files = zip(*[(t, (t._file, *request)) for t, *request in joint[number::count]], strict=True)

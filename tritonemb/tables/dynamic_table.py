@@ -23,8 +23,8 @@ FALLBACK = "fallback_"  # prefix of the names of fallback rows in `state_dict`
 
 def row_fields(names: Iterable[str]) -> list[str]:
     """Return the names of tensors of `state_dict` with a value per row."""
-    others = "sketch", "added", "clock", "seed"
-    return [name for name in names if name not in others and not name.startswith(FALLBACK)]
+    table_fields = "sketch", "added", "clock", "seed"
+    return [name for name in names if name not in table_fields and not name.startswith(FALLBACK)]
 
 
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
