@@ -416,7 +416,8 @@ def test_callbacks_hear_of_a_failure(data):
     assert failing.ended is None
 
 
-@pytest.mark.parametrize("option", ["patience", "evaluate_every"])
-def test_watching_validation_rows_needs_them(data, option):
-    with pytest.raises(ValueError, match=f"{option} needs validation rows, and data set 'synthetic' has none"):
-        make_trainer(data, make_model(data), **{option: 2})
+@pytest.mark.parametrize(("option", "value"), [("patience", 2), ("evaluate_every", 2), ("monitor", "log_loss")])
+def test_watching_validation_rows_needs_them(data, option, value):
+    message = f"{option} needs validation rows, and data set 'synthetic' has none; .* or omit {option}"
+    with pytest.raises(ValueError, match=message):
+        make_trainer(data, make_model(data), **{option: value})

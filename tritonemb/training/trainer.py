@@ -85,8 +85,8 @@ class Trainer(TrainerOptions):
         state: state of the run, shared with its loop and its checkpoints.
 
     Raises:
-        ValueError: an option is out of range; `patience` or `evaluate_every` without validation rows; several ranks and
-            a model other than `tritonemb.HybridParallel`.
+        ValueError: an option is out of range; `patience`, `evaluate_every` or `monitor` without validation rows;
+            several ranks and a model other than `tritonemb.HybridParallel`.
     """
 
     model: nn.Module
@@ -110,9 +110,10 @@ class Trainer(TrainerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check(self.model, self.data, self.group_by)
-        for name in ("evaluate_every", "patience"):
-            if getattr(self, name) is not None and "validation" not in self.data.splits():
-                raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
+        for name in ("evaluate_every", "patience", "monitor"):
+            if getattr(self, name) != getattr(TrainerOptions, name) and "validation" not in self.data.splits():
+                text = f"data set {self.data.name!r} has none; hold some out, as by validation_share, or omit {name}"
+                raise ValueError(f"{name} needs validation rows, and {text}")
 
         # Ranks, model, device, servers.
         ranks = Ranks(group_of(self.model), self.timeout)
