@@ -4,8 +4,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+import tritonemb as te
 from tests.training import jobs
-from tritonemb.training import binary_metrics
+from tritonemb.data import Batch
+from tritonemb.training import binary_metrics, metrics
 from tritonemb.training.metrics import GroupRecorder, grouped_auc, label_metrics, predict_logits
 from tritonemb.training.ranks import UndefinedMetricsError
 
@@ -36,6 +38,31 @@ def test_metrics_of_tensors_on_a_device_are_those_on_the_cpu():
     assert binary_metrics(logits.as_subclass(DeviceTensor), labels.as_subclass(DeviceTensor)) == binary_metrics(
         logits, labels
     )
+
+
+class Narrow(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(13, width), torch.nn.ReLU(), torch.nn.Linear(width, 1))
+
+    def forward(self, dense: torch.Tensor, sparse: object) -> torch.Tensor:
+        return self.layers(dense).squeeze(1)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8, 11, 15])
+def test_a_logit_does_not_depend_on_the_position_of_its_row(monkeypatch, width):
+    """AMD's processors round rows of narrow layers by position; with the mode forced, others compute as they do."""
+    torch.manual_seed(0)
+    model, dense, size = Narrow(width), torch.randn(528, 13), 528
+    sparse, order = te.KeyedJaggedTensor.from_lists({"a": [[]] * size}), torch.randperm(size)
+    batches = [Batch(rows, sparse, torch.zeros(size)) for rows in (dense, dense[order])]
+    expected = model(dense, sparse).detach()
+    for forced in (False, True):
+        if forced:
+            monkeypatch.setattr(metrics, "rounds_by_position", lambda: True)
+        logits, permuted = (predict_logits(model, [batch], torch.device("cpu"))[0] for batch in batches)
+        assert torch.equal(logits[order], permuted)
+        torch.testing.assert_close(logits, expected)
 
 
 def test_predicting_the_base_rate_has_normalized_entropy_one():

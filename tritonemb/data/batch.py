@@ -15,7 +15,7 @@ from tritonemb.jagged import KeyedJaggedTensor, _unflatten
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector load requires
 # Matrix products round every row identically if they have at least LARGE_BATCH rows and a multiple of BATCH_MULTIPLE;
-# other batch sizes may not (measured with MKL and oneDNN, layers up to 1,200 wide).
+# other batch sizes may not (measured with MKL and oneDNN, layers up to 1,200 wide; narrow ones see `WideLinear`).
 LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 
 

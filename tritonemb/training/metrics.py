@@ -2,7 +2,9 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from tritonemb.data import Batch, Data, Split
+from tritonemb.data.batch import LARGE_BATCH
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
 from tritonemb.data.protocol import Batches, Feature
@@ -21,6 +25,8 @@ from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
 from tritonemb.training.step import Forward, logits_of, take
 from tritonemb.training.train_state import TrainState
 from tritonemb.utils import join_names
+
+MIN_WIDTH = 16  # outputs of a linear layer, see `WideLinear`
 
 
 @dataclass(frozen=True)
@@ -300,6 +306,30 @@ def row_hashes(batch: Batch) -> list[int]:
     return list(hashes.tolist())
 
 
+@cache
+def rounds_by_position() -> bool:
+    """Return whether this CPU rounds a row of a product of few columns by its position in the batch, as AMD's with MKL
+    do for 2 to 11 columns, unless the number of inputs is a multiple of 4."""
+    rows = torch.randn(LARGE_BATCH, 13, generator=torch.Generator().manual_seed(0))
+    products = ((F.linear(rows, rows[:n]), F.linear(rows.flip(0), rows[:n])) for n in range(2, MIN_WIDTH))
+    return any(not torch.equal(product, flipped.flip(0)) for product, flipped in products)
+
+
+class WideLinear(TorchFunctionMode):
+    """Mode in which a linear layer of 2 to 15 outputs, as a gate of an MMoE, is computed with 16, others 0."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_wide_linear if func is F.linear else func)(*args, **kwargs or {})
+
+
+def _wide_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if weight.dim() != 2 or not 1 < (width := len(weight)) < MIN_WIDTH:
+        return F.linear(input, weight, bias)
+    padding = 0, MIN_WIDTH - width
+    bias = None if bias is None else F.pad(bias, padding)
+    return F.linear(input, F.pad(weight, (0, 0, *padding)), bias)[..., :width].contiguous()
+
+
 @torch.no_grad()
 def predict_logits(
     model: nn.Module, batches: Iterable[Batch], device: torch.device, precision: Precision = "fp32",
@@ -309,13 +339,16 @@ def predict_logits(
     that have a label, on the CPU: padding has none."""
     if training := [module for module in model.modules() if module.training]:
         model.eval()
+    is_narrow = any(1 < getattr(module, "out_features", 0) < MIN_WIDTH for module in model.modules())
+    products = WideLinear() if is_narrow and device.type == "cpu" and rounds_by_position() else nullcontext()
     # Append to one tensor that doubles when it is full. A tensor kept of every batch would fragment the allocator's
     # memory between the temporary tensors of the forward pass: 160 bytes per sample, measured.
     pairs, size = torch.empty(2, 1 << 16, device=device), 0
     try:
         for batch in batches:
             moved = batch.to(device, non_blocking=True)
-            logits = logits_of(model if forward is None else forward, moved, precision, device)
+            with products:
+                logits = logits_of(model if forward is None else forward, moved, precision, device)
             pair = torch.stack([logits, moved.labels]).movedim(1, -1)
             pairs = pairs if size else pair.new_empty(*pair.shape[:-1], pairs.shape[-1])
             if size + len(batch) > pairs.shape[-1]:
