@@ -223,7 +223,9 @@ def test_columns_that_a_file_cannot_hold_are_named(tmp_path, capsys):
     assert run("train", "--data", tmp_path / "log.parquet", *schema, "--out", tmp_path / "run", *SMALL) == 0
     options = ("--checkpoint", tmp_path / "run", "--data", tmp_path / "log.parquet", "--keep", "item")
     assert run("predict", *options, "--out", tmp_path / "scores.csv") == 2
-    assert "scores.csv: these columns cannot be written in this format (" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "scores.csv: these columns cannot be written in this format (" in error
+    assert "; a .csv file cannot have lists, a .parquet file can" in error
     assert not (tmp_path / "scores.csv").exists()
     assert run("predict", *options, "--out", tmp_path / "scores.parquet") == 0
     assert parquet.read_table(tmp_path / "scores.parquet")["item"].to_pylist() == table["item"].to_pylist()

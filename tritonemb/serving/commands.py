@@ -96,7 +96,8 @@ def predict(options: PredictOptions) -> str:
                 writer.write_table(table.cast(schema))
                 num_rows += table.num_rows
     except pa.ArrowException as error:
-        raise ValueError(f"{options.out}: these columns cannot be written in this format ({error})") from error
+        hint = "; a .csv file cannot have lists, a .parquet file can" * (options.out.suffix == ".csv")
+        raise ValueError(f"{options.out}: these columns cannot be written in this format ({error}){hint}") from error
     return f"{options.out}: {num_rows:,} scores by {run.path}"
 
 
