@@ -201,6 +201,11 @@ def test_predict_writes_the_best_items_of_each_user(run_folder: Path, capsys):
     assert main([*command, "--items", paths["items"], "--top", "3", "--out", out]) == 0
     assert parquet.read_table(out).drop_columns("account").equals(top)
     assert parquet.read_table(out)["account"][-1].as_py() == f"0{USERS - 1}"
+
+    def csv_file(content: str) -> str:
+        (run_folder / f"{len(content)}-other.csv").write_text(f"{content}\n")
+        return str(run_folder / f"{len(content)}-other.csv")
+
     # Errors of a user.
     for arguments, text in (
         (["--top", "3"], "pass both top and items"),
@@ -209,7 +214,13 @@ def test_predict_writes_the_best_items_of_each_user(run_folder: Path, capsys):
         (["--top", "3", "--items", paths["users"]], "missing columns of the items: item, tags"),
         (["--top", "3", "--items", paths["items"], "--keep", "name"], "has no column 'name' to keep; it has user, age"),
         (["--top", "3", "--items", paths["items"], "--keep", "tags"], "'tags' is a column of the items"),
+        (["--top", "3", "--items", str(run_folder / "none.csv")], "none.csv: no such file"),
+        (["--top", "3", "--items", csv_file("item,tags,item\na,,b")], "rows of the items: there are 2 columns 'item'"),
+        (["--top", "3", "--items", csv_file("item,tags\na")], "other.csv cannot be read: CSV parse error: Expected 2"),
+        (["--top", "3", "--items", csv_file("item,tags")], "other.csv has no rows, so there is no item to rank"),
+        (["--top", "3", "--data", csv_file("user,age\n1,x")], "other.csv cannot be read: In CSV column #1"),
     ):
+        arguments += ["--items", paths["items"]] if "other.csv cannot be read: In" in text else []
         assert main([*predict, *arguments, "--out", out]) == 2
         assert text in capsys.readouterr().err
 

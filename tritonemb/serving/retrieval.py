@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.files import arrow_csv, compute, pa, parquet
+from tritonemb.data.schema import check_columns
 from tritonemb.models.two_tower import TwoTower
 from tritonemb.storage.checkpoint import ArchiveFile, check_files, read_manifest_text, size_and_checksum, write_manifest
 from tritonemb.storage.store import storage_errors
@@ -115,6 +116,7 @@ def encode_rows(run: Any, tower: str, rows: Any, batch_size: int = 8192) -> Tens
     if missing := [name for name in names if name not in table.column_names]:
         text = f"the rows have {join_names(table.column_names)}"
         raise ValueError(f"missing columns of the {tower}: {join_names(missing)}; {text}")
+    check_columns(table.column_names, names, f"rows of the {tower}")
     absent = dict.fromkeys(name for name in (*schema.dense, *schema.sparse) if name not in names)
 
     def vectors() -> Iterator[Tensor]:
@@ -140,12 +142,15 @@ def top_rows(
     if items is None or k is None:
         raise ValueError("the top items are those of a file: pass both top and items")
     users, candidates = _read_rows(run, data, keep), _read_rows(run, items)
+    if not candidates.num_rows:
+        raise ValueError(f"{items} has no rows, so there is no item to rank")
     index = ItemIndex(encode_rows(run, "items", candidates, batch_size))
     names = run.model.items.embeddings.feature_names
     if common := [name for name in keep if name in names]:
         raise ValueError(f"{common[0]!r} is a column of the items, which the result has; rename the users', or omit it")
     if missing := [name for name in keep if name not in users.column_names]:
         raise ValueError(f"{data} has no column {missing[0]!r} to keep; it has {join_names(users.column_names)}")
+    check_columns(users.column_names, keep, data)
     for first in range(0, users.num_rows, batch_size):
         rows = users.slice(first, batch_size)
         scores, numbers = index.search(encode_rows(run, "users", rows, batch_size), k)
@@ -160,10 +165,17 @@ def _read_rows(run: Any, path: str, keep: Sequence[str] = ()) -> Any:
     """Read a file of raw rows; of CSV, as the run's logs: columns to keep are strings, those not used are bytes."""
     if run.transforms:
         raise ValueError(f"{path}: --top does not apply transforms; pass transformed columns to te.serving.encode_rows")
-    if path.endswith(".parquet"):
-        return parquet.read_table(path)
-    if not path.endswith(".csv"):
+    if not path.endswith((".csv", ".parquet")):
         raise ValueError(f"{path}: --top reads .parquet files and .csv files with a header")
+    try:
+        return parquet.read_table(path) if path.endswith(".parquet") else _read_csv(run, path, keep)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{path}: no such file") from error
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _read_csv(run: Any, path: str, keep: Sequence[str]) -> Any:
     options, schema = run.log_options, run.encoder.schema
     parsing = arrow_csv.ParseOptions(delimiter=options.delimiter or ",", newlines_in_values=options.quoted_newlines)
     with arrow_csv.open_csv(path, parse_options=parsing) as file:
