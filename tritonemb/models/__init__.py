@@ -23,20 +23,9 @@ from tritonemb.models.two_tower import TwoTower
 from tritonemb.utils import Options, number
 
 __all__ = [
-    "DIN",
-    "DLRM",
-    "HSTU",
-    "PLE",
-    "DCNv2",
-    "DeepFM",
-    "DotInteraction",
-    "FinalMLP",
-    "MMoE",
-    "NextItem",
-    "SASRec",
-    "TimedHSTU",
-    "TwoTower",
-]
+    "DIN", "DLRM", "HSTU", "PLE", "DCNv2", "DeepFM", "DotInteraction", "FinalMLP", "MMoE", "NextItem", "SASRec",
+    "TimedHSTU", "TwoTower",
+]  # fmt: skip
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "dlrm": DLRM,
     "dcnv2": DCNv2,

@@ -10,23 +10,7 @@ from tritonemb.serving.retrieval import ItemIndex, encode_rows
 from tritonemb.serving.run import Run, load_run
 
 __all__ = [
-    "ByFrequency",
-    "Follower",
-    "ItemIndex",
-    "ModelFollower",
-    "Publisher",
-    "QuantizedCollection",
-    "QuantizedTable",
-    "Run",
-    "check_contents",
-    "dequantize_rows",
-    "encode_rows",
-    "export",
-    "from_aten",
-    "load_run",
-    "look_up",
-    "quantize",
-    "quantize_rows",
-    "replace_table",
-    "to_aten",
-]
+    "ByFrequency", "Follower", "ItemIndex", "ModelFollower", "Publisher", "QuantizedCollection", "QuantizedTable",
+    "Run", "check_contents", "dequantize_rows", "encode_rows", "export", "from_aten", "load_run", "look_up", "quantize",
+    "quantize_rows", "replace_table", "to_aten",
+]  # fmt: skip

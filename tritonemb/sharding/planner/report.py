@@ -279,8 +279,9 @@ def _bars(values: Array, names: Sequence[str], title: str) -> str:
     bars = [
         f'<rect x="{rank}" y="{top - ends[rank, n]:.6g}" width="0.9" height="{value:.6g}" fill="{_COLORS[n]}">'
         f"<title>rank {rank}: {names[n]} {value:.4g}</title></rect>"
-        for (rank, n), value in np.ndenumerate(values) if value > 0
-    ]  # fmt: skip
+        for (rank, n), value in np.ndenumerate(values)
+        if value > 0
+    ]
     box = f'viewBox="0 0 {len(values)} {top:.6g}" preserveAspectRatio="none" width="100%" height="220"'
     return f"<p>{title}, at most {top:.3g}: {', '.join(colors)}</p><svg {box}>{''.join(bars)}</svg>"
 

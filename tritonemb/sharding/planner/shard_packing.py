@@ -47,7 +47,6 @@ class Problem(NamedTuple):
 
     @property
     def option_table(self) -> Array:
-        """Table of each option."""
         return np.repeat(np.arange(len(self.table_options) - 1), np.diff(self.table_options))
 
     @property

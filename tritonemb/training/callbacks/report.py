@@ -292,9 +292,10 @@ def _metric_texts(log: Events) -> Iterator[tuple[str, str]]:
 
 def _comparison_charts(logs: Sequence[Events]) -> Charts:
     for title, kind, key in (
-        ("Validation AUC", "evaluation", "auc"), ("Validation log loss", "evaluation", "log_loss"),
+        ("Validation AUC", "evaluation", "auc"),
+        ("Validation log loss", "evaluation", "log_loss"),
         ("Training loss", "log", "loss"),
-    ):  # fmt: skip
+    ):
         # The value of an evaluation is among its metrics, that of a log event among its fields.
         selected = [[e for e in log if e["event"] == kind and e.get("split") in (None, "validation")] for log in logs]
         curves = [[(e["step"], float({**e, **e.get("metrics", {})}[key])) for e in events] for events in selected]

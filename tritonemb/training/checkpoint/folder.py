@@ -173,7 +173,6 @@ class CheckpointFolder:
         return [*self.later(step), *(self.folder / f"step-{number}" for number in surplus_steps)]
 
     def later(self, step: int) -> list[Path]:
-        """Paths of the checkpoints of later steps."""
         return [self.path(n, kind) for kind in ("step", "best") for n in self.steps(kind) if n > step]
 
     def remove_later(self, step: int) -> None:
