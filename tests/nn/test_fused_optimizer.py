@@ -168,6 +168,17 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
     del saved["state"][1]["exp_avg"]
     with pytest.raises(ValueError, match=r"table 'b': state 'exp_avg' .* got nothing"):
         collection.fused_optimizer.load_state_dict(saved)
+    saved["state"][1] = copy.deepcopy(collection.fused_optimizer.state_dict()["state"][1])
+    for lr in (-1.0, torch.inf):
+        saved["param_groups"][0]["lr"] = lr
+        with pytest.raises(ValueError, match="learning rate must lie in"):
+            collection.fused_optimizer.load_state_dict(saved)
+    saved["param_groups"][0] |= {"lr": 0.5, "params": [0, 1, 2]}
+    with pytest.raises(ValueError, match=r"one parameter group of 2 tables, got groups of \[3\]"):
+        collection.fused_optimizer.load_state_dict(saved)
+    saved["param_groups"] = [{**saved["param_groups"][0], "params": [index]} for index in range(2)]
+    with pytest.raises(ValueError, match=r"got groups of \[1, 1\]"):
+        collection.fused_optimizer.load_state_dict(saved)
     assert_same_bits(contents(collection), initial)
 
 

@@ -155,9 +155,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy the learning rate and states into the tables' tensors.
 
-        ValueError if a state is missing, has another shape, or belongs to another optimizer; nothing is copied then.
+        ValueError for another number of tables, other states or shapes, and invalid settings; nothing is copied then.
         """
-        pairs = []
+        pairs, sizes = [], [len(saved_group["params"]) for saved_group in state_dict["param_groups"]]
+        if sizes != [num_tables := len(self._states())]:
+            raise ValueError(f"expected one parameter group of {num_tables} tables, got groups of {sizes}")
         group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
         for key, value in group.items():
             cast(ParamGroup, self.param_groups[0]).check(key, value)
@@ -174,9 +176,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"table {table!r} has the states {list(states)}, got those of another optimizer, {list(values)}"
                 )
+        self.param_groups[0].update(group)  # raises for an invalid learning rate
         for tensor, value in pairs:
             tensor.copy_(value)
-        self.param_groups[0].update(group)
 
 
 class OptimizedTables:
