@@ -197,3 +197,36 @@ def input_gradient_beside_older_graphs(rank: int, ranks: int, offload: bool) -> 
 def test_a_gathered_weight_is_not_taken_for_that_of_an_older_graph(ranks):
     results = [ranks(2).run(input_gradient_beside_older_graphs, 2, offload) for offload in (False, True)]
     assert all(map(torch.equal, *results))
+
+
+def replicated(rank: int, kind: str, folder: str) -> tuple[str, list[float]]:
+    """The error of parameters and gradients that leave the device, and losses with states that do."""
+    torch.manual_seed(0)
+    model: Any = torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4), torch.nn.Linear(4, 1))
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    else:
+        tables = te.nn.EmbeddingBagCollection([te.TableConfig("t", 9, 4)], te.optim.SGD(lr=0.1))
+        model = te.HybridParallel(torch.nn.Sequential(tables, torch.nn.Linear(4, 1)))
+    optimizer = torch.optim.Adam([p for name, p in model.named_parameters() if "1" in name], fused=True)
+    messages = set()
+    for options in ({"params": "host"}, {"grads": "host"}):
+        with pytest.raises(ValueError, match="would not be averaged; shard it by fully_shard") as raised:
+            te.offload(model, optimizer, **options)
+        messages.add(str(raised.value))
+    model, optimizer = te.offload(model, optimizer, states="disk", path=f"{folder}/{rank}")
+    ids = torch.arange(3) + rank
+    batch = ids[:, None] if kind == "ddp" else te.KeyedJaggedTensor.from_lengths(["t"], ids, torch.ones_like(ids))
+    for _ in range(3):
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    te.offloading.close(model)
+    return messages.pop(), [p.sum().item() for name, p in model.named_parameters() if "1" in name]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "hybrid"])
+def test_gradients_that_are_averaged_must_stay_on_the_device(ranks, tmp_path, kind):
+    """Ranks would train apart."""
+    first, second = ranks(2).run(replicated, kind, str(tmp_path))
+    assert first == second

@@ -17,14 +17,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb.offloading.parameters import OffloadedParam, add_gradient_hook
 from tritonemb.offloading.shards import as_dtensor, flat_like, local_shape, to_local
 from tritonemb.offloading.states import StateChunk, StatePlacement, StateStore, SubGroup
 from tritonemb.offloading.tiers import GradientPages
 from tritonemb.storage.store import IoFuture
+from tritonemb.tables.server_table import ParallelModel
 
 _REDUCE_OPS = {torch.inf: dist.ReduceOp.MAX, -torch.inf: dist.ReduceOp.MIN}  # of norms; for others sums of powers
 
@@ -150,6 +152,17 @@ class Gradients:
         """Pages of a stored gradient, [] if there is none."""
         pages = [chunk.gradient for chunk in self._store.chunks(parameter)]
         return [gradient for gradient in pages if gradient is not None and gradient.is_set]
+
+
+def check_not_replicated(model: nn.Module, stays_on_device: bool) -> None:
+    """Raise ValueError if `DistributedDataParallel` would not find gradients of its parameters, to average them."""
+    for module in () if stays_on_device else model.modules():
+        averages = isinstance(module, DistributedDataParallel) and module.process_group.size() > 1
+        if averages or (isinstance(module, ParallelModel) and module.averages_gradients):
+            raise ValueError(
+                "gradients of a model in DistributedDataParallel would not be averaged; shard it by fully_shard (of "
+                'te.HybridParallel: dense="fsdp"), or pass params="device" and grads="device"'
+            )
 
 
 class BackwardStep:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tritonemb.nn.collections import FusedModule
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, OffloadedTensor, is_offloaded, source_of
+from tritonemb.offloading.gradients import check_not_replicated
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
 from tritonemb.offloading.safetensors import PretrainedWeights
@@ -122,6 +123,7 @@ def offload(
     compute_device = _device_of(model, device)
     if compute_device.type == "cuda" and states != "device" and params == grads == "device":
         grads = "host"  # where the optimizer steps
+    check_not_replicated(model, params == grads == "device")
     # Split the budget into the arena and the buffers of sub-groups.
     budget_bytes = parse_bytes(budget) if budget is not None else available_bytes(compute_device) // 4
     arena_bytes = budget_bytes if states != "disk" else budget_bytes // 2

@@ -134,6 +134,7 @@ class HybridParallel(ParallelModel):
         _materialize(self.module, table_device)
         compute_module = self.module if pipeline == 1 else _SubBatches(self.module, self.collections, pipeline)
         self._called_module = (_data_parallel(compute_module, dense, mesh, table_device, self.group),)
+        self.averages_gradients = self.group.size > 1 and isinstance(self._called_module[0], DistributedDataParallel)
         graph_parallel = GraphDataParallel
         if isinstance(compute_module, FSDPModule):
             compute_module, graph_parallel = _WithoutHooks(compute_module), GraphShards

@@ -210,6 +210,7 @@ class ParallelModel(nn.Module):
     """A model, `module`, that is trained on several ranks and can shard its server tables over them."""
 
     module: nn.Module
+    averages_gradients = False  # of parameters that all ranks have, in the backward
 
     def shard_server_tables(self) -> None:
         """Replace collections on servers by `ShardedServerTables`; a collective, before servers are attached."""
