@@ -305,6 +305,12 @@ def test_bad_lists_have_a_name():
         make({"a": [[1]], "b": [[1], [2]]})
     with pytest.raises(TypeError, match=r"ids of 'a' must be integers, got 1\.5"):
         make({"a": [[1.5]]})
+    for dtype, value in ((torch.int64, 2**63), (torch.int64, -(2**63) - 1), (torch.int32, 2**31)):
+        with pytest.raises(ValueError, match=rf"ids of 'b' must lie in \[.*\), got {value}"):
+            make({"a": [[1]], "b": [[value]]}, dtype=dtype)
+        assert make({"a": [[torch.iinfo(dtype).min]]}, dtype=dtype).values().tolist() == [torch.iinfo(dtype).min]
+    with pytest.raises(TypeError, match=r"dtype must be torch\.int32 or torch\.int64, got torch\.uint8"):
+        make({"a": [[1]]}, dtype=torch.uint8)
     with pytest.raises(ValueError, match="weights have no key 'a'"):
         make({"a": [[1]]}, {"b": [[1.0]]})
     with pytest.raises(ValueError, match="weights of 'a' have 2 samples, its ids have 1"):

@@ -89,7 +89,10 @@ class KeyedJaggedTensor:
         TypeError or ValueError names the key, and the sample if sizes differ.
         """
         _check_lists(lists, weights)
-        values = [_integer(key, id) for key, samples in lists.items() for sample in samples for id in sample]
+        if dtype not in OFFSET_DTYPES:
+            raise TypeError(f"dtype must be torch.int32 or torch.int64, got {dtype}")
+        limit = -torch.iinfo(dtype).min
+        values = [_integer(key, id, limit) for key, samples in lists.items() for sample in samples for id in sample]
         flat_weights = [w for key in lists for sample in weights[key] for w in sample] if weights is not None else None
         lengths = [len(sample) for samples in lists.values() for sample in samples]
         ids, sizes = (torch.tensor(numbers, dtype=dtype, device=device) for numbers in (values, lengths))
@@ -358,11 +361,14 @@ def _check_lists(lists: Any, weights: Any) -> None:
                 raise ValueError(f"{key!r}, sample {index}: {len(ids)} ids but {len(sample_weights)} weights")
 
 
-def _integer(key: str, id: Any) -> int:
+def _integer(key: str, id: Any, limit: int) -> int:
     try:
-        return operator.index(id)
+        value = operator.index(id)
     except TypeError:
         raise TypeError(f"ids of {key!r} must be integers, got {id!r}") from None
+    if not -limit <= value < limit:
+        raise ValueError(f"ids of {key!r} must lie in [{-limit}, {limit}), got {value}; hash larger ones")
+    return value
 
 
 def is_host_readable(tensor: Tensor | None) -> bool:
