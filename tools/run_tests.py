@@ -33,7 +33,8 @@ class Pass:
         arguments: of pytest.
         files: to collect, unless the arguments of the call name others.
         examples: Hypothesis' profile (tests/conftest.py), unless the environment names another.
-        workers: processes of pytest-xdist; None: as many as `JOBS` says.
+        workers: processes of pytest-xdist beside its own, which imports the package too; 0: one process in all; None:
+            as many as `JOBS` says.
         interpreted: by Triton's interpreter, which a process chooses once.
     """
 
@@ -75,9 +76,9 @@ def selections() -> dict[str, list[list[Pass]]]:
         "more": [
             [Pass("by CPU kernels", ("--rest",), examples="several")],
             [
-                Pass("interpreted", ("--rest", "-m", "triton and not slow"), triton, "few", 1, interpreted=True),
-                Pass("interpreted, public", ("--quick", "-m", PUBLIC), public, "few", 1, interpreted=True),
-                Pass("by references", ("--quick", "-m", PUBLIC, "--kernels", "reference"), eager, "quick", 1),
+                Pass("interpreted", ("--rest", "-m", "triton and not slow"), triton, "few", 0, interpreted=True),
+                Pass("interpreted, public", ("--quick", "-m", PUBLIC), public, "few", 0, interpreted=True),
+                Pass("by references", ("--quick", "-m", PUBLIC, "--kernels", "reference"), eager, "quick", 0),
             ],
         ],
         "all": [
