@@ -164,21 +164,6 @@ def cpu_model() -> str:
     return platform.machine() if match is None else match[1]
 
 
-def use_one_openmp_thread() -> None:
-    """Let torch run its operations in the calling thread alone, until the thread ends.
-
-    If a second thread had a team of its own, GNU's OpenMP would count more threads than processors, and let the threads
-    of all teams sleep at barriers instead of spin: steps of a small model take 1.5 times as long then.
-    (`torch.set_num_threads` changes other threads, too.)
-    """
-    import torch
-
-    torch.get_num_threads()  # the first call in a thread sets torch's default
-    library = ctypes.CDLL(torch._C.__file__)
-    if hasattr(library, "omp_set_num_threads"):
-        library.omp_set_num_threads(1)
-
-
 def cache_dir() -> Path:
     """User's cache folder: TRITONEMB_CACHE_DIR, else `tritonemb` in XDG_CACHE_HOME or ~/.cache."""
     folder, xdg_folder = (os.environ.get(name) for name in ("TRITONEMB_CACHE_DIR", "XDG_CACHE_HOME"))

@@ -3,16 +3,13 @@ import itertools
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 from tests.data.logs import options, random_lines, write
 from tests.data.threads import running, threads_end
 from tests.helpers import DEADLINE, process_ends
 from tritonemb.data import ClickLog, make_synthetic
-from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import Prefetcher, end_all, reader_seconds
 
 
@@ -155,35 +152,6 @@ def test_the_time_of_readers_is_that_of_all_their_threads(tmp_path):
     before = reader_seconds()
     burn(None)
     assert reader_seconds() == before
-
-
-def test_torch_runs_alone_in_the_threads_of_a_reader(tmp_path, monkeypatch):
-    """A second team of OpenMP threads slows down the trainer's."""
-    log = ClickLog(write(tmp_path, random_lines(300)), options(chunk_bytes=10_000, shuffle_rows=100))
-    counts: dict[str, set[int]] = {}
-
-    def record(function):
-        def recorded(*args, **kwargs):
-            name = threading.current_thread().name.rsplit("_", 1)[0]
-            counts.setdefault(name, set()).add(torch.get_num_threads())
-            return function(*args, **kwargs)
-
-        return recorded
-
-    monkeypatch.setattr(log._reader.source, "chunks", record(log._reader.source.chunks))
-    monkeypatch.setattr(log, "encode", record(log.encode))
-    monkeypatch.setattr("tritonemb.data.pipeline.permutation", record(permutation))
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(3)
-    try:
-        with log.open("train", 100, shuffle=True) as stream:
-            list(stream)
-        assert counts == {"tritonemb-read": {1}, "tritonemb-parse": {1}, "tritonemb-batches": {1}}
-        assert torch.get_num_threads() == 3
-        with ThreadPoolExecutor(1) as thread:
-            assert thread.submit(torch.get_num_threads).result() == 3
-    finally:
-        torch.set_num_threads(num_threads)
 
 
 def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):

@@ -20,7 +20,6 @@ from tritonemb.data.encode import arrow_array, is_text, mask_of, mix
 from tritonemb.data.files import Chunk, LogFile, Part, compute, pa
 from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, Prefetcher, ReadReport, Shard, Split
 from tritonemb.data.schema import Kind, LogOptions, Names, Schema, SplitRule, quote_value
-from tritonemb.utils import use_one_openmp_thread
 
 R = TypeVar("R")
 
@@ -99,7 +98,7 @@ def ordered_map(job: Callable[[Chunk], R], chunks: Iterator[Chunk], num_threads:
     """
     num_threads = num_threads or min(num_processors(), MAX_THREADS)
     prefetched = Prefetcher(chunks, CHUNKS_READ + 1, protocol.READ_THREAD)
-    pool = ThreadPoolExecutor(num_threads, "tritonemb-parse", use_one_openmp_thread)
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:
         for chunk in prefetched:

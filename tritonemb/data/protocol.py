@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 from tritonemb.data.batch import Batch
 from tritonemb.types import Pooling, TableConfig
-from tritonemb.utils import Closeable, use_one_openmp_thread
+from tritonemb.utils import Closeable
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -225,10 +225,7 @@ class _Queues:
         """Produce an item per permit, in the thread; after the last item, only set events."""
         item: Any = None
         end: BaseException | None = None
-        reads = threading.current_thread().name in (READ_THREAD, BATCH_THREAD)
-        meter = count_reading if reads else nullcontext
-        if reads:
-            use_one_openmp_thread()
+        meter = count_reading if threading.current_thread().name in (READ_THREAD, BATCH_THREAD) else nullcontext
         while not self.stopped and (permit := self.permits.get()) is not None:
             if isinstance(permit, threading.Event):
                 permit.set()
