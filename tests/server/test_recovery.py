@@ -339,6 +339,35 @@ def test_rows_evicted_from_other_partitions_stay_evicted_on_other_servers(tmp_pa
     assert_same_bits(restored, expected)
 
 
+@pytest.mark.parametrize("log", ["memory", "disk"])
+@pytest.mark.few(1)
+def test_servers_of_some_partitions_have_their_counts_and_fallback_rows_again(tmp_path, log):
+    """Each server of a table with several partitions restores what it has saved, not the state of all."""
+    policies = {"admission": te.AdmissionConfig(appearances=2), "fallback_rows": 64}
+
+    def trained(servers, restart):
+        torch.manual_seed(3)
+        table = te.TableConfig("d", None, 4, capacity=20_000, placement="server", **policies)
+        collection = te.nn.EmbeddingBagCollection([table], te.optim.Adagrad(lr=0.1))
+        attach(collection, servers)
+        outputs = []
+        for step in range(4):
+            if step == 2:
+                flush(collection)
+                restart()
+            ids = torch.arange(500) * 7 + step // 3 * 1_500
+            output = collection(te.KeyedJaggedTensor.from_lengths(["d"], ids, torch.ones_like(ids)))
+            (output.square() + output).sum().backward()
+            outputs.append(output.detach())
+        flush(collection)
+        return [outputs], {name: value.clone() for name, value in collection.state_dict().items()}
+
+    with local_servers(2) as servers:
+        expected = trained(servers, lambda: None)
+    with restarted(tmp_path, log, 2, NEVER) as (servers, local):
+        same(trained(servers, lambda: [server.restart() for server in local]), expected)
+
+
 def test_snapshots_that_do_not_fit_are_refused(tmp_path):
     with local_servers(2) as servers:
         model = make(servers)

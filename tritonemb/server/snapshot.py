@@ -283,8 +283,9 @@ def restore(served: ServedTables, shards: Sequence[SavedShard], keep_row_numbers
         shard.read(served, keep_row_numbers)
     for number, table in partitions.by_number.items():
         sources = [shard for shard in shards if number in shard.metadata]
-        sources.sort(key=lambda shard: shard.spec.partitions(number, shard.header["server"])[0])
-        table.load_table_state(_concatenate([shard.metadata[number] for shard in sources]))
+        firsts = {id(shard): shard.spec.partitions(number, shard.header["server"])[0] for shard in sources}
+        sources.sort(key=lambda shard: firsts[id(shard)])
+        table.load_table_state(_concatenate([s.metadata[number] for s in sources]), min(firsts.values()))
         table.index.apply_row_numbers()
     # Position in the order of events, and counters.
     served.reset(shards[0].header["pulls"], shards[0].header["steps"])

@@ -278,21 +278,21 @@ class DynamicTable(Table):
         if values := {name: state[name] for name in ("weight", *self.state_names) if name in state}:
             self.rows.write(self, rows, values, None if isinstance(order, slice) else order, ids)
 
-    def load_table_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the tensors of `state_dict` that are not per row."""
+    def load_table_state(self, state: Mapping[str, Tensor], first_partition: int = 0) -> None:
+        """Load the tensors of `state_dict` that are not per row, of the partitions from `first_partition` on."""
         self.index.clock, self.seed = int(state["clock"]), int(state["seed"])
-        self._load_fallback_rows(state)
+        self._load_fallback_rows(state, first_partition)
         if self.index.sketch is not None:
-            self.index.sketch.load(state)
+            self.index.sketch.load(state, first_partition)
 
-    def _load_fallback_rows(self, state: Mapping[str, Tensor]) -> None:
+    def _load_fallback_rows(self, state: Mapping[str, Tensor], first_partition: int = 0) -> None:
         """Load this shard's fallback rows from a `state_dict`, or initialize them if it has none."""
         if not len(rows := self.index.fallback_rows):
             return
         values = {name: self.templates(len(rows))[name].zero_() for name in self.state_names}
         values["weight"] = self.initial_values(self.index.ids[rows])
         if f"{FALLBACK}weight" in state:
-            first = len(rows) // self.index.num_partitions * self.index.shard[1]
+            first = len(rows) // self.index.num_partitions * (self.index.shard[1] - first_partition)
             values = {name: state[FALLBACK + name][first : first + len(rows)] for name in values}
         self.rows.write(self, rows, values)
 

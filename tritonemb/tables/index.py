@@ -87,17 +87,17 @@ class Sketch:
                 f"{title}: the shape of sketch must be {expected}, got {shape}: are there other partitions?"
             )
 
-    def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Copy this shard's counts from those of the unsharded table.
+    def load(self, saved: Mapping[str, Tensor], first_partition: int = 0) -> None:
+        """Copy this shard's counts from those of the table's partitions from `first_partition` on.
 
         Of a table of another capacity they stay upper bounds: its cells are repeated, or their largest ones are kept.
         """
-        cells = saved["sketch"].unflatten(1, (self._global_partitions, -1))
-        cells = cells[:, self._first_partition :][:, : self._num_partitions]
+        first, added = self._first_partition - first_partition, saved["added"]
+        cells = saved["sketch"].unflatten(1, (len(added), -1))[:, first:][:, : self._num_partitions]
         width = min(cells.shape[2], self._width)
         cells = cells.unflatten(2, (-1, width)).amax(2).repeat(1, 1, self._width // width)
         self._cells.copy_(cells.flatten(1))
-        self._added.copy_(saved["added"][self._first_partition :][: self._num_partitions])
+        self._added.copy_(added[first:][: self._num_partitions])
 
     def counts(self, ids: Tensor) -> Tensor:
         """Return upper bounds of the ids' occurrences since the last halving, int64 `[N]`."""
