@@ -101,7 +101,9 @@ class CsvFormat:
 
     def problem(self, line: bytes) -> tuple[str, str]:
         """Return reason and message for a bad line, passed without its end."""
-        hint = "; a quote is not closed in this line" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
+        advice = "" if self.quoted else "; set quoted_newlines for line ends in fields"
+        open_quote = f"a quote is not closed in this line{advice}"
+        hint = f"; {open_quote}" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
         if self.quote and len(line) > MAX_LINE_BYTES:
             return "too long", f"the line has more than {MAX_LINE_BYTES:,} characters"
         if self.quote and b"\r" in (re.sub(rb'"[^"]*"', b"", line) if self.quoted else line):
@@ -118,7 +120,7 @@ class CsvFormat:
                 return f"field {number} ({name}) is not {expected}", message
         if self.schema.labels and not hint:
             return "no label", f"expected 0 or 1 in at least one of {join_names(self.schema.labels)}"
-        return "quote", "a quote is not closed in this line"
+        return "quote", open_quote
 
     def _fields(self, line: bytes) -> list[Any]:
         text = io.StringIO(line.decode(errors="backslashreplace"), newline="")
@@ -129,6 +131,8 @@ class CsvFormat:
             return None
         if (parsed := self._parse(line + b"\n", {name: self._types[name]})) is None:
             kind = self._types[name].value_type if name in self.multi_hot else self._types[name]
+            if str(kind) == "int64" and re.fullmatch("-?[0-9]{19,}", value):
+                return "an integer of 64 bits, or nothing; for larger ones, train without this column in integers"
             return "0 or 1" if self.labelled and name in self.schema.label_columns else _EXPECTED[str(kind)]
         invalid_values = find_invalid_values(parsed, self.schema, self.labelled)
         return invalid_values[0][1] if invalid_values else None
