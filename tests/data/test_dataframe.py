@@ -177,6 +177,8 @@ def test_mistakes_are_named():
         (frame, {"test": frame, "options": options(SplitRule(split_by="random"), **SCHEMA)}, "another split rule than"),
         (frame, {"options": options(SplitRule(split_by="files"), **SCHEMA)}, "give held-out data frames, or another"),
         (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow cannot represent its columns"),
+        (pandas.DataFrame({"click": [1, 1 << 70]}), {}, "data frame: Arrow cannot represent its columns .*too large"),
+        (pandas.DataFrame([[1, 2]], columns=["a", "a"]), {}, "data frame: Arrow cannot represent its columns .*Dupli"),
     ):
         with pytest.raises(ValueError, match=message):
             from_dataframe(wrong, **({"options": options(SplitRule(), **SCHEMA)} | kwargs))

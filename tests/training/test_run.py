@@ -150,6 +150,8 @@ def test_a_checkpoint_does_not_select_the_code_that_transforms_rows(tmp_path, ca
     assert scored.predict(rows[0]) == expected[0]
     missing = {**rows[0], "price": None, "user": None, "tags": None}
     assert scored.predict(missing) == scored.predict([missing, rows[1]])[0]
+    with pytest.raises(ValueError, match=r"Arrow cannot represent the values of the rows' columns .*too large"):
+        scored.predict({**rows[0], "item": 1 << 70})
     with pytest.raises(ValueError, match="row 2: missing columns: user; the row has"):
         scored.predict([rows[0], {name: value for name, value in rows[1].items() if name != "user"}])
     with pytest.raises(ValueError, match=f"was trained with the transform '{name}', code that it must not"):

@@ -112,7 +112,7 @@ def file_of_frame(frame: Any, name: str) -> LogFile:
     try:
         table = pa.table(frame)
         table = table.cast(plain_schema(table.schema))
-    except (pa.ArrowException, TypeError) as error:
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{name}: Arrow cannot represent its columns ({error})") from error
     return LogFile(name, "table", None, table.num_rows, table=table)
 

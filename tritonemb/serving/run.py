@@ -248,7 +248,11 @@ class Run:
         kinds |= {f.name: pa.int64() if f.kind == "integers" else pa.string() for f in self.features}
         kinds |= {f.name: pa.list_(kinds[f.name]) for f in self.features if f.multi_hot}
         empty_columns = {name for name, values in columns.items() if all(value is None for value in values)}
-        return pa.table({n: pa.array(v, kinds.get(n) if n in empty_columns else None) for n, v in columns.items()})
+        try:
+            arrays = {n: pa.array(v, kinds.get(n) if n in empty_columns else None) for n, v in columns.items()}
+        except (pa.ArrowException, TypeError, OverflowError) as error:
+            raise ValueError(f"Arrow cannot represent the values of the rows' columns ({error})") from error
+        return pa.table(arrays)
 
     def _test_rows(self) -> Data:
         if (options := self.options) is None:
