@@ -148,6 +148,23 @@ def test_micro_batches_make_one_step():
         assert (result["pulls"], result["steps"]) == (6, 3)
 
 
+def test_a_refused_gradient_of_a_micro_batch_changes_no_row():
+    def accumulate(*factors: float) -> None:
+        with model.accumulate():
+            for batch, factor in zip(batches(2), factors, strict=True):
+                (factor * model(batch)).sum().backward()
+
+    with local_servers(2) as servers:
+        model = make(servers, optimizer=te.optim.SGD(lr=0.1, on_nonfinite="raise"), accumulate=2)
+        accumulate(1.0, 1.0)
+        initial = model.state_dict()
+        with pytest.raises(ValueError, match="is NaN or infinite"):
+            accumulate(1.0, torch.nan)
+        assert_same_bits(model.state_dict(), initial)
+        accumulate(1.0, 1.0)
+        assert model.state_dict()["a.weight"].isfinite().all()
+
+
 def test_more_micro_batches_than_a_step_has_are_refused():
     """Their rows would wait for gradients that are pushed after the block."""
 

@@ -320,15 +320,15 @@ class PulledBatch(PrefetchedBatch):
         return ops.embedding_bag(weights, *batch, False, tables.dtype_of(weights))
 
     def apply(self, tables: LookupTables, grad: Tensor) -> None:
-        self.push(tables, grad)
+        self.push(tables, self.sum_gradients(tables, grad))
         tables.counters["step"] += 1
 
     @torch.no_grad()
-    def push(self, tables: LookupTables, grad: Tensor) -> None:
-        """Push the sums of a batch's gradients.
+    def sum_gradients(self, tables: LookupTables, grad: Tensor) -> list[Tensor]:
+        """Return the sums of the gradients of each table's rows.
 
-        With `on_nonfinite="raise"` a sum that is not finite raises ValueError and nothing is pushed; with "skip" such
-        rows are counted, and the servers do not update them.
+        With `on_nonfinite="raise"` a sum that is not finite raises ValueError; with "skip" such rows are counted, and
+        the servers do not update them.
         """
         optimizer = tables.optimizer
         assert optimizer is not None
@@ -342,6 +342,10 @@ class PulledBatch(PrefetchedBatch):
             if num_skipped := int(invalid.sum()):
                 tables.counters["skipped"][number] += num_skipped
                 warn_of_skipped_rows(config.name)
+        return sums
+
+    def push(self, tables: LookupTables, sums: list[Tensor]) -> None:
+        """Push the sums of a batch's gradients."""
         self.state = PinState.RELEASED
         self.pull.push([table_sums.cpu() for table_sums in sums], tables.current_learning_rate)
 
@@ -398,9 +402,11 @@ class PulledLookup(PrefetchedLookup):
 
     @torch.no_grad()
     def apply_accumulated(self, tables: LookupTables, gradients: list[MicroBatch]) -> None:
-        """Push the gradients of the micro-batches, which servers apply one by one."""
-        for batch, pulled in zip(gradients, tables.accumulated.trained, strict=True):
-            cast(PulledBatch, pulled).push(tables, batch.grad)
+        """Push the gradients of the micro-batches, which servers apply one by one, once all of them are checked."""
+        pairs = zip(cast(list[PulledBatch], tables.accumulated.trained), gradients, strict=True)
+        pushes = [(batch, batch.sum_gradients(tables, micro_batch.grad)) for batch, micro_batch in pairs]
+        for batch, sums in pushes:
+            batch.push(tables, sums)
         tables.counters["step"] += 1
 
 
