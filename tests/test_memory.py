@@ -98,3 +98,12 @@ def test_parts_that_follow_each_other_are_concatenated_without_a_copy():
         assert torch.equal(copied, torch.cat(peers))
         assert copied.data_ptr() != peers[0].data_ptr()
     assert memory.concat([whole[:0], whole[:0]]).shape == (0, 4)
+
+
+def test_bytes_of_tensors_with_any_strides():
+    """PyTorch calls a single element contiguous whatever its stride is, as in a message to a server of one id."""
+    ids = torch.arange(12)
+    for tensor in (ids[3:4], ids[::3][:1], torch.tensor(7).expand(1), torch.tensor(7).expand(3), ids[::5], ids[:0]):
+        assert memory.bytes_of(tensor).tobytes() == tensor.numpy().tobytes()
+    memory.bytes_of(ids[::3][:1])[0] = 99
+    assert ids[0] == 99, "of a contiguous tensor it is a view"

@@ -33,8 +33,9 @@ _peak_used = 0  # bytes
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """View the bytes of a contiguous CPU tensor, uint8 `[num_bytes]`."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    """View the bytes of a contiguous CPU tensor, or copy those of another one, uint8 `[num_bytes]`."""
+    flat = tensor.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8).numpy()  # a single element may have any stride
 
 
 def describe_tensors(tensors: Iterable[Tensor]) -> list[tuple[str, list[int]]]:
