@@ -155,11 +155,13 @@ def test_a_refused_gradient_of_a_micro_batch_changes_no_row():
                 (factor * model(batch)).sum().backward()
 
     with local_servers(2) as servers:
-        model = make(servers, optimizer=te.optim.SGD(lr=0.1, on_nonfinite="raise"), accumulate=2)
+        model = make(servers, 1, te.optim.SGD(lr=0.1, on_nonfinite="raise"), accumulate=2)
         accumulate(1.0, 1.0)
+        flush(model)
         initial = model.state_dict()
         with pytest.raises(ValueError, match="is NaN or infinite"):
             accumulate(1.0, torch.nan)
+        flush(model)
         assert_same_bits(model.state_dict(), initial)
         accumulate(1.0, 1.0)
         assert model.state_dict()["a.weight"].isfinite().all()
