@@ -158,8 +158,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         ValueError for another number of tables, other states or shapes, and invalid settings; nothing is copied then.
         """
         pairs, sizes = [], [len(saved_group["params"]) for saved_group in state_dict["param_groups"]]
-        if sizes != [num_tables := len(self._states())]:
-            raise ValueError(f"expected one parameter group of {num_tables} tables, got groups of {sizes}")
         group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
         for key, value in group.items():
             cast(ParamGroup, self.param_groups[0]).check(key, value)
@@ -176,6 +174,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise ValueError(
                     f"table {table!r} has the states {list(states)}, got those of another optimizer, {list(values)}"
                 )
+        if sizes != [num_tables := len(self._states())]:
+            raise ValueError(f"expected one parameter group of {num_tables} tables, got groups of {sizes}")
         self.param_groups[0].update(group)  # raises for an invalid learning rate
         for tensor, value in pairs:
             tensor.copy_(value)
