@@ -89,9 +89,7 @@ class KeyedJaggedTensor:
         TypeError or ValueError names the key, and the sample if sizes differ.
         """
         _check_lists(lists, weights)
-        if dtype not in OFFSET_DTYPES:
-            raise TypeError(f"dtype must be torch.int32 or torch.int64, got {dtype}")
-        limit = -torch.iinfo(dtype).min
+        limit = _limit_of(dtype)
         values = [_integer(key, id, limit) for key, samples in lists.items() for sample in samples for id in sample]
         flat_weights = [w for key in lists for sample in weights[key] for w in sample] if weights is not None else None
         lengths = [len(sample) for samples in lists.values() for sample in samples]
@@ -359,6 +357,12 @@ def _check_lists(lists: Any, weights: Any) -> None:
         for index, (ids, sample_weights) in enumerate(zip(samples, weights[key], strict=True)):
             if len(ids) != len(sample_weights):
                 raise ValueError(f"{key!r}, sample {index}: {len(ids)} ids but {len(sample_weights)} weights")
+
+
+def _limit_of(dtype: torch.dtype) -> int:
+    if dtype not in OFFSET_DTYPES:
+        raise TypeError(f"dtype must be torch.int32 or torch.int64, got {dtype}")
+    return -torch.iinfo(dtype).min
 
 
 def _integer(key: str, id: Any, limit: int) -> int:
