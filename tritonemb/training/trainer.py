@@ -38,12 +38,16 @@ def adam(parameters: Sequence[nn.Parameter], lr: float) -> torch.optim.Adam:
     return torch.optim.Adam(parameters, lr, fused=True if fused else None)
 
 
-def _check(model: object, data: Any, group_by: str | None) -> None:
-    """Raise TypeError for other objects than a model and data, ValueError for a column to group by that data lack."""
+def _check(model: object, data: Any, options: TrainerOptions) -> None:
+    """Raise TypeError for other objects than a model and data, ValueError for options that need more than data have."""
     if not isinstance(model, nn.Module) or not hasattr(data, "splits"):
         kinds = f"{type(model).__name__} and {type(data).__name__}"
         raise TypeError(f"Trainer(model, data) takes a torch.nn.Module and a data set as of te.data, got {kinds}")
-    check_group_by(group_by, data.features)
+    check_group_by(options.group_by, data.features)
+    for name in ("evaluate_every", "patience", "monitor"):
+        if getattr(options, name) != getattr(TrainerOptions, name) and "validation" not in data.splits():
+            text = f"data set {data.name!r} has none; hold some out, as by validation_share, or omit {name}"
+            raise ValueError(f"{name} needs validation rows, and {text}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,11 +113,7 @@ class Trainer(TrainerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check(self.model, self.data, self.group_by)
-        for name in ("evaluate_every", "patience", "monitor"):
-            if getattr(self, name) != getattr(TrainerOptions, name) and "validation" not in self.data.splits():
-                text = f"data set {self.data.name!r} has none; hold some out, as by validation_share, or omit {name}"
-                raise ValueError(f"{name} needs validation rows, and {text}")
+        _check(self.model, self.data, self)
 
         # Ranks, model, device, servers.
         ranks = Ranks(group_of(self.model), self.timeout)
