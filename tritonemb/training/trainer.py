@@ -46,8 +46,8 @@ def _check(model: object, data: Any, options: TrainerOptions) -> None:
     check_group_by(options.group_by, data.features)
     for name in ("evaluate_every", "patience", "monitor"):
         if getattr(options, name) != getattr(TrainerOptions, name) and "validation" not in data.splits():
-            text = f"data set {data.name!r} has none; hold some out, as by validation_share, or omit {name}"
-            raise ValueError(f"{name} needs validation rows, and {text}")
+            remedy = f"hold some out, as by validation_share, or omit {name}"
+            raise ValueError(f"{name} needs validation rows, and data set {data.name!r} has none; {remedy}")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
