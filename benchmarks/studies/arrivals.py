@@ -91,13 +91,13 @@ def main() -> None:
             )
             updates = list(enumerate(manifests))[1:]
             for pair in range(PAIRS):
-                for arriving in ([], updates[pair * ARRIVALS : (pair + 1) * ARRIVALS]):
-                    with arrivals(port, folder, arriving, options.seconds) as ages:
+                for window_updates in ([], updates[pair * ARRIVALS : (pair + 1) * ARRIVALS]):
+                    with arrivals(port, folder, window_updates, options.seconds) as ages:
                         result = measure(port, process, requests, 64, options.seconds, peak / 2)
-                    rows.append({"pair": pair, "arrivals": len(arriving), "rows": options.rows, **result})
+                    rows.append({"pair": pair, "arrivals": len(window_updates), "rows": options.rows, **result})
                     rows[-1]["max_age_s"] = max(ages, default=None)
                     print({key: round(value, 2) for key, value in rows[-1].items() if value is not None}, flush=True)
-    ratios = [updated["p99_ms"] / base["p99_ms"] for base, updated in zip(rows[::2], rows[1::2], strict=True)]
+    ratios = [second["p99_ms"] / first["p99_ms"] for first, second in zip(rows[::2], rows[1::2], strict=True)]
     p99, age = statistics.median(row["p99_ms"] for row in rows[1::2]), max(row["max_age_s"] for row in rows[1::2])
     print(f"p99 with arrivals {p99:.1f} ms, {statistics.median(ratios):.2f} times that without; ages up to {age:.2f} s")
     problems = [f"p99 of {p99:.1f} ms"] * (p99 > P99_GOAL_MS) + [f"ages up to {age:.2f} s"] * (age > MAX_AGE_S)
