@@ -59,6 +59,22 @@ def test_any_delimiter(tmp_path, written):
     assert rows_of(reader(path, delimiter=written)) == expected
 
 
+def test_integers_of_more_bits_than_float64_are_those_of_parquet(tmp_path):
+    """Rounded to float64 first, as CSV is read, and requests are."""
+    price = 2**60 + 2**36 + 1  # to float32 at once it would be rounded up
+    path = write(tmp_path, f"1,a,{price},ann,7")
+    table = as_parquet(tmp_path, {"click": [1], "price": [price], "user": ["ann"], "item": [7]})
+    assert rows_of(reader(path)) == rows_of(reader(table))
+    assert rows_of(reader(table))[0][1] == np.float32(float(price)) != np.float32(price + 2**20)
+
+
+def test_a_tab_between_the_values_of_a_list_may_be_written_as_for_a_shell(tmp_path):
+    log = reader(write(tmp_path, "1,a,1,x\ty,7"), list_separator=r"\t", lists=("user",), integers=())
+    assert log.options.list_separator == "\t"
+    (batch,) = log.open("train", 1)
+    assert batch.sparse["user"].lengths().tolist() == [2]
+
+
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 def test_lists_are_those_of_parquet(tmp_path, chunk_bytes):
     path = write(tmp_path, "1,a,1,x|yy|x,7", "0,b,2,,8|-9|", '1,c,3,"z",', "0,d,4,|,1")

@@ -147,9 +147,9 @@ def numeric_values(array: Any) -> Array:
 
 
 def scale_numbers(values: Array, logarithmic: bool) -> Array:
-    """Convert numbers to float32 `[N]`, if `logarithmic` as `log(1 + max(x, 0))`, computed in float64."""
+    """Convert numbers by float64 to float32 `[N]`, if `logarithmic` as `log(1 + max(x, 0))`, computed in float64."""
     if not logarithmic:
-        return values.astype(np.float32)
+        return values.astype(np.float64, copy=False).astype(np.float32)
     if values.dtype.kind == "f":
         return np.log1p(np.maximum(values, 0)).astype(np.float32)
     logarithms: Array = np.take(_LOGARITHMS, values, mode="clip")  # negative values, too

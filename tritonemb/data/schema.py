@@ -267,7 +267,7 @@ class LogOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        vars(self)["delimiter"] = {r"\t": "\t"}.get(self.delimiter, self.delimiter)  # as a shell passes it
+        vars(self).update({n: "\t" for n in ("delimiter", "list_separator") if vars(self)[n] == r"\t"})  # from a shell
         if not 1 <= self.chunk_bytes <= MAX_CHUNK_BYTES:
             raise ValueError(f"chunk_bytes must be from 1 to {MAX_CHUNK_BYTES}, got {self.chunk_bytes}")
         if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
