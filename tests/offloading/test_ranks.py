@@ -230,3 +230,18 @@ def test_gradients_that_are_averaged_must_stay_on_the_device(ranks, tmp_path, ki
     """Ranks would train apart."""
     first, second = ranks(2).run(replicated, kind, str(tmp_path))
     assert first == second
+
+
+def replicated_afterwards(rank: int) -> str:
+    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model, _ = te.offload(model, torch.optim.Adam(model.parameters()), grads="host")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(model, torch.nn.Linear(1, 1)))
+    with pytest.raises(ValueError, match="would not be averaged") as raised:
+        model(torch.randn(3, 4))
+    return str(raised.value)
+
+
+def test_a_model_whose_gradients_leave_the_device_is_not_replicated_afterwards(ranks):
+    """Ranks would train apart."""
+    first, second = ranks(2).run(replicated_afterwards)
+    assert first == second

@@ -165,6 +165,13 @@ def check_not_replicated(model: nn.Module, stays_on_device: bool) -> None:
             )
 
 
+def check_caller(module: nn.Module, inputs: object) -> None:
+    """Forward hook of a model whose gradients leave the device: `check_not_replicated` of a module that calls it."""
+    if not torch.compiler.is_compiling():
+        caller = DistributedDataParallel._get_active_ddp_module()
+        check_not_replicated(nn.ModuleList([] if caller is None else [caller]), False)
+
+
 class BackwardStep:
     """Steps of an optimizer inside backwards."""
 

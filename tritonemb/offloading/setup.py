@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from tritonemb.nn.collections import FusedModule
 from tritonemb.nn.tiled_linear import TiledLinear
 from tritonemb.offloading.dispatch import ActivationStore, ModuleCalls, OffloadedTensor, is_offloaded, source_of
-from tritonemb.offloading.gradients import check_not_replicated
+from tritonemb.offloading.gradients import check_caller, check_not_replicated
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
 from tritonemb.offloading.safetensors import PretrainedWeights
@@ -161,6 +161,8 @@ def offload(
         calls.pack = store.pack
         if any(isinstance(m, FSDPModule) for m in model.modules()):
             calls.on_enter = store.storages.clear  # weights are gathered into the same storage, with the same version
+    if params == "device" != grads:  # DDP itself refuses offloaded parameters
+        model.register_forward_pre_hook(check_caller)
     if move.offloaded or activations in tiers:
         calls.register_hooks(model, move.offloaded)
     model._offload = calls.cache, tiers  # type: ignore[assignment]
