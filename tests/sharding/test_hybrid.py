@@ -186,6 +186,33 @@ def test_frozen_tables_stay_on_every_tier(when, options, pooled):
     assert not torch.equal(whole_state(parallel)["embeddings.step"], initial["embeddings.step"])
 
 
+def placed_by_rank_zero(rank, cases):
+    """Dense values of a model that each rank initializes by another seed: before, and in parallel."""
+    results = []
+    for dense, trains in cases:
+        torch.manual_seed(rank)
+        model = te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1))
+        model.register_buffer("shift", torch.rand(3))
+        model.over_arch = nn.Linear(3, 5)
+        if dense == "ddp":  # FSDP2 takes contiguous parameters only
+            model.over_arch.weight = nn.Parameter(torch.rand(3, 5).T)
+        for parameter in dense_parameters(model):
+            parameter.requires_grad_(trains)
+        state = {name: value.clone() for name, value in model.state_dict().items() if "embeddings" not in name}
+        results.append((state, whole_state(te.HybridParallel(model, plan(2), dense=dense, exchange=EXACT))))
+    return results
+
+
+def test_dense_values_are_those_of_rank_zero(ranks):
+    cases = [(dense, trains) for dense in ("ddp", "fsdp") for trains in (True, False)]
+    first, second = ranks(2).run(placed_by_rank_zero, cases)
+    for case, (values, state), (other_values, other_state) in zip(cases, first, second, strict=True):
+        assert not torch.equal(values["shift"], other_values["shift"])
+        for name, value in values.items():
+            assert torch.equal(state[name], value), (case, name)
+            assert torch.equal(other_state[name], value), (case, name)
+
+
 def test_a_collection_that_is_frozen_in_part_cannot_be_sharded():
     model = dlrm()
     model.embeddings["t1"].requires_grad_(False)
