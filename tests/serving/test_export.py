@@ -300,9 +300,10 @@ def aten_model(kind: str, trained: list[te.TableConfig] = ATEN_TABLES) -> nn.Mod
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["trained", "quantized"])
+@pytest.mark.parametrize("kind", ["trained", "quantized", "bfloat16"])
 def test_a_program_of_pytorchs_operators(kind, tmp_path, monkeypatch):
-    compiled, model = [], aten_model(kind)
+    narrow = [replace(table, dtype=torch.bfloat16, init_bound=1.0) for table in ATEN_TABLES[:3]] + ATEN_TABLES[3:]
+    compiled, model = [], aten_model("trained", narrow) if kind == "bfloat16" else aten_model(kind)
 
     def compile_nothing(program: torch.export.ExportedProgram, package_path: Any) -> None:
         compiled.append(program)

@@ -57,11 +57,13 @@ class AtenTable(nn.Module):
         assert rows is not None
         if self.bits:
             pooled = aten_bag(rows, ids, offsets, self.bits)[:, : self.config.embedding_dim]  # they fill whole bytes
-        elif known_ids is None:
+        elif known_ids is None and rows.dtype == torch.float32:
             return nn.functional.embedding_bag(ids, rows, offsets, mode=self.config.pooling)
-        else:
-            pooled = torch.zeros(offsets.shape[0], rows.shape[1], dtype=rows.dtype)
-            pooled = pooled.index_add(0, self._bags(ids, offsets), self._find(ids, rows, known_ids))
+        else:  # 16-bit rows are summed in float32
+            values = self._rows(ids, rows) if known_ids is None else self._find(ids, rows, known_ids)
+            dtype = torch.promote_types(rows.dtype, torch.float32)
+            pooled = torch.zeros(offsets.shape[0], rows.shape[1], dtype=dtype)
+            pooled = pooled.index_add(0, self._bags(ids, offsets), values.to(dtype))
         return self._mean(pooled, ids, offsets)  # operators of quantized rows only sum
 
     def _bags(self, ids: Tensor, offsets: Tensor) -> Tensor:
@@ -75,6 +77,10 @@ class AtenTable(nn.Module):
             return pooled
         lengths = torch.diff(offsets, append=torch.full((1,), ids.shape[0]))
         return pooled / lengths.clamp(min=1)[:, None]
+
+    def _rows(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows of ids of a static table; negative ones, which would count from the end, are out of range."""
+        return rows[torch.where(ids < 0, len(rows), ids)]
 
     def _search(self, ids: Tensor, known_ids: Tensor) -> Tensor:
         """Return how many known ids are less than each id."""
@@ -140,13 +146,9 @@ class OnnxTable(AtenTable):
         """Return pooled rows, float32 `[B, embedding_dim]`."""
         rows, scale, bias, known_ids = (self._buffers[name] for name in ("rows", "scale", "bias", "ids"))
         assert rows is not None
-        if known_ids is None:
-            ids = torch.where(ids < 0, len(rows), ids)  # ONNX counts negative ones from the end
-            values = rows[ids].float()
-        else:
-            values = self._find(ids, rows, known_ids).float()
+        values = (self._rows(ids, rows) if known_ids is None else self._find(ids, rows, known_ids)).float()
         if scale is not None and bias is not None:
-            values = values * scale[ids] + bias[ids]
+            values = values * self._rows(ids, scale) + self._rows(ids, bias)
         pooled = torch.zeros(offsets.shape[0], values.shape[1])
         pooled = pooled.index_put((self._bags(ids, offsets),), values, accumulate=True)
         return self._mean(pooled, ids, offsets)
