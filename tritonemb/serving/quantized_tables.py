@@ -237,6 +237,8 @@ class QuantizedModule(DynamicModule):
         table_set = SimpleNamespace(pooled=is_bag, bounds_check="raise", dtype_of=lambda _: table.config.dtype)
         names = {"configs": (table.config,), "feature_names": table.config.feature_names, "tables": ()}
         collection = QuantizedCollection(SimpleNamespace(**names, table_set=table_set), [quantized])
+        if not (is_bag or quantized.config.is_dynamic):
+            options["padding_idx"] = None  # as in PyTorch, the row that has no gradient is read
         options |= {"table": quantized, "_buffers": quantized._buffers, "_collection": collection}
         vars(self).update(options, _look_up_batch=collection)  # without a graph break
 
