@@ -1037,3 +1037,13 @@ def test_a_partial_state_loads_its_rows(tier):
     result = module.load_state_dict({"ids": state["user.ids"], "weight": state["user.weight"]}, strict=False)
     assert {"exp_avg", "exp_avg_sq", "step", "count", "clock", "seed", "updates"} == {*result.missing_keys}
     assert torch.equal(module.table.ids(), state["user.ids"])
+
+
+@pytest.mark.parametrize("ids", [[3.0, 1.7], torch.tensor([3.0, float("nan")]), torch.tensor([True, False])])
+def test_ids_are_integers(ids):
+    table = table_of(single())
+    for call in (table.lookup, table.remove, lambda ids: table.insert(ids, torch.zeros(2, 12))):
+        with pytest.raises(TypeError, match="ids must be integers, got torch"):
+            call(ids)
+    assert table.num_rows == 0
+    assert table.lookup([]).shape == (0, 12)

@@ -233,6 +233,10 @@ def test_rows_of_tables_are_read_by_id(trained):
     rows = loaded_run.tables["user"].lookup(ids)
     assert rows.shape == (3, 8)
     assert torch.equal(rows[0], rows[2])
+    for wrong in ([3.0, 1.7], np.array([3.0, np.nan]), torch.tensor([True])):
+        with pytest.raises(TypeError, match="ids must be integers, got torch"):
+            loaded_run.tables["user"].lookup(wrong)
+    assert loaded_run.tables["user"].lookup([]).shape == (0, 8)
     table = loaded_run.model.embeddings["user"]
     if loaded_run.tables["user"].config.is_dynamic:
         known = table.ids()[:5]

@@ -28,6 +28,7 @@ from tritonemb.server.attach import Servers, attach, attach_for_reading, collect
 from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
 from tritonemb.serving.package import load_package, read_package
 from tritonemb.serving.quantized_tables import QuantizedCollection
+from tritonemb.tables.dynamic_table import int64_ids
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import data_changes, load_model
 from tritonemb.training.config import TrainConfig
@@ -336,8 +337,8 @@ class RunTable(NamedTuple):
     @torch.no_grad()
     def lookup(self, ids: Tensor | Sequence[int]) -> Tensor:
         """Look up the rows `[N, embedding_dim]` of ids; in a dynamic table, ids without a row have initial values.
-        ValueError names an id that is out of range."""
-        ids = torch.as_tensor(ids, dtype=torch.int64, device=self.device)
+        ValueError names an id that is out of range; TypeError for ids that are not integers."""
+        ids = int64_ids(ids, self.device)
         keys, (feature, *_) = self.collection.feature_names, self.config.feature_names
         lengths = torch.zeros(len(keys), len(ids), dtype=torch.int64, device=self.device)
         lengths[keys.index(feature)] = 1

@@ -27,6 +27,18 @@ def row_fields(names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in table_fields and not name.startswith(FALLBACK)]
 
 
+def int64_ids(ids: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """Convert ids to a tensor int64 `[N]`; TypeError if they are not integers, ValueError for other dimensions."""
+    tensor = torch.as_tensor(ids, device=device)
+    if len(tensor.shape) != 1:
+        raise ValueError(f"ids must have one dimension, got shape {tuple(tensor.shape)}")
+    if len(tensor) and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+        raise TypeError(
+            f"ids must be integers, got {tensor.dtype}; a cast would read other rows, or hide missing values"
+        )
+    return tensor.to(torch.int64).contiguous()
+
+
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
     @functools.wraps(method)
     def call(table: "DynamicTable", *args: Any, **kwargs: Any) -> R:
@@ -63,10 +75,7 @@ class DynamicTable(Table):
         return f"{self.num_rows} of {self.index.capacity}, {c.embedding_dim}, pooling={c.pooling!r}, dtype={c.dtype}"
 
     def _to_ids(self, ids: Tensor | Sequence[int]) -> Tensor:
-        tensor = torch.as_tensor(ids, dtype=torch.int64, device=self.index.ids.device)
-        if tensor.dim() != 1:
-            raise ValueError(f"ids must have one dimension, got shape {tuple(tensor.shape)}")
-        return tensor.contiguous()
+        return int64_ids(ids, self.index.ids.device)
 
     @_locked
     def ids(self) -> Tensor:
