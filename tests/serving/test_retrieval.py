@@ -107,6 +107,18 @@ def test_bad_input():
             ItemIndex(vectors, ids)
     with pytest.raises(ValueError, match="ids must be distinct"):
         ItemIndex(VECTORS, torch.tensor([1, 2, 1, 3]))
+    with pytest.raises(TypeError, match="ids must be a tensor, got a list"):
+        ItemIndex(VECTORS, ["a", "b", "c", "d"])
+    index, queries = ItemIndex(VECTORS), torch.ones(2, VECTORS.shape[1])
+    for wrong in (queries[0], queries[:, 1:]):
+        with pytest.raises(ValueError, match=r"expected queries \[B, "):
+            index.search(wrong, 1)
+    for row in (-1, 2):  # -1 would be the last query
+        with pytest.raises(ValueError, match="excluded pairs have queries"):
+            index.search(queries, 1, (torch.tensor([0, row]), torch.tensor([1, 1])))
+    for pair in ((torch.tensor([0]), torch.tensor([1], dtype=torch.int32)), (torch.tensor([0]), torch.tensor([1, 2]))):
+        with pytest.raises(ValueError, match="expected excluded pairs of two int64"):
+            index.search(queries, 1, pair)
 
 
 USERS, ITEMS = 8, 12

@@ -32,6 +32,8 @@ class ItemIndex:
     """
 
     def __init__(self, vectors: Tensor, ids: Tensor | None = None) -> None:
+        if not (ids is None or isinstance(ids, Tensor)):
+            raise TypeError(f"ids must be a tensor, got a {type(ids).__name__}; number items that have other ids")
         ids = torch.arange(len(vectors)) if ids is None else ids.cpu()
         if vectors.dim() != 2 or ids.shape != vectors.shape[:1] or ids.dtype != torch.int64:
             shapes = f"{list(vectors.shape)} and {ids.dtype} {list(ids.shape)}"
@@ -48,8 +50,17 @@ class ItemIndex:
             excluded: pairs of query and item id, such as items that a user has seen, two int64 `[P]`; where a query has
                 fewer others than k, the score is -inf and the id -1. Ids that the index lacks are ignored.
         """
+        if queries.dim() != 2 or queries.shape[1] != self.vectors.shape[1]:
+            raise ValueError(f"expected queries [B, {self.vectors.shape[1]}], got {list(queries.shape)}")
         if excluded is not None and len(self.ids):
             rows, ids = (tensor.cpu() for tensor in excluded)
+            if {rows.dtype, ids.dtype} != {torch.int64} or rows.shape != ids.shape or rows.dim() != 1:
+                shapes = f"{rows.dtype} {list(rows.shape)} and {ids.dtype} {list(ids.shape)}"
+                raise ValueError(f"expected excluded pairs of two int64 [P], got {shapes}")
+            if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(queries):
+                raise ValueError(
+                    f"excluded pairs have queries {int(rows.min())} to {int(rows.max())} of {len(queries)}"
+                )
             places = torch.searchsorted(self._sorted, ids).clamp(max=len(self.ids) - 1)
             known = self._sorted[places] == ids
             device = self.vectors.device
