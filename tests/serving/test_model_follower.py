@@ -230,7 +230,7 @@ def test_a_prepared_update_has_no_buffers_of_files(chain, monkeypatch):
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in ids)
 
 
-@pytest.mark.parametrize("change", ["dense", "table", "rows", "capacity"])
+@pytest.mark.parametrize("change", ["dense", "table", "rows", "more rows", "capacity"])
 def test_another_model_is_refused(change, tmp_path):
     model = Model("dynamic")
     train(model, 1)
@@ -242,9 +242,9 @@ def test_another_model_is_refused(change, tmp_path):
         table = te.TableConfig("b", None, 3, capacity=4, fallback_rows=4)
         served.tables = te.nn.EmbeddingBagCollection([te.TableConfig("a", 300, 8), table])
     else:
-        names = ("a", "c") if change == "table" else ("a", "b")
+        names, size = ("a", "c") if change == "table" else ("a", "b"), {"rows": 20, "more rows": 301}
         tables = [
-            te.TableConfig(names[0], 300 if change == "table" else 20, 8),
+            te.TableConfig(names[0], size.get(change, 300), 8),
             te.TableConfig(names[1], None, 3, capacity=64),
         ]
         served.tables = te.nn.EmbeddingBagCollection(tables)
@@ -254,6 +254,7 @@ def test_another_model_is_refused(change, tmp_path):
         "dense": "dense.bias is float32",
         "table": "'tables.b' was published",
         "rows": "has 20 rows",
+        "more rows": "table 'tables.a' has 301 rows, and 300 were published",
         "capacity": "no room",
     }
     assert parts[change] in follower.problem

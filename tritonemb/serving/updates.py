@@ -196,6 +196,8 @@ class Update:
                     rows = spec.initial_values(ids, seed_of(self.parts(name)))  # servers have only rows that were used
                     self._add(name, ids, self.tables[name].encode(ids, rows, 32, 0), 0)
         for name, table in self.tables.items():
+            if self.is_full and table.num_rows is not None:
+                self._check_whole(name, table.num_rows)
             if self.is_full and table.dynamic is not None:
                 ids = table.dynamic.ids().cpu()
                 published = self._newer_ids.get((name, 0), ids[:0])
@@ -210,6 +212,13 @@ class Update:
 
     def parts(self, name: str) -> Parts:
         return [part for _, part in sorted(self._parts[name].items())]
+
+    def _check_whole(self, name: str, num_rows: int) -> None:
+        """Raise ValueError unless all rows of a table were published: those of a smaller one are of other values."""
+        for ids in (torch.cat(parts) for (table, _), parts in self._ids.items() if table == name):
+            if num_missing := int((torch.zeros(num_rows, dtype=torch.bool).index_fill_(0, ids, True) == 0).sum()):
+                text = f"{num_rows - num_missing:,} were published; use the model that is trained"
+                raise ValueError(f"table {name!r} has {num_rows:,} rows, and {text}")
 
     def _add(self, name: str, ids: Tensor, rows: Tensor | None, column: int) -> None:
         key = name, column
