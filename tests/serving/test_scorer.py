@@ -22,8 +22,10 @@ pytest.importorskip("uvicorn")
 
 import tritonemb as te
 from tests.serving.scorers import NAMES, arrow_stream, call, request, scores_at, start_server, train_run
+from tests.training.test_run import COLUMNS, SMALL, run
 from tritonemb.cli import main
 from tritonemb.flight import pa, pa_flight
+from tritonemb.serving import ModelFollower
 from tritonemb.serving.http import App, FlightApp
 from tritonemb.serving.scorer import OverloadedError, Scorer
 
@@ -130,6 +132,23 @@ def test_requests_share_batches_and_bad_ones_fail_alone(served):
         scorer.submit(raws[0])
     values = scorer.statistics()
     assert (values["requests"], values["errors"], values["rejected"], values["scored_rows"]) == (24, 2, 2, 81)
+
+
+@pytest.mark.parametrize("source", ["run", "published"])
+def test_a_state_of_rows_that_are_encoded_differently_is_refused(served, tmp_path, source):
+    """All tensors have the shapes of the served ones: the dense columns are in another order, or a kind differs."""
+    order = [{"price": "age", "age": "price"}.get(word, word) for word in COLUMNS]
+    files = ("--data", served.folder / "clicks.csv", "--out", tmp_path / "run", "--publish", tmp_path / "published")
+    assert run("train", *files, *order, *SMALL) == 0
+    follower = ModelFollower(served.run, tmp_path / source, poll=None)
+    assert "has a model of another run: encoding of rows differ from the served run" in follower.problem
+    assert follower.step is None
+    assert np.array_equal(served.run.predict(served.rows), served.scores)
+    other = te.load_run(tmp_path / "run")
+    expected = other.predict(served.rows)
+    follower = ModelFollower(other, tmp_path / source, poll=None)
+    assert (follower.problem, follower.step) == (None, 4)
+    assert np.array_equal(other.predict(served.rows), expected)
 
 
 class Updates:

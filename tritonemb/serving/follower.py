@@ -29,7 +29,7 @@ from tritonemb.server.spec import CollectionSpec, TableSpec
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.serving.publisher import PUBLISHED, contents_of
 from tritonemb.serving.quantized_tables import QuantizedTable
-from tritonemb.serving.updates import FollowedTable, Update
+from tritonemb.serving.updates import FollowedTable, Update, source_of
 from tritonemb.sharding.sharded_tensor import dtype_and_shape
 from tritonemb.storage.checkpoint import MANIFEST, read_manifest_text
 from tritonemb.storage.store import StorageError
@@ -48,7 +48,9 @@ class ModelFollower(Closeable):
     """Follower that keeps a model up to date while it serves.
 
     A thread prepares updates, and the thread that scores calls `apply` between batches. If a file is missing or
-    damaged, nothing is changed, and `problem` says so until there is a complete update, at the latest a full one.
+    damaged, nothing is changed, and `problem` says so until there is a complete update, at the latest a full one. The
+    same holds for a state of a run whose rows are encoded differently, or whose model has other options, than those of
+    the `Run` that is served.
 
     Args:
         model: model, or `Run`, with tables in this process, which may be quantized; the newest state is applied at
@@ -85,6 +87,7 @@ class ModelFollower(Closeable):
         self._paths = [path for path, m in modules if "weight" in {**m._parameters, **m._buffers}]  # also second ones
         prefixes, tensors = tuple(f"{path}." for path in self._paths), contents_of(self.model)[0]
         self._dense = {name: value for name, value in tensors.items() if not name.startswith(prefixes)}
+        self._source = {} if isinstance(model, nn.Module) else source_of(model.description)
         self.refresh()
         self.apply()
         if poll is not None:
@@ -151,6 +154,7 @@ class ModelFollower(Closeable):
         prefixes, entries = zip(*self._chains(path, manifest), strict=True)  # the last one may be that of a checkpoint
         if self._names == (names := tuple(entry["snapshot"] for entry in entries)):
             return None
+        self._check_source(path, manifest)
         paths = [[path / name for name in entry["files"]] for entry in entries]
         chains = [[(file, next(read_snapshot(file))[0]) for file in files] for files in paths]
         ends, is_checkpoint = [chain[-1][1] for chain in chains if chain], [] in chains
@@ -186,6 +190,13 @@ class ModelFollower(Closeable):
             model, published = (kind.get(differences[0], "absent") for kind in kinds)
             raise ValueError(f"{differences[0]} is {published} as published, and {model} in this model")
         return update
+
+    def _check_source(self, path: Path, manifest: Values) -> None:
+        """Raise ValueError for a model of rows that are encoded differently, or with other options."""
+        source = source_of(manifest) if manifest.get("run") else {}
+        if changed := [name for name, value in self._source.items() if name in source and source[name] != value]:
+            text = f"{join_names(changed)} differ from the served run; serve the run that is trained"
+            raise ValueError(f"{path} has a model of another run: {text}")
 
     def _chains(self, path: Path, manifest: Values) -> list[tuple[str, Values]]:
         """Return chains of files, each with the prefix of its tables' names."""

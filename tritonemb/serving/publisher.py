@@ -234,6 +234,7 @@ class Publisher(Callback):
         self._chains: dict[str, list[dict[str, Any]]] = {}  # of servers, by collection
         self._model_chains: list[dict[str, Any]] = []  # by rank
         self._published: list[Published] = []
+        self._source: dict[str, Any] = {}  # parts of a checkpoint's manifest that followers compare
         self._thread, self._running = ThreadPoolExecutor(1, "tritonemb-publisher"), cast(Future[None], None)
 
     def publish(self, model: nn.Module, step: int | None = None, wait: bool = True, all_rows: bool = False) -> None:
@@ -277,6 +278,12 @@ class Publisher(Callback):
     def on_start(self, start: FitStart) -> None:
         """See `Callback`."""
         self._start, self._due, self._step = (0, 0.0), 0, 0
+        if (data := self.data) is not None:
+            kinds = {feature.name: feature.kind for feature in data.features}
+            names = ("embedding_dim", "model", "model_options")
+            config = {name: start.config[name] for name in names if name in start.config}
+            reading = {"labels": [*getattr(data, "labels", ())]}
+            self._source = {"run": {"encoding": data.encoding, "kinds": kinds}, "reading": reading, "config": config}
 
     def on_step(self, step: StepEnd) -> None:
         """See `Callback`."""
@@ -337,6 +344,7 @@ class Publisher(Callback):
     def _write_manifest(self) -> None:
         manifest, previous = self._folder / PUBLISHED, self._read_manifest()
         current: dict[str, Any] = {"servers": self._chains, "model": self._model_chains, "step": self._step}
+        current |= self._source
         with storage_errors(f"{manifest} could not be written", "check the disk"):
             atomic_write(manifest, seal(json.dumps(current | {"publisher": self._name})))
         self._has_published = True

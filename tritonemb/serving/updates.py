@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tritonemb.kernels.quantized_bag import dequantize_rows, quantize_rows
 from tritonemb.layout import INDEXED, nonzero, partitions_of
+from tritonemb.models import ModelOptions
 from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.spec import TableSpec
 from tritonemb.server.transport import Values
@@ -19,6 +21,7 @@ from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.table import BLOCK_ELEMENTS, WEIGHT, Table
 from tritonemb.training.checkpoint import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.manager import rows_by_id
+from tritonemb.training.toml import plain
 
 Change = tuple[Tensor, Tensor | None, int]
 """Distinct ids, their rows or None for removed ones, and the first column."""
@@ -26,6 +29,17 @@ Parts = Sequence[Mapping[str, Tensor]]
 """Seed and fallback rows of a dynamic table, by rank or server."""
 # Tensors of a table in checkpoints that followers read; those of a dynamic table on disk are in the order of its file.
 ROW_FIELDS = ("weight", SCALE, "ids", "seed", f"{FALLBACK}weight", "row", "rows.weight", "rows.id")
+
+
+def source_of(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the manifest of a run says of the encoding of its rows, and of its model; by name, for errors."""
+    run, reading, config = (manifest.get(name) or {} for name in ("run", "reading", "config"))
+    values = {f"kind of column {name!r}": kind for name, kind in run.get("kinds", {}).items() if kind}
+    values |= {"encoding of rows": run["encoding"]} if "encoding" in run else {}
+    if "embedding_dim" in config:  # of `tritonemb train`; TOML has no None, and older runs lack options
+        options = dict.fromkeys(field.name for field in fields(ModelOptions)) | plain(ModelOptions())
+        values |= {"model": config["model"], **options, **config.get("model_options", {})}
+    return values | {"labels": [*reading.get("labels", ())]}
 
 
 class FollowedTable:

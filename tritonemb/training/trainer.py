@@ -183,7 +183,7 @@ class Trainer(TrainerOptions):
             if folder is not None and state.ranks.is_first:
                 callbacks += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
             for callback in self.callbacks:
-                callback.model = state.model
+                callback.model, callback.data = state.model, state.data
             loop = Loop(state, self.checkpointer, folder, CallbackList([*callbacks, *self.callbacks]), request)
             result = loop.run(test)
         state.fitted = True

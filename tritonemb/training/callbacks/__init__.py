@@ -139,11 +139,12 @@ class Callback:
         essential: whether an `OSError` of a method ends training. If False, the first one is reported on stderr, and
             so is a different one of `on_end`.
         can_retry: whether the callback is called again after an `OSError` of `on_start`.
-        model: the trainer's model, from `on_start` on.
+        model, data: the trainer's model and data set, from `on_start` on.
     """
 
     essential, can_retry = True, False
     model: Any = None
+    data: Any = None
 
     def on_start(self, start: FitStart) -> None:
         """Called before the first step."""
