@@ -317,6 +317,16 @@ class Shared(nn.Module):
         return self.second(self.first(self.again(batch)))
 
 
+def test_a_quantized_module_of_one_table(tmp_path):
+    model, served = (nn.Sequential(te.nn.EmbeddingBag(300, 8, mode="sum"), nn.Linear(8, 1)) for _ in range(2))
+    Publisher(tmp_path).publish(model)
+    served = te.quantize(served)
+    assert ModelFollower(served, tmp_path, poll=None).problem is None
+    ids = torch.arange(300).view(-1, 2)
+    with torch.no_grad():
+        assert torch.equal(served(ids), te.quantize(model)(ids))
+
+
 EACH_ROW = te.KeyedJaggedTensor(["a"], torch.arange(300), lengths=torch.ones(300, dtype=torch.int64))
 
 

@@ -143,7 +143,7 @@ def check_exportable(model: nn.Module) -> None:
         elif isinstance(module, QuantizedTable) and module.bits == INDEXED:
             problem = "is dynamic, or quantized by frequency; save its state_dict"
         elif isinstance(module, DynamicModule):
-            problem = "is a dynamic table outside of a collection; put it into an EmbeddingBagCollection"
+            problem = "is a dynamic or quantized table outside of a collection; put it into an EmbeddingBagCollection"
         elif any(map(is_offloaded, parameters)):
             problem = f"has offloaded parameters{checkpointed}"
         elif any(parameter.is_meta for parameter in parameters):

@@ -15,7 +15,7 @@ from tritonemb.models import ModelOptions
 from tritonemb.server.snapshot import read_snapshot
 from tritonemb.server.spec import TableSpec
 from tritonemb.server.transport import Values
-from tritonemb.serving.quantized_tables import QuantizedTable, plain_table
+from tritonemb.serving.quantized_tables import QuantizedModule, QuantizedTable, plain_table
 from tritonemb.storage.store import SCALE, StorageError, decode_rows
 from tritonemb.tables.dynamic_table import FALLBACK, DynamicTable
 from tritonemb.tables.table import BLOCK_ELEMENTS, WEIGHT, Table
@@ -46,6 +46,7 @@ class FollowedTable:
     """Table whose rows are compared with published ones, and replaced. ValueError for rows that do not fit."""
 
     def __init__(self, name: str, table: Any, num_rows: int | None = None) -> None:
+        table = table.table if isinstance(table, QuantizedModule) else table
         self.name, self.dynamic = name, table if isinstance(table, DynamicTable) else None
         self.bits = table.bits if isinstance(table, QuantizedTable) else 32
         config = getattr(table, "config", table)  # a single table has none
