@@ -155,14 +155,13 @@ def offload(
     offloaded_optimizer.load_plain_states(plain_states, move.replacements)
     if grads in tiers:
         _extend_zero_grad(model, offloaded_optimizer)
+        model.register_forward_pre_hook(check_caller)
     if activations in tiers:
         excluded = [t for t in (*model.parameters(), *model.buffers()) if not is_offloaded(t)]
         store = ActivationStore(tiers[activations], compute_device, budget_bytes // 8, excluded)
         calls.pack = store.pack
         if any(isinstance(m, FSDPModule) for m in model.modules()):
             calls.on_enter = store.storages.clear  # weights are gathered into the same storage, with the same version
-    if params == "device" != grads:  # DDP itself refuses offloaded parameters
-        model.register_forward_pre_hook(check_caller)
     if move.offloaded or activations in tiers:
         calls.register_hooks(model, move.offloaded)
     model._offload = calls.cache, tiers  # type: ignore[assignment]
