@@ -3,7 +3,7 @@ import torch
 
 from tests.data.logs import contents
 from tritonemb.data import Batch, Column, Rows
-from tritonemb.data.batch import BatchLayout, concat_rows, gather_batch
+from tritonemb.data.batch import BatchLayout, concat_rows, gather_batch, pad_batch
 from tritonemb.jagged import KeyedJaggedTensor
 
 KEYS = ("one", "many", "other")
@@ -136,3 +136,17 @@ def test_a_batch_of_loose_tensors_is_packed(dtype):
         Batch(batch.dense, weighted, batch.labels).packed()
     with pytest.raises(ValueError, match=r"float32 \[B\], got torch.float64 \(2, 3\)"):
         Batch(batch.dense.double(), sparse, batch.labels).packed()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_keeps_the_weights_of_ids(dtype):
+    """Evaluations pad their batches: without the weights a metric would depend on the size of a batch."""
+    ids, weights = [[7, 5], [], [3]], [[0.5, 2.0], [], [4.0]]
+    lengths, size = torch.tensor([2, 0, 1, 1, 1, 1]), 16
+    values, numbers = torch.tensor([7, 5, 3, 1, 2, 3]), torch.tensor([0.5, 2.0, 4.0, 1.0, 8.0, 3.0], dtype=dtype)
+    batch = Batch(torch.zeros(3, 0), KeyedJaggedTensor(["a", "b"], values, numbers, lengths=lengths), torch.ones(3))
+    padded = pad_batch(batch, size).sparse
+    assert padded.to_lists()["a"] == [*ids, *[[7]] * (size - 3)]
+    assert padded["a"].weights().tolist() == [w for bag in weights for w in bag] + [0.5] * (size - 3)
+    assert padded["b"].weights().tolist() == [1.0, 8.0, 3.0] + [1.0] * (size - 3)
+    assert padded.weights().dtype == dtype

@@ -248,17 +248,18 @@ def gather_batch(rows: Rows, keys: tuple[str, ...], indices: Array | slice, pin_
 
 def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
     """Pad a CPU batch to at least `min_size` samples and a multiple of `BATCH_MULTIPLE`, with labels NaN, the numbers
-    of the first sample, and of each of its bags the first id, if it has one."""
+    of the first sample, and of each of its bags the first id, if it has one, with its weight."""
     size, keys = len(batch), batch.sparse.keys()
     if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
         return batch
     order = np.append(np.arange(size), np.zeros(num_padding, np.int64))
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()
-    limits, ids = np.ones((len(keys), len(order)), np.int64), batch.sparse.values().numpy()
+    limits, ids = np.ones((len(keys), len(order)), np.int64), batch.sparse.values()
     limits[:, :size] = len(ids)
     positions, lengths = segment_positions(batch.sparse.offsets().numpy(), bags, limits.ravel())
-    values = torch.from_numpy(ids[positions])
-    sparse = KeyedJaggedTensor.unchecked(keys, values, None, torch.from_numpy(lengths_to_offsets(lengths)))
+    indices, offsets = torch.from_numpy(positions), torch.from_numpy(lengths_to_offsets(lengths))
+    weights = None if (weights := batch.sparse.weights_or_none()) is None else weights[indices]
+    sparse = KeyedJaggedTensor.unchecked(keys, ids[indices], weights, offsets)
     labels = batch.labels.numpy()[order]
     labels[size:] = np.nan
     weights = None if batch.weights is None else torch.from_numpy(batch.weights.numpy()[order])
