@@ -105,6 +105,22 @@ def test_hidden_states_are_those_of_each_sequence_alone(name, with_times):
         torch.testing.assert_close(alone[0], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("with_times", [False, True])
+def test_gradients_are_deterministic_with_several_threads(name, with_times):
+    ids = torch.randint(ITEMS, (200, LENGTH + 1), generator=torch.Generator().manual_seed(2))
+    times = torch.arange(ids.numel()).view_as(ids) ** 2 if with_times else None
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model = make_model(name, with_times=with_times)
+        NextItem(model)(ids, torch.arange(ITEMS), times).backward()
+        return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+    torch.set_num_threads(4)
+    expected = gradients()
+    for _ in range(5):
+        assert_same_bits(gradients(), expected)
+
+
 def test_a_later_item_changes_no_earlier_state(name):
     model = make_model(name)
     ids = torch.arange(9)[None]

@@ -29,11 +29,17 @@ class RelativeBias(nn.Module):
 
     def forward(self, length: int, times: Tensor | None) -> Tensor:
         columns = torch.arange(length, device=self.positions.device)
-        bias = self.positions[(columns[:, None] - columns).clamp(min=0)][None]
+        bias = _select(self.positions, (columns[:, None] - columns).clamp(min=0))[None]
         if times is None or self.times is None:
             return bias
         buckets = (times[:, :, None] - times[:, None]).clamp(min=1).log() / BUCKET_WIDTH
-        return bias + self.times[buckets.long().clamp(max=NUM_BUCKETS - 1)]
+        return bias + _select(self.times, buckets.long().clamp(max=NUM_BUCKETS - 1))
+
+
+def _select(values: Tensor, indices: Tensor) -> Tensor:
+    """Return `values[indices]`, whose gradient is summed in one order: on CPUs, threads of indexing add in any."""
+    on_cpu = values.device.type == "cpu"
+    return values.index_select(0, indices.flatten()).view_as(indices) if on_cpu else values[indices]
 
 
 class HSTUBlock(nn.Module):
