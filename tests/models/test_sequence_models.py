@@ -217,6 +217,25 @@ def test_ranks_train_as_one_process_on_all_samples(ranks, name):
         torch.testing.assert_close(state, dict(single.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+def trained_without_targets(rank: int, world: int, name: str) -> list[float]:
+    """In the first step no item of rank 0 has a next one, in the second one it has no sequences."""
+    parallel = te.HybridParallel(NextItem(make_model(name)), exchange=EXACT)
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), []
+    for lists in ([[[1], [2]], [[3, 4, 5]]], [[], [[6, 7]]], [[[1, 2]], [[3, 4, 5]]]):
+        loss = parallel(te.KeyedJaggedTensor.from_lists({"item": lists[rank]}), torch.arange(6))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_rank_without_targets_trains_with_the_others(ranks, name):
+    first, second = ranks(2).run(trained_without_targets, 2, name)
+    assert first[:2] == [0, 0]
+    assert min(first[2], *second) > 0
+
+
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.more
 def test_training_is_one_graph(name):

@@ -190,11 +190,11 @@ class NextItem(nn.Module):
         items, negative_rows = rows[: len(ids)], rows[len(ids) :].unflatten(0, negatives.shape)
         # Inputs are all items but the last of each sequence; the target of an input is the item behind it.
         num_targets = len(ids) - len(lengths)
-        if not num_targets:
-            return rows.sum() * 0
-        if negatives.dim() == 2 and len(negatives) != num_targets:
+        if num_targets and negatives.dim() == 2 and len(negatives) != num_targets:
             raise ValueError(f"negatives are of {len(negatives)} targets, but the sequences have {num_targets}")
         windows = Windows(lengths - 1, num_targets, length - 1)
         inputs = torch.arange(num_targets, device=ids.device) + windows.rows
         hidden = model.encode(items[inputs], windows, None if times is None else times.flatten()[inputs])
+        if not num_targets:  # with the gradients that other ranks wait for
+            return (hidden.sum() + rows.sum()) * 0
         return self.loss(hidden, items[inputs + 1], negative_rows, positive_ids=ids[inputs + 1], negative_ids=negatives)
