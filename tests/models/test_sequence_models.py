@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -257,6 +258,13 @@ def test_bad_input(name):
         with pytest.raises(ValueError, match="TimedHSTU needs the times"):
             make_model(name, with_times=True)(torch.ones(1, 2, dtype=torch.int64))
     next_item = NextItem(model)
+    histories = te.KeyedJaggedTensor.from_lists({"item": [[1, 2, 3], [4, 5]]})
+    for call in (partial(next_item, histories, torch.arange(2)), partial(model, histories)):
+        with pytest.raises(ValueError, match=r"those of the 5 ids, without padding, got shape \[2, 3\]"):
+            call(times=torch.arange(6).view(2, 3))
+    weighted = te.KeyedJaggedTensor(["item"], torch.arange(3), torch.ones(3), lengths=torch.tensor([3]))
+    with pytest.raises(ValueError, match="sequences of 'item' have weights, which the model does not use"):
+        model(weighted)
     assert next_item(torch.tensor([[1], [2]]), torch.arange(2)).item() == 0  # no item has a next one
     rows_of = torch.compile(lambda lengths: Windows(lengths, 9, 4).rows, backend="eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="a sequence has more than 4 items"):

@@ -137,24 +137,32 @@ class SequenceModel(nn.Module):
                 sequences; result `[B, L, D]`.
             times: times of the ids in seconds, int64 `[N]` or `[B, L]`, for a model that uses them.
         """
-        ids, lengths, length = _unpack(sequences, self.key, self.max_length)
+        ids, lengths, length, times = _unpack(sequences, self.key, self.max_length, times)
         windows = Windows(lengths, len(ids), length)
-        hidden = self.encode(self.look_up(ids, lengths), windows, None if times is None else times.flatten())
+        hidden = self.encode(self.look_up(ids, lengths), windows, times)
         return windows.window.pad(hidden)
 
 
-def _unpack(sequences: Tensor | Features, key: str, max_length: int) -> tuple[Tensor, Tensor, int]:
-    """Return ids `[N]`, lengths `[B]` and the length of the windows."""
+def _unpack(
+    sequences: Tensor | Features, key: str, max_length: int, times: Tensor | None
+) -> tuple[Tensor, Tensor, int, Tensor | None]:
+    """Return ids `[N]`, lengths `[B]`, the length of the windows, and the times of the ids `[N]`."""
+    num_ids = sequences.numel() if isinstance(sequences, Tensor) else len(sequences.values())
+    if times is not None and times.numel() != num_ids:
+        raise ValueError(f"times must be those of the {num_ids} ids, without padding, got shape {list(times.shape)}")
+    times = None if times is None else times.flatten()
     if isinstance(sequences, Tensor):
         size, length = sequences.shape
         if length > max_length:
             raise ValueError(
                 f"sequences have {length} items, expected at most {max_length}: keep the last {max_length}"
             )
-        return sequences.flatten(), torch.full((size,), length, device=sequences.device), length
+        return sequences.flatten(), torch.full((size,), length, device=sequences.device), length, times
     if list(sequences.keys()) != [key]:
         raise ValueError(f"expected sequences with the key {key!r}, got {list(sequences.keys())}")
-    return sequences.values(), sequences.offsets().diff(), max_length
+    if sequences.weights_or_none() is not None:
+        raise ValueError(f"sequences of {key!r} have weights, which the model does not use; pass times as times=")
+    return sequences.values(), sequences.offsets().diff(), max_length, times
 
 
 class NextItem(nn.Module):
@@ -182,7 +190,7 @@ class NextItem(nn.Module):
             times: as of `SequenceModel.forward`, with the last item of each sequence.
         """
         model = self.model
-        ids, lengths, length = _unpack(sequences, model.key, model.max_length + 1)
+        ids, lengths, length, times = _unpack(sequences, model.key, model.max_length + 1, times)
         if can_read(lengths) and bool((lengths < 1).any()):
             raise ValueError("a sequence is empty; leave it out of the batch")
         num_negatives = torch.full((1,), negatives.numel(), dtype=lengths.dtype, device=lengths.device)
@@ -194,7 +202,7 @@ class NextItem(nn.Module):
             raise ValueError(f"negatives are of {len(negatives)} targets, but the sequences have {num_targets}")
         windows = Windows(lengths - 1, num_targets, length - 1)
         inputs = torch.arange(num_targets, device=ids.device) + windows.rows
-        hidden = model.encode(items[inputs], windows, None if times is None else times.flatten()[inputs])
+        hidden = model.encode(items[inputs], windows, None if times is None else times[inputs])
         if not num_targets:  # with the gradients that other ranks wait for
             return (hidden.sum() + rows.sum()) * 0
         return self.loss(hidden, items[inputs + 1], negative_rows, positive_ids=ids[inputs + 1], negative_ids=negatives)
