@@ -116,6 +116,7 @@ def test_logits_are_ranked_however_large_they_are(shift):
         (torch.zeros(2, 1), torch.zeros(2, 1), r"must be \[N\]"),
         (torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1.0]), "1 of 2 logits are NaN"),
         (torch.zeros(3), torch.tensor([0.0, 1.0, 2.0]), "labels must be 0 or 1, and weights finite"),
+        (torch.zeros(3), torch.tensor([0.0, 1.0, 0.3]), "labels must be 0 or 1, and weights finite"),
         (torch.zeros(3), torch.tensor([0.0, 1.0, math.nan]), "labels must be 0 or 1, and weights finite"),
     ],
 )

@@ -112,7 +112,7 @@ def binary_metrics(
             raise ValueError(f"{name} must be [{len(labels)}] as labels, got {tuple(column.shape)}")
     logits, labels = logits.detach().double(), labels.double()
     weights = torch.ones_like(labels) if weights is None else weights.double()
-    if not bool(((labels >= 0) & (labels <= 1) & (weights >= 0) & weights.isfinite()).all()):
+    if not bool((((labels == 0) | (labels == 1)) & (weights >= 0) & weights.isfinite()).all()):
         raise ValueError("labels must be 0 or 1, and weights finite numbers of 0 or more")
     if bool(logits.isnan().any()):
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
