@@ -107,6 +107,28 @@ def test_hits_are_of_the_same_query_whatever_the_ids(items, relevant, recall):
     assert metrics.compute()[f"recall@{k}"] == recall
 
 
+def test_a_relevant_item_counts_once():
+    metrics, single = RankingMetrics((1, 3)), RankingMetrics((1, 3))
+    ranked_items = torch.tensor([[7, 8, 9], [4, 5, -1], [1, 2, 3]])
+    metrics.update(ranked_items, torch.tensor([9, 7, 9, 7, 6, 4, 4]), torch.tensor([0, 5, 7, 7]))
+    single.update(ranked_items, torch.tensor([7, 9, 6, 4]), torch.tensor([0, 3, 4, 4]))
+    assert torch.equal(metrics.sums, single.sums)
+    assert metrics.compute()["recall@3"] == pytest.approx((2 / 3 + 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("items", "relevant", "offsets", "message"),
+    [
+        ([[1, 2], [3, 3]], [1, 3], [0, 1, 2], "item 3 is ranked twice for query 1"),
+        ([[1, 2]], [1, 3], [0, 1, 2], r"got \[1, 2\], \[2\] and \[3\]"),
+        ([[1, 2]], [1, 3], [0, 1], r"expected items \[B, K\], relevant \[N\] and offsets \[B \+ 1\]"),
+    ],
+)
+def test_rankings_that_do_not_fit_are_errors(items, relevant, offsets, message):
+    with pytest.raises(ValueError, match=message):
+        RankingMetrics().update(*map(torch.tensor, (items, relevant, offsets)))
+
+
 def test_bad_input():
     queries, items = vectors()
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):

@@ -81,15 +81,25 @@ class RankingMetrics:
         self.sums = torch.zeros(1 + len(self.NAMES) * len(ks), dtype=torch.float64)
 
     def update(self, items: Tensor, relevant: Tensor, offsets: Tensor) -> None:
-        """Add queries: ranked `items` int64 `[B, K]`, -1 where a query has fewer, and the distinct relevant items of
-        query b, `relevant[offsets[b] : offsets[b + 1]]`."""
+        """Add queries: ranked `items` int64 `[B, K]`, -1 where a query has fewer, and the relevant items of query b,
+        `relevant[offsets[b] : offsets[b + 1]]`, each of which counts once. ValueError for an item that is ranked twice
+        for a query, or shapes that do not agree."""
         items, relevant, offsets = items.cpu(), relevant.cpu(), offsets.cpu()
         counts = offsets.diff()
+        if len(counts) != len(items) or int(counts.sum()) != len(relevant):
+            shapes = f"{list(items.shape)}, {list(relevant.shape)} and {list(offsets.shape)}"
+            raise ValueError(f"expected items [B, K], relevant [N] and offsets [B + 1] that end with N, got {shapes}")
         queries = torch.repeat_interleave(torch.arange(len(counts)), counts)
         # Hits: pairs of query and item that are both ranked and relevant, as single integers; ids are numbered densely.
         distinct, numbers = torch.cat([items.flatten(), relevant]).unique(return_inverse=True)
         indices = torch.cat([torch.arange(len(items)).repeat_interleave(items.shape[1]), queries])
         predicted, expected = (indices * len(distinct) + numbers).split([items.numel(), len(relevant)])
+        pairs, uses = predicted[items.flatten() != -1].unique(return_counts=True)
+        if len(repeated := pairs[uses > 1]):
+            query, number = divmod(int(repeated[0]), len(distinct))
+            raise ValueError(f"item {distinct[number]} is ranked twice for query {query}; remove duplicates")
+        expected = expected.unique()
+        counts = (expected // max(len(distinct), 1)).bincount(minlength=len(items))
         hits = (torch.isin(predicted, expected).view(items.shape) & (items != -1))[counts > 0].double()
         counts, hits = counts[counts > 0].double(), F.pad(hits, (0, 1))  # a column for argmax, also without items
         discounts = 1 / torch.arange(2, max(self.ks) + 2, dtype=torch.float64).log2()
