@@ -105,3 +105,12 @@ def test_tables_on_servers_cannot_begin_anew():
     model = te.nn.DLRM(tables, data.num_dense, (8,), (8,), te.optim.SGD(lr=0.1))
     with pytest.raises(ValueError, match="tables on embedding servers keep their rows"):
         te.Trainer(model, data, fresh_tables=True)
+
+
+def test_tables_without_a_fused_optimizer_are_refused():
+    data = jobs.planted(100)
+    with pytest.raises(ValueError, match="'embeddings' has no fused optimizer, and stays as it is"):
+        jobs.make_trainer(data, optimizer=None, fresh_tables=True)
+    model = te.nn.DLRM(data.tables(8), data.num_dense, (8,), (8,))
+    model.embeddings.requires_grad_(False)
+    te.Trainer(model, data, fresh_tables=True, verbose=False)

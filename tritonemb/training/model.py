@@ -70,6 +70,12 @@ def fused_modules(model: nn.Module) -> list[FusedModule | ShardedCollection]:
     return [module for module in modules if module.fused_optimizer is not None]
 
 
+def unfused_tables(model: nn.Module) -> list[str]:
+    """Return the paths of modules of tables that another optimizer trains."""
+    modules = ((path, m) for path, m in model.named_modules() if isinstance(m, FusedModule) and m.optimizer is None)
+    return [path for path, module in modules if any(p.requires_grad for p in module.parameters())]
+
+
 def optimizers_of_tables(model: nn.Module) -> list[FusedModule | ShardedCollection]:
     """Return one module per fused optimizer, since `te.fuse` gives one to all modules of a model.
 
