@@ -287,6 +287,17 @@ def test_sixteen_bit_products_learn_and_tables_stay_fp32(data, precision):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+def test_single_steps_follow_the_schedules_and_count(data):
+    schedule = Schedule(warmup_steps=4)
+    trainer = make_trainer(data, make_model(data), dense_lr=1.0, dense_schedule=schedule, table_schedule=schedule)
+    base = trainer.state.step.current_rates()[1]
+    for step, batch in zip(range(1, 6), data.open("train", 32), strict=False):
+        assert trainer.step([batch]) == 32
+        factor = min(step / 4, 1)
+        assert trainer.state.step.current_rates() == pytest.approx((factor, base * factor), rel=1e-6)
+        assert (trainer.progress.step, trainer.progress.samples) == (step, 32 * step)
+
+
 def test_an_overflow_under_fp16_changes_nothing_but_the_scale(data):
     model = make_model(data)
     trainer = make_trainer(data, model, precision="fp16")

@@ -194,11 +194,12 @@ class Trainer(TrainerOptions):
         return result
 
     def step(self, batches: Sequence[Batch]) -> int:
-        """Train one step on the batches of all ranks, equally many on each; return the samples. Collective."""
+        """Train the next step on the batches of all ranks, equally many on each; return the samples. Collective."""
         ranks, numbers = self.state.ranks, (sum(map(len, batches)), *label_totals(batches, self.state.num_totals))
         total, *totals = (ranks.sum(torch.tensor(number, dtype=torch.float64)) for number in numbers)
         weights = [len(batch) * ranks.size / max(total, 1.0) for batch in batches]
         self.state.step(self.progress.step, batches, weights, label_scales(totals, total, self.device))
+        self.progress.advance(int(total), self.progress.position)
         return int(total)
 
     def evaluate(self, split: Split = "test") -> Metrics:
