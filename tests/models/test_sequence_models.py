@@ -218,6 +218,16 @@ def test_ranks_train_as_one_process_on_all_samples(ranks, name):
         torch.testing.assert_close(state, dict(single.state_dict()), rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_on_the_meta_device_has_the_initial_values_of_its_kind(name):
+    config = te.TableConfig("item", 100, 32)
+    model, on_meta = (MODELS[name](config, optimizer=te.optim.SGD(lr=0.1), device=device) for device in (None, "meta"))
+    matrices = {key: p.detach() for key, p in model.named_parameters() if p.dim() > 1 and "embeddings" not in key}
+    parameters = dict(te.HybridParallel(NextItem(on_meta), device="cpu").module.model.named_parameters())
+    assert len(matrices) >= 4
+    for key, matrix in matrices.items():  # of 1,024 values or more: within 10 standard errors
+        assert parameters[key].detach().std().item() == pytest.approx(matrix.std().item(), rel=0.25), key
+
+
 def trained_without_targets(rank: int, world: int, name: str) -> list[float]:
     """In the first step no item of rank 0 has a next one, in the second one it has no sequences."""
     parallel = te.HybridParallel(NextItem(make_model(name)), exchange=EXACT)

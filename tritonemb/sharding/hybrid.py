@@ -400,11 +400,11 @@ def _replace_modules(model: nn.Module, sharded: dict[Any, ShardedCollection]) ->
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize what is on the meta device; shared parameters stay shared."""
+    """Allocate and initialize what is on the meta device, children before parents; shared parameters stay shared."""
     allocated: dict[Tensor, Tensor] = {}
+    parents = [module for module in model.modules() if not _has_meta(module, False) and _has_meta(module, True)]
     for module in model.modules():
-        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if any(tensor.is_meta for tensor in tensors):
+        if _has_meta(module, False):
             if not callable(getattr(module, "reset_parameters", None)):
                 raise ValueError(
                     f"{type(module).__name__} is on the meta device and has no reset_parameters() to initialize it; "
@@ -415,6 +415,12 @@ def _materialize(model: nn.Module, device: torch.device) -> None:
             else:  # a table
                 module.to_empty(device=device, recurse=False)
             module.reset_parameters()  # type: ignore[operator]
+    for module in reversed(parents):
+        getattr(module, "reset_parameters", lambda: None)()
+
+
+def _has_meta(module: nn.Module, recurse: bool) -> bool:
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse), *module.buffers(recurse)))
 
 
 def _allocate(module: nn.Module, device: torch.device, allocated: dict[Tensor, Tensor]) -> None:
