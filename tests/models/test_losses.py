@@ -154,5 +154,8 @@ def test_bad_input():
             function(*vectors[:2], vectors[2][:0])
     with pytest.raises(ValueError, match=r"log_q: expected \[5\] and"):
         sampled_softmax(*vectors, log_q=(torch.zeros(5, 1), torch.zeros(7)))
+    for temperature in (0.0, -0.1):
+        with pytest.raises(ValueError, match=f"temperature must be above 0, got {temperature}"):
+            in_batch_softmax(*vectors[:2], temperature=temperature)
     with pytest.raises(ValueError, match="power must be a finite number of 0 or more, got -1"):
         te.data.NegativeSampler(3, torch.tensor([0, 1, 2]), power=-1)

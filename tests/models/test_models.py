@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -170,8 +171,18 @@ def test_bad_options():
         te.models.DeepFM(tables, 3)
     with pytest.raises(ValueError, match="num_dense must be at least 0, got -1"):
         te.models.FinalMLP(tables, -1)
-    with pytest.raises(ValueError, match="num_heads must divide the width of the streams, 8, got 3"):
-        te.models.FinalMLP(tables, 1, (8,), num_heads=3)
+    for num_heads in (3, 0):
+        with pytest.raises(ValueError, match=f"num_heads must divide the width of the streams, 8, got {num_heads}"):
+            te.models.FinalMLP(tables, 1, (8,), num_heads=num_heads)
+    for model in (te.models.MMoE, te.models.PLE):
+        with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+            model(tables, 1, num_experts=0)
+    for model in (te.models.DeepFM, te.models.DLRM, te.models.DCNv2):
+        with pytest.raises(ValueError, match="a collection needs at least one table"):
+            model([], 1)
+    for temperature in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match=f"temperature must be above 0, got {temperature}"):
+            te.models.TwoTower(tables, 1, ["a"], temperature=temperature)
     with pytest.raises(ValueError, match="gate_features has 'c', which no table has: a, b"):
         te.models.FinalMLP(tables, 1, gate_features=["c"])
 

@@ -283,7 +283,8 @@ def test_bad_input(name):
         next_item(te.KeyedJaggedTensor.from_lists({"item": [[1, 2], []]}), torch.arange(2))
     with pytest.raises(ValueError, match="negatives are of 3 targets, but the sequences have 1"):
         next_item(torch.tensor([[1, 2]]), torch.ones(3, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match="num_heads must divide the embedding_dim, 8, got 3"):
-        MODELS[name](te.TableConfig("item", 5, DIM), num_heads=3)
+    for num_heads in (3, 0):
+        with pytest.raises(ValueError, match=f"num_heads must divide the embedding_dim, 8, got {num_heads}"):
+            MODELS[name](te.TableConfig("item", 5, DIM), num_heads=num_heads)
     with pytest.raises(ValueError, match="expected one: its sequences"):
         MODELS[name](te.TableConfig("item", 5, DIM, features=["a", "b"]))

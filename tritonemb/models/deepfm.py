@@ -45,7 +45,7 @@ class DeepFM(PooledModel):
         device: Device = None,
     ) -> None:
         dims = {table.name: table.embedding_dim for table in tables}
-        if len(set(dims.values())) > 1 or min(dims.values()) < 2:
+        if len(set(dims.values())) > 1 or min(dims.values(), default=2) < 2:
             raise ValueError(f"DeepFM's tables need one embedding_dim of at least 2, got {dims}")
         super().__init__(tables, num_dense, optimizer, device)
         self.dim, num_fields = tables[0].embedding_dim, num_dense + len(self.embeddings.embedding_dims)

@@ -41,7 +41,7 @@ class BilinearFusion(nn.Module):
 
     def __init__(self, width: int, num_heads: int, device: Device = None) -> None:
         super().__init__()
-        if width % num_heads:
+        if num_heads < 1 or width % num_heads:
             raise ValueError(f"num_heads must divide the width of the streams, {width}, got {num_heads}")
         self.linear = nn.Linear(2 * width, 1, device=device)
         self.weight = nn.Parameter(torch.empty(num_heads, width // num_heads, width // num_heads, device=device))

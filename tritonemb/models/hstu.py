@@ -53,7 +53,7 @@ class HSTUBlock(nn.Module):
         self, dim: int, num_heads: int, max_length: int, dropout: float, with_times: bool, device: Device = None
     ) -> None:
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide the embedding_dim, {dim}, got {num_heads}")
         self.num_heads, self.max_length = num_heads, max_length
         self.norm, self.attention_norm = (nn.LayerNorm(dim, device=device) for _ in range(2))

@@ -32,8 +32,10 @@ def sampled_softmax(
         temperature: divisor of the scores, above 0.
 
     Raises:
-        ValueError: shapes do not agree, or only one of the ids is given.
+        ValueError: shapes do not agree, only one of the ids is given, or the temperature is not above 0.
     """
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ValueError(f"temperature must be above 0, got {temperature}")
     positive, negative = _scores(queries, positives, negatives)
     positive, negative = positive / temperature, negative / temperature
     if log_q is not None:

@@ -16,6 +16,8 @@ class Experts(nn.ModuleList):
     """MLPs of the same input: `[B, in_features]` to `[B, num_experts, widths[-1]]`."""
 
     def __init__(self, in_features: int, num_experts: int, widths: Sequence[int], device: Device = None) -> None:
+        if num_experts < 1:
+            raise ValueError(f"num_experts must be at least 1, got {num_experts}")
         super().__init__(MLP(in_features, widths, device=device) for _ in range(num_experts))
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ class SelfAttention(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, dropout: float, device: Device = None) -> None:
         super().__init__()
-        if dim % num_heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(f"num_heads must divide the embedding_dim, {dim}, got {num_heads}")
         self.query, self.key, self.value, self.out = (nn.Linear(dim, dim, device=device) for _ in range(4))
         self.num_heads, self.dropout = num_heads, dropout

@@ -85,6 +85,8 @@ class TwoTower(nn.Module):
             raise ValueError(
                 f"user_features must be some but not all of {join_names(names)}, got {list(user_features)}"
             )
+        if temperature is not None and not temperature > 0:
+            raise ValueError(f"temperature must be above 0, got {temperature}")
         self.temperature = 1.0 if temperature is None else temperature
         self.users = Tower(user_tables, num_dense, top_mlp, temperature is not None, optimizer, device)
         self.items = Tower(item_tables, 0, top_mlp, temperature is not None, optimizer, device)
