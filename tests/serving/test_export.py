@@ -242,6 +242,14 @@ def test_damage_and_other_models_are_found(tmp_path):
         with pytest.raises(ValueError, match=error):
             te.load_run(folder, model=Model(KINDS["device"]))
         (folder / name).write_bytes(content)
+    # The length of a table's header, which says where its rows begin.
+    path = next((folder / "tables").iterdir())
+    content = path.read_bytes()
+    for bit in range(64):
+        path.write_bytes((int.from_bytes(content, "little") ^ 1 << bit).to_bytes(len(content), "little"))
+        with pytest.raises(ValueError, match="is damaged"):
+            package.map_tensors(path)
+    path.write_bytes(content)
     # A manifest cannot lead out of its folder.
     _, manifest = read_manifest_text(folder, MANIFEST)
     manifest["tables"]["tables.a"] = "../../other.safetensors"

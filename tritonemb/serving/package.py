@@ -253,8 +253,13 @@ def encode_header(entries: Mapping[str, Any], metadata: Mapping[str, str]) -> by
     """Return the bytes of a file before its tensors, with a digest."""
     text = json.dumps({"__metadata__": {**metadata, "sha256": NO_DIGEST}, **entries})
     text = text.replace(NO_DIGEST, hashlib.sha256(text.encode()).hexdigest())
-    size = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
+    size = header_size(text)
     return size.to_bytes(8, "little") + text.ljust(size).encode()
+
+
+def header_size(text: str) -> int:
+    """Return the bytes of a header behind its length: blanks fill its last page."""
+    return -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
 
 
 def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -268,11 +273,13 @@ def map_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     with path.open("rb") as file:
         tensors = read_header(path, file)
         file.seek(0)
-        text = file.read(int.from_bytes(file.read(8), "little")).decode().rstrip()
+        size = int.from_bytes(file.read(8), "little")
+        text = file.read(size).decode().rstrip()
         data = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0, *COPY_ON_WRITE), np.uint8))
     metadata = json.loads(text).get("__metadata__") or {}
     digest = metadata.get("sha256") or NO_DIGEST
-    if hashlib.sha256(text.replace(digest, NO_DIGEST).encode()).hexdigest() != digest:
+    # The digest does not cover the length, which says where tensors begin.
+    if size != header_size(text) or hashlib.sha256(text.replace(digest, NO_DIGEST).encode()).hexdigest() != digest:
         raise ValueError(f"{path} is damaged, or not of te.export: its header does not have its SHA-256 digest")
     views = {name: data[t.begin : t.begin + t.num_bytes].view(t.dtype).view(t.shape) for name, t in tensors.items()}
     return views, metadata
