@@ -438,12 +438,13 @@ def _allocate(module: nn.Module, device: torch.device, allocated: dict[Tensor, T
 def _data_parallel(
     model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: RankGroup
 ) -> nn.Module:
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if world.size == 1 or not trainable:
-        return model
-    if dense == "ddp":
+    trains = world.size > 1 and any(parameter.requires_grad for parameter in model.parameters())
+    if trains and dense == "ddp":
         _ddp_groups.append(dist.group.WORLD)
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
-    ranks = init_device_mesh(device.type, (world.size,)) if mesh is None or mesh.ndim > 1 else mesh
-    fully_shard(model, mesh=ranks)
+    for tensor in (*model.parameters(), *model.buffers()) if world.size > 1 else ():  # DDP does this
+        world.broadcast(values := tensor.detach().contiguous(), kind="initial values")
+        tensor.detach().copy_(values)
+    if trains:
+        fully_shard(model, mesh=init_device_mesh(device.type, (world.size,)) if mesh is None or mesh.ndim > 1 else mesh)
     return model
