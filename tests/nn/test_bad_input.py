@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -121,7 +122,9 @@ def test_ids_of_a_wrong_dtype_or_shape(dtype):
     if dtype is None:
         error, message = ValueError, r"ids must be 1-D, got shape \(2, 1\)"
     batch = te.KeyedJaggedTensor(["u", "shared"], values, lengths=torch.tensor([1, 1]))
-    for use in (make_collection(TABLES, None), make(), make().group):
+    dynamic = [te.TableConfig(name, None, 4, pooling="none", capacity=8) for name in ("u", "shared")]
+    collections = make_collection(TABLES, None), make(), te.nn.EmbeddingCollection(dynamic, te.optim.SGD(lr=0.1))
+    for use in (*collections, make().group, *map(te.HybridParallel, map(copy.deepcopy, collections[1:]))):
         with pytest.raises(error, match=message):
             use(batch)
 

@@ -16,6 +16,7 @@ from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import graph_break
+from tritonemb.ops.row_groups import check_ids
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.local_shards import LocalShards
 from tritonemb.sharding.placement import PlacedShard, ShardGroups, ShardMap
@@ -193,6 +194,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             raise ValueError(f"the batch lacks the features {missing}; it has the keys {keys}")
         if weights is not None and weights.requires_grad:
             raise ValueError("per-sample weights of a sharded collection get no gradient; detach them")
+        check_ids(values)
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         return batch.to("cpu") if self.groups.shards.size > 1 else batch
 

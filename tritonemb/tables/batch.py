@@ -10,6 +10,7 @@ from tritonemb import ops
 from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.layout import FIRST_ROW, ROW_DIM, Layout
+from tritonemb.ops.row_groups import check_ids
 from tritonemb.types import TableConfig
 
 
@@ -71,12 +72,13 @@ def row_sums(
 
 
 def checked_batch(features: Features) -> KeyedJaggedTensor:
-    """Convert features; for errors see `unpack_features`."""
-    if getattr(features, "is_checked", False):
-        assert isinstance(features, KeyedJaggedTensor)
-        return features
-    keys, values, offsets, weights = unpack_features(features)
-    return KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    """Convert features; for errors see `unpack_features` and `check_ids`."""
+    if not getattr(features, "is_checked", False):
+        keys, values, offsets, weights = unpack_features(features)
+        features = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    assert isinstance(features, KeyedJaggedTensor)
+    check_ids(features.values())
+    return features
 
 
 def find_invalid(configs: Sequence[TableConfig], batch: KeyedJaggedTensor) -> ValueError | None:
