@@ -211,7 +211,7 @@ class Update:
                     rows = spec.initial_values(ids, seed_of(self.parts(name)))  # servers have only rows that were used
                     self._add(name, ids, self.tables[name].encode(ids, rows, 32, 0), 0)
         for name, table in self.tables.items():
-            if self.is_full and table.num_rows is not None:
+            if self.is_full and table.dynamic is None:
                 self._check_whole(name, table.num_rows)
             if self.is_full and table.dynamic is not None:
                 ids = table.dynamic.ids().cpu()
