@@ -230,7 +230,7 @@ def test_a_prepared_update_has_no_buffers_of_files(chain, monkeypatch):
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in ids)
 
 
-@pytest.mark.parametrize("change", ["dense", "table", "rows", "more rows", "capacity"])
+@pytest.mark.parametrize("change", ["dense", "table", "rows", "more rows", "capacity", "fallback rows"])
 def test_another_model_is_refused(change, tmp_path):
     model = Model("dynamic")
     train(model, 1)
@@ -238,8 +238,9 @@ def test_another_model_is_refused(change, tmp_path):
     served = Model("dynamic", seed=1)
     if change == "dense":
         served.dense = nn.Linear(11, 2)
-    elif change == "capacity":
-        table = te.TableConfig("b", None, 3, capacity=4, fallback_rows=4)
+    elif change in ("capacity", "fallback rows"):
+        sizes = {"capacity": 4, "fallback_rows": 4} if change == "capacity" else {"capacity": 64, "fallback_rows": 5}
+        table = te.TableConfig("b", None, 3, **sizes)
         served.tables = te.nn.EmbeddingBagCollection([te.TableConfig("a", 300, 8), table])
     else:
         names, size = ("a", "c") if change == "table" else ("a", "b"), {"rows": 20, "more rows": 301}
@@ -256,10 +257,20 @@ def test_another_model_is_refused(change, tmp_path):
         "rows": "has 20 rows",
         "more rows": "table 'tables.a' has 301 rows, and 300 were published",
         "capacity": "no room",
+        "fallback rows": "'tables.b' was published with 4 fallback rows, and has 5; use",
     }
     assert parts[change] in follower.problem
     assert follower.step is None
     assert all(torch.equal(value, state[name]) for name, value in served.state_dict().items())
+
+
+def test_a_table_without_fallback_rows_is_another_one(tmp_path):
+    tables = (te.TableConfig("a", None, 3, capacity=64, fallback_rows=rows) for rows in (0, 4))
+    model, served = (te.nn.EmbeddingBagCollection([table]) for table in tables)
+    Publisher(tmp_path).publish(model)
+    follower = ModelFollower(served, tmp_path, poll=None)
+    assert "'a' was published with 0 fallback rows, and has 4" in follower.problem
+    assert follower.step is None
 
 
 @pytest.mark.parametrize("kind", ["device", "server"])

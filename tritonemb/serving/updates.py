@@ -93,8 +93,9 @@ class FollowedTable:
         if int(num_rows.max()) > index.capacity // index.num_partitions:
             raise ValueError(f"table {self.name!r} has no room for the published rows; raise its capacity")
         num_fallback_rows = sum(len(part.get(f"{FALLBACK}weight", ())) for part in metadata)
-        if num_fallback_rows not in (0, len(index.fallback_rows)):
-            raise ValueError(f"table {self.name!r} was published with {num_fallback_rows} fallback rows")
+        if metadata and num_fallback_rows != len(index.fallback_rows):
+            text = f"{num_fallback_rows} fallback rows, and has {len(index.fallback_rows)}"
+            raise ValueError(f"table {self.name!r} was published with {text}; use the model that is trained")
 
     def write(self, changes: Sequence[Change], metadata: Parts) -> None:
         """Remove and write rows; set the seed and the fallback rows of a dynamic table."""
