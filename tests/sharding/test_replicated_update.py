@@ -7,9 +7,19 @@ import pytest
 import torch
 
 import tritonemb as te
+from tests.helpers import assert_same_bits
 from tests.sharding.cases import EXACT
 from tests.sharding.models import whole_state
-from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, Grid, ShardingPlan, TableColumnWise
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    ExchangePrecision,
+    Grid,
+    RowWise,
+    ShardingPlan,
+    TableColumnWise,
+    TableWise,
+)
 
 
 class Fails(torch.autograd.Function):
@@ -86,6 +96,29 @@ def test_tables_that_are_looked_up_twice_are_updated_twice(ranks, pooled):
     for equal in ranks(2).run(two_lookups, pooled):
         assert set(equal) == {"step", "a.weight", "a.sum", "b.weight", "b.sum"}
         assert all(equal.values()), equal
+
+
+def under_default_dtype(rank, dtype):
+    """State after two steps of each kind of sharding under a default dtype of torch."""
+    torch.manual_seed(0)
+    configs = [te.TableConfig(name, 20, 8) for name in "abcd"]
+    shardings = {"a": TableWise(0), "b": RowWise(), "c": ColumnWise(), "d": DataParallel()}
+    try:
+        torch.set_default_dtype(dtype)
+        tables = te.nn.EmbeddingBagCollection(configs, te.optim.Adam(lr=0.1))
+        parallel = te.HybridParallel(tables, ShardingPlan(shardings, 2), exchange=EXACT)
+        for step in range(2):
+            lists = {name: [[step, 3, 3, rank], [7 + rank]] for name in "abcd"}
+            (parallel(te.KeyedJaggedTensor.from_lists(lists)) * 1.3).sum().backward()
+        return whole_state(parallel)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_of_torch_changes_nothing(ranks, dtype):
+    for actual, expected in zip(*(ranks(2).run(under_default_dtype, d) for d in (dtype, torch.float32)), strict=True):
+        assert_same_bits(actual, expected)
 
 
 DIMS = (8, 16, 32, 64, 96, 128, 7, 33, 129)

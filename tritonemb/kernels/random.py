@@ -226,8 +226,8 @@ def initialize_rows_reference_(
         return
     for index, (weight, seed_and_bound) in enumerate(zip(weights, initial, strict=True)):
         entries = nonzero((tables == index) & (rows >= 0))
-        values, table_rows = torch.empty(entries.numel(), weight.shape[1], device=weight.device), rows[entries]
+        values = torch.empty(entries.numel(), weight.shape[1], dtype=torch.float32, device=weight.device)
         _draw_by_torch(values, seed_and_bound, (0, 0), ids[entries])
-        weight.index_copy_(0, table_rows, values.to(weight.dtype))
+        weight.index_copy_(0, table_rows := rows[entries], values.to(weight.dtype))
         for state in states[index :: len(weights)]:
             state.index_fill_(0, table_rows, 0.0)

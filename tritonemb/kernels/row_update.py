@@ -275,5 +275,5 @@ def row_gradients_(
         batch = batch._replace(groups=groups, layout=layout)
     step, skipped = torch.zeros(1 + len(sums), dtype=torch.int64, device=device).split([1, len(sums)])
     constants = _PLAIN_SGD.hyperparameters._replace(max_gradient=max_gradient)
-    rate = torch.full((), -1.0, device=device)
+    rate = torch.full((), -1.0, dtype=torch.float32, device=device)
     row_update_(FusedTables([*sums], [], step[0], skipped, rate, _PLAIN_SGD.name, constants), batch)

@@ -57,8 +57,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self.shard_map = ShardMap(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
-        self._empty = torch.empty(0, device=device)
-        self._no_columns = torch.empty(1, 0, device=device)  # requires a gradient if the tables do
+        self._empty = torch.empty(0, dtype=torch.float32, device=device)
+        self._no_columns = torch.empty(1, 0, dtype=torch.float32, device=device)  # requires a gradient if the tables do
         # Table sets of the local shards, with their updates and lookups.
         self.local_shards = LocalShards(self.configs, collection.optimizer, groups, self.shard_map.shards, device)
         self.table_sets = self.local_shards.table_sets

@@ -431,6 +431,7 @@ def _round_rows(table: TableConfig, values: Tensor, rows: Tensor, step: int, opt
     device, rounding = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding, on_nonfinite="ignore")
     result = torch.zeros(values.shape, dtype=table.dtype, device=device)
     previous_step, skipped = torch.full((), step - 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    fused = ops.FusedTables([result], [], [previous_step], [skipped], torch.full((), -1.0, device=device), "", [])
+    rate = torch.full((), -1.0, dtype=torch.float32, device=device)
+    fused = ops.FusedTables([result], [], [previous_step], [skipped], rate, "", [])
     _apply([table], rounding, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
     return result

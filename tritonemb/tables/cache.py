@@ -72,7 +72,8 @@ def rounding_noise(seed: int, step: Tensor, rows: Tensor, dim: int) -> Tensor:
     It is drawn like initial values, `kernels/random.py`, with key = seed and row = row xor mix64(step): it depends only
     on seed, step, row and column. A draw is uniform in ±32768, so adding 32768 gives 16 random bits as an integer.
     """
-    noise, numbers = torch.empty(rows.numel(), dim, device=rows.device), torch.arange(rows.numel(), device=rows.device)
+    noise = torch.empty(rows.numel(), dim, dtype=torch.float32, device=rows.device)
+    numbers = torch.arange(rows.numel(), device=rows.device)
     initial, ids = [(seed, 32768.0)], rows ^ mix64(step.reshape(1))
     draw = kernel("initialize_rows_", rows.device)
     draw([noise], [], initial, ids, numbers, torch.zeros_like(numbers, dtype=torch.int32))

@@ -403,7 +403,7 @@ def _concat_sample_weights(gradients: list[ops.BagGradient]) -> Tensor | None:
     if all(weights is None for weights in sample_weights):
         return None
     filled = [
-        torch.ones(g.values.shape[0], device=g.grad.device) if w is None else w.detach().to(torch.float32)
+        (torch.ones_like(g.values) if w is None else w.detach()).to(torch.float32)
         for g, w in zip(gradients, sample_weights, strict=True)
     ]
     return filled[0] if len(filled) == 1 else torch.cat(filled)
