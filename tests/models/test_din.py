@@ -13,7 +13,9 @@ import tritonemb as te
 from tests.server.jobs import local_servers
 from tests.sharding.cases import EXACT
 from tests.sharding.models import whole_state
-from tritonemb.data import ClickLog, LogOptions, Schema, build_vocabulary, load_vocabulary
+from tritonemb.data import Batch, ClickLog, LogOptions, Schema, build_vocabulary, load_vocabulary
+from tritonemb.data.batch import pad_batch
+from tritonemb.training.metrics import predict_logits
 
 DIM, ITEMS = 8, 30
 
@@ -74,6 +76,22 @@ def test_a_logit_is_that_of_its_sample_alone():
             columns.append(interest)
         columns.append(model.embeddings["user"].weight[lists["user"][sample][0]])
         torch.testing.assert_close(logit, model.top(torch.cat(columns))[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_score_does_not_depend_on_the_histories_of_other_rows():
+    """After a row without a history, padding has none either, so the attention has a few rows only."""
+    tables = [te.TableConfig("item", 500, 16, features=["item", "clicks"])]
+    model, random = te.models.DIN(tables, 0, optimizer=te.optim.SGD(lr=0.1)), torch.Generator().manual_seed(1)
+    histories = [torch.randint(500, (n % 9,), generator=random).tolist() for n in range(600)]
+
+    def logits(*samples: int) -> torch.Tensor:
+        lists = {"item": [[sample % 500] for sample in samples], "clicks": [histories[sample] for sample in samples]}
+        batch = Batch(torch.zeros(len(samples), 0), te.KeyedJaggedTensor.from_lists(lists), torch.zeros(len(samples)))
+        return predict_logits(model, [pad_batch(batch)], torch.device("cpu"))[0]
+
+    expected = logits(*range(600))
+    for sample in range(100):
+        assert torch.equal(logits(0, sample), expected[[0, sample]]), sample
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from tritonemb.jagged import KeyedJaggedTensor, _unflatten
+from tritonemb.utils import LARGE_BATCH, rows_to_pad
 
 Array = np.ndarray[Any, Any]
 ALIGNMENT = 64  # bytes: a cache line, and more than any vector load requires
-# Matrix products round every row identically if they have at least LARGE_BATCH rows and a multiple of BATCH_MULTIPLE;
-# other batch sizes may not (measured with MKL and oneDNN, layers up to 1,200 wide; narrow ones see `WideLinear`).
-LARGE_BATCH, BATCH_MULTIPLE = 512, 16
 
 
 @dataclass(frozen=True)
@@ -250,7 +248,7 @@ def pad_batch(batch: Batch, min_size: int = LARGE_BATCH) -> Batch:
     """Pad a CPU batch to at least `min_size` samples and a multiple of `BATCH_MULTIPLE`, with labels NaN, the numbers
     of the first sample, and of each of its bags the first id, if it has one, with its weight."""
     size, keys = len(batch), batch.sparse.keys()
-    if size == 0 or (num_padding := max(min_size, -(-size // BATCH_MULTIPLE) * BATCH_MULTIPLE) - size) == 0:
+    if size == 0 or (num_padding := rows_to_pad(size, min_size)) == 0:
         return batch
     order = np.append(np.arange(size), np.zeros(num_padding, np.int64))
     bags = (np.arange(len(keys))[:, None] * size + order).ravel()

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tritonemb.jagged import Features
 from tritonemb.models.pooled import pooled_embeddings
@@ -13,6 +14,7 @@ from tritonemb.nn.collections import EmbeddingCollection
 from tritonemb.nn.layers import MLP
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import Device, TableConfig
+from tritonemb.utils import rows_to_pad
 
 
 class TargetAttention(nn.Module):
@@ -29,7 +31,10 @@ class TargetAttention(nn.Module):
     def forward(self, rows: Tensor, targets: Tensor, samples: Tensor, mask: Tensor) -> Tensor:
         """Return interests `[B, D]` in targets `[B, D]` by rows `[N, D]`, of samples `[N]`, if the mask has them."""
         target = targets.index_select(0, samples)
-        weights = self.mlp(torch.cat([rows, target, rows - target, rows * target], dim=1))
+        inputs = torch.cat([rows, target, rows - target, rows * target], dim=1)
+        if not (self.training or torch.compiler.is_compiling()) and inputs.device.type == "cpu":
+            inputs = F.pad(inputs, (0, 0, 0, rows_to_pad(len(rows))))  # so that a weight does not depend on other rows
+        weights = self.mlp(inputs)[: len(rows)]
         weighted = torch.where(mask[:, None], weights * rows, 0.0)
         return torch.zeros_like(targets).index_add(0, samples, weighted)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.data import open_dataset, open_for_scoring
-from tritonemb.data.batch import BATCH_MULTIPLE, LARGE_BATCH, Batch, Column, Rows, gather_batch, pad_batch
+from tritonemb.data.batch import Batch, Column, Rows, gather_batch, pad_batch
 from tritonemb.data.click_log import ClickLog, encoding_digest, vocabulary_digest
 from tritonemb.data.encode import make_numberings
 from tritonemb.data.files import pa
@@ -44,7 +44,7 @@ from tritonemb.training.metrics import (
 from tritonemb.training.model import build_model, import_factory
 from tritonemb.training.toml import from_plain
 from tritonemb.types import TableConfig
-from tritonemb.utils import Options, join_names, number
+from tritonemb.utils import BATCH_MULTIPLE, LARGE_BATCH, Options, join_names, number
 
 SKIPPED_PREFIXES = ("optimizer.", "rng.", "trainer.")  # of tensors that only training needs
 READING_KEYS = "features", "num_dense", "read", "precision"  # of the config in checkpoints of old versions

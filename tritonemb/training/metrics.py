@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tritonemb.data import Batch, Data, Split
-from tritonemb.data.batch import LARGE_BATCH
 from tritonemb.data.datasets import exact_auc
 from tritonemb.data.encode import feature_seed, hash_integers
 from tritonemb.data.protocol import Batches, Feature
@@ -24,7 +23,7 @@ from tritonemb.training.config import Precision
 from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
 from tritonemb.training.step import Forward, logits_of, take
 from tritonemb.training.train_state import TrainState
-from tritonemb.utils import join_names
+from tritonemb.utils import LARGE_BATCH, join_names
 
 MIN_WIDTH = 16  # outputs of a linear layer, see `WideLinear`
 
