@@ -18,7 +18,7 @@ from tests.gpu.driver import rehearsing
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
 from tests.selection import Meter, limit_examples, rest, schedule, select, skips_file
-from tests.tracing import hasten_compilation
+from tests.tracing import collect_seldom, hasten_compilation
 from tritonemb.ops.registry import use_kernels
 
 _COMMON = {
@@ -35,6 +35,7 @@ settings.register_profile("fast", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 hasten_compilation()
+collect_seldom()
 gc.disable()  # until the first test: imports leave little garbage, and full collections would visit all of them
 if INTERPRETED:
     from tests.interpreter import hasten
