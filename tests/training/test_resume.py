@@ -22,11 +22,13 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training.jobs import ROW_WISE_ADAGRAD, Crash, CrashAt, Noisy, Record, make_trainer, planted
 from tritonemb.data import ClickLog, Dataset, LogOptions, Schema, SplitRule, from_dataframe
+from tritonemb.storage import checkpoint as storage_checkpoint
 from tritonemb.storage.checkpoint import write_manifest
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
 from tritonemb.training.callbacks.jsonl import read_run_log
-from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest, writer
 from tritonemb.training.checkpoint.manager import CheckpointManager, data_changes
+from tritonemb.training.loop import Evaluations
 
 RUN = CheckpointManager._run
 
@@ -490,6 +492,46 @@ def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_pat
     trainer = make_trainer(data, tmp_path / "b", epochs=1, checkpoints=stop)
     with pytest.raises(CheckpointError, match="The latest complete checkpoint is step-2"):
         trainer.fit()
+
+
+class Metric(Callback):
+    """Records evaluations, whose AUC are these numbers."""
+
+    def __init__(self, monkeypatch: Any, *values: float) -> None:
+        self.best, numbers = list[bool](), iter(values)
+        real = Evaluations.metrics
+        monkeypatch.setattr(Evaluations, "metrics", lambda *args: replace(real(*args), auc=next(numbers)))
+
+    def on_evaluation(self, evaluation):
+        self.best.append(evaluation.best)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(("first", "better"), [(0.5, True), (0.75, False)])
+def test_a_best_checkpoint_that_was_not_written_gives_way_to_the_next_best(
+    data, tmp_path, monkeypatch, asynchronous, first, better
+):
+    """That of step 4 is lost; an asynchronous failure is known when the next checkpoint begins."""
+    metric, real = Metric(monkeypatch, first, 0.8, 0.6, 0.7), writer.size_and_checksum
+
+    def fail(path: Path) -> list[int]:
+        if path.parent.name.endswith("step-4"):
+            raise OSError("disk full")
+        return real(path)
+
+    for module in (writer, storage_checkpoint):
+        monkeypatch.setattr(module, "size_and_checksum", fail)
+    checkpoints = CheckpointOptions(checkpoint_steps=2, checkpoint_async=asynchronous)
+    options = {"evaluate_every": 2, "max_steps": 8, "checkpoints": checkpoints}
+    trainer = make_trainer(data, tmp_path / "run", callbacks=[metric], **options)
+    trainer.fit()
+    folder = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    best = 8 if better else 2
+    assert metric.best == [True, True, better and not asynchronous, better]
+    assert (folder.best(), folder.steps()) == (folder.path(best, "best"), [2, 6, 8])
+    saved = read_manifest(folder.path(8))["progress"]
+    for value, step in ((trainer.progress.best, trainer.progress.best_step), (saved["best"], saved["best_step"])):
+        assert (value, step) == (0.7 if better else first, best)
 
 
 def test_saving_and_resuming_need_a_folder(data):

@@ -76,10 +76,8 @@ class Loop:
         self, state: TrainState, checkpointer: CheckpointManager, folder: RunFolder | None, callbacks: CallbackList,
         request: StopRequest,
     ) -> None:  # fmt: skip
-        self.state, self.checkpointer, self.folder = state, checkpointer, folder
-        self.callbacks, self.request = callbacks, request
-        self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
-
+        self.state, self.checkpointer, self.folder, self.callbacks = state, checkpointer, folder, callbacks
+        self.request, self.options, self.ranks, self.progress = request, state.options, state.ranks, state.progress
         # Measurement.
         self.clock = Clock(self.progress.seconds)
         self.caches = CacheMeter(state.model) if caches_of(state.model) else None
@@ -88,7 +86,6 @@ class Loop:
         # Time of the latest step, in milliseconds since rank 0's `_start_time`, and its signal; equal on all ranks.
         self._start_time, self._now = time.monotonic(), 0
         self._signal: int | None = None
-
         # Latest checkpoint and log.
         self._saved_at, self._saved_step, self._logged_step = 0, self.progress.step, self.progress.step
         self._checkpoint_error: CheckpointError | None = None  # of the latest checkpoint
@@ -246,10 +243,13 @@ class Loop:
 
     def _checkpoint(self) -> None:
         self._saved_at, self.progress.seconds = self._now, self.clock.seconds
-        self._save(self.checkpointer.finish)  # an asynchronous checkpoint that is still being written
+        if not self._save(self.checkpointer.finish) and not self.progress.is_best:  # one that is still being written
+            self.checkpointer.restore_best()
         check_errors(self.state.device)
         if self._save(lambda: self.checkpointer.start(self.progress.is_best)):
             self._saved_step, self._checkpoint_error = self.progress.step, None
+        else:
+            self.checkpointer.restore_best()
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
         """Write a checkpoint by `call` and report it; return False if it failed and training continues."""

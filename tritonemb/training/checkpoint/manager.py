@@ -26,6 +26,7 @@ from tritonemb.server.attach import collections_on_servers
 from tritonemb.server.snapshot import read_tables, steps_of_snapshot
 from tritonemb.sharding import HybridParallel, TableShards
 from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.storage.checkpoint import read_manifest_text
 from tritonemb.tables.cached_rows import DiskTensor
 from tritonemb.tables.dynamic_table import DynamicTable
 from tritonemb.tables.server_table import TableService
@@ -272,6 +273,14 @@ class CheckpointManager:
     def finish(self) -> CheckpointSaved | None:
         """Wait for an asynchronous checkpoint, and return it; raise CheckpointError if it could not be written."""
         return None if self._async is None else self._async.wait()
+
+    def restore_best(self) -> None:
+        """Compare evaluations with the best checkpoint on the disk, since a better one was not written. Collective."""
+        assert self._folder is not None
+        progress, best = self._state.progress, on_rank_zero(self._control, self._folder.checkpoints.best)
+        saved = {} if best is None else on_each_rank(self._control, lambda: read_manifest_text(best)[1]["progress"])
+        is_comparable = saved.get("monitor") == progress.monitor
+        progress.best, progress.best_step = (saved["best"], saved["best_step"]) if is_comparable else (None, 0)
 
     def _contents(self) -> dict[str, Any]:
         step, services = self._state.progress.step, services_of(self._state.model)
