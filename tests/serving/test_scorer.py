@@ -20,11 +20,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("uvicorn")
 
+import torch
+
 import tritonemb as te
 from tests.serving.scorers import NAMES, arrow_stream, call, request, scores_at, start_server, train_run
 from tests.training.test_run import COLUMNS, SMALL, run
 from tritonemb.cli import main
 from tritonemb.flight import pa, pa_flight
+from tritonemb.nn.layers import MLP
 from tritonemb.serving import ModelFollower
 from tritonemb.serving.http import App, FlightApp
 from tritonemb.serving.scorer import OverloadedError, Scorer
@@ -73,6 +76,33 @@ def test_a_user_with_candidates_has_the_scores_of_the_expanded_rows(served, app,
     assert np.array_equal(scores_of(app, {"user": user, "candidates": candidates}), expected)
     columns = {name: [row[name] for row in candidates] for name in candidates[0]}
     assert np.array_equal(scores_of(app, {"user": user, "candidates": columns}), expected)
+
+
+def test_candidates_of_a_user_have_their_bits_by_layers_that_compute_the_user_once(served):
+    rows = [{**row, **{name: served.rows[3][name] for name in ("price", "age")}} for row in served.rows * 20]
+    batch, layers, inputs = served.run.encoder(rows[:301]), served.run.model.bottom, list[int]()
+    hook = layers[0].register_forward_pre_hook(lambda module, args: inputs.append(len(args[0])))
+    scores, layers.min_rows = served.run.score(batch), None
+    expected, layers.min_rows = served.run.score(batch), served.run._request_size
+    hook.remove()
+    assert np.array_equal(scores, expected)
+    assert inputs == [layers.min_rows, 304]
+
+
+def test_runs_of_equal_rows_are_computed_once():
+    layers, users, inputs = MLP(5, (16, 8)), torch.randn(6, 5), list[int]()
+    users[1, [0, -1]] = users[0, [0, -1]]  # rows that differ in inner columns only
+    rows = users.repeat_interleave(torch.tensor([9, 2, 5, 1, 13, 2]), 0)
+    layers[0].register_forward_pre_hook(lambda module, args: inputs.append(len(args[0])))
+    expected, layers.min_rows = layers(rows), 8
+    with torch.no_grad():
+        assert torch.allclose(layers(rows), expected)  # other batch sizes may round otherwise
+        for few in (users, users[:0], rows[:14]):
+            with torch.enable_grad():
+                every_row = layers(few)
+            assert torch.allclose(layers(few), every_row)
+    layers(rows)
+    assert inputs == [32, 8, 6, 6, 0, 0, 14, 14, 32]
 
 
 class SlowRun:

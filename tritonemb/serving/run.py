@@ -24,6 +24,7 @@ from tritonemb.data.transforms import Transforms
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.models import MODELS
 from tritonemb.nn.collections import TableCollection
+from tritonemb.nn.layers import MLP
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
 from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
 from tritonemb.serving.package import load_package, read_package
@@ -306,7 +307,10 @@ class Run:
         expected = self._logits(self._batches(rows, size))
         sizes = (1 << power for power in range(BATCH_MULTIPLE.bit_length() - 1, size.bit_length() - 1))
         results = ((n, self._logits(self._batches(rows.slice(0, n), n))) for n in sizes)
-        return next((n for n, logits in results if torch.equal(logits, expected[:n])), size)
+        size = next((n for n, logits in results if torch.equal(logits, expected[:n])), size)
+        for layers in (module for module in self.model.modules() if isinstance(module, MLP)):
+            layers.min_rows = size
+        return size
 
     def _batches(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
         keys, size = tuple(feature.name for feature in self.features), len(rows)
