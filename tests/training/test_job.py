@@ -98,7 +98,7 @@ def text_run(folder: Path, epochs: int) -> TrainConfig:
         batch_size=50,
         epochs=epochs,
         read=LogOptions(schema=Schema(num_embeddings=100), shuffle_rows=200),
-        checkpoint=CheckpointOptions(checkpoint_steps=1, keep=99),
+        checkpoint=CheckpointOptions(checkpoint_steps=2, keep=99),
         output=OutputOptions(out=folder),
     )
 

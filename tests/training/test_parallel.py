@@ -237,6 +237,30 @@ def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks):
     ranks(2).run(overflowing, 1)
 
 
+def saturating(rank, codec):
+    """Whether gradients saturate on this rank, and whether the step is skipped, for each step in fp16."""
+    data = jobs.planted(800, validation=False)
+    torch.manual_seed(0)
+    model, exchange = jobs.Noisy(data, 0.0, te.optim.SGD(lr=0.05)), te.sharding.ExchangePrecision("fp32", codec)
+    parallel = te.HybridParallel(model, jobs.plan_for(2), exchange=exchange)
+    trainer, steps = te.Trainer(parallel, data, precision="fp16", verbose=False), []
+    with data.open("train", 20, shard=(rank, 2)) as batches:
+        for batch in batches:
+            saturated, overflows = parallel.saturated(only_gradients=True), trainer.state.step.loss_scale.overflows
+            trainer.step([batch])
+            saturates = parallel.saturated(only_gradients=True) > saturated
+            steps.append((saturates, trainer.state.step.loss_scale.overflows > overflows))
+    return steps
+
+
+def test_gradients_that_saturate_in_an_exchange_leave_the_step_out(ranks):
+    first, second = ranks(2).run(saturating, "fp8_e4m3")
+    for (saturates, skipped), (also_saturates, also_skipped) in zip(first, second, strict=True):
+        assert skipped == also_skipped == (saturates or also_saturates)
+    assert first[0][1]
+    assert not first[-1][1]
+
+
 def diverging(rank, folder):
     """Return the error of a run that reads a row with NaN on one rank, and its checkpoints."""
     data = jobs.planted(400, validation=False)

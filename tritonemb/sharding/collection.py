@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.gradient_exchange import SumsExchange
 from tritonemb.comm.id_exchange import IdExchange, IdRoute, Received
 from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
 from tritonemb.errors import find_invalid_id
@@ -179,10 +178,11 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         device = None if network is group else self.device
         return IdExchange(group, routes, check, network=network, device=device, **options)
 
-    def saturated(self) -> int:
+    def saturated(self, only_gradients: bool = False) -> int:
         """Return how many elements have exceeded the range of the exchanges' codecs; synchronizes with the device."""
-        exchanges: list[OutputExchange | SumsExchange] = [*self._exchanges, *self._updates.exchanges]
-        return sum(codec.saturated() for exchange in exchanges for codec in exchange.codecs)
+        codecs = [codec for exchange in self._exchanges for codec in exchange.codecs[2 * only_gradients :]]
+        codecs += [codec for exchange in self._updates.exchanges for codec in exchange.codecs]
+        return sum(codec.saturated() for codec in codecs)
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         return batch

@@ -219,9 +219,9 @@ class HybridParallel(ParallelModel):
             for collection in self.collections:
                 collection.local_shards.average_replicas()
 
-    def saturated(self) -> int:
+    def saturated(self, only_gradients: bool = False) -> int:
         """Return how many elements on this rank have exceeded the range of the exchanges' codecs; synchronizes."""
-        return sum(collection.saturated() for collection in self.collections)
+        return sum(collection.saturated(only_gradients) for collection in self.collections)
 
     def table_weights(self) -> dict[str, Tensor]:
         """Return the sharded weight of each table by path."""

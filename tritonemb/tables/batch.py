@@ -63,9 +63,8 @@ def row_sums(
     sizes = counts.tolist()
     dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
     num_values = [n * dim for n, dim in zip(sizes, dims, strict=True)]
-    parts = torch.zeros(sum(num_values), dtype=torch.float32, device=rows.device).split(
-        num_values
-    )  # one after the other: see `concat`
+    # One after the other: see `concat`.
+    parts = torch.zeros(sum(num_values), dtype=torch.float32, device=rows.device).split(num_values)
     sums = [part.view(-1, dim) for part, dim in zip(parts, dims, strict=True)]
     gradient = ops.BatchGradient(grad, batch.offsets, batch.sample_weights, groups, layout)
     ops.row_gradients_(sums, gradient, compact=True, max_gradient=bound)
