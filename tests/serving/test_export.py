@@ -242,6 +242,10 @@ def test_damage_and_other_models_are_found(tmp_path):
         with pytest.raises(ValueError, match=error):
             te.load_run(folder, model=Model(KINDS["device"]))
         (folder / name).write_bytes(content)
+    other = Model(KINDS["device"])
+    other.top = nn.Linear(8, 4)
+    with pytest.raises(ValueError, match=r"is of another model; use .*\n.*size mismatch for top.weight"):
+        te.load_run(folder, model=other)
     # The length of a table's header, which says where its rows begin.
     path = next((folder / "tables").iterdir())
     content = path.read_bytes()

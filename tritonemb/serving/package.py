@@ -107,7 +107,10 @@ def load_package(folder: Path, model: nn.Module, manifest: Mapping[str, Any]) ->
             parent._modules.update({name: loaded for name, child in parent._modules.items() if child is collection})
         model = model if path else loaded
     dense = {name: tensor.clone() for name, tensor in map_tensors(folder / DENSE)[0].items()}
-    missing, unexpected = model.load_state_dict(dense, strict=False, assign=True)
+    try:
+        missing, unexpected = model.load_state_dict(dense, strict=False, assign=True)
+    except RuntimeError as error:  # of other shapes
+        raise ValueError(f"{folder} is of another model; use the model that was exported: {error}") from error
     parts_by_path = model.named_modules(remove_duplicate=False)
     tables = tuple(f"{path}.".lstrip(".") for path, part in parts_by_path if isinstance(part, Collection))
     missing = [name for name in missing if not name.startswith(tables)]
