@@ -111,6 +111,8 @@ def test_tables_without_a_fused_optimizer_are_refused():
     data = jobs.planted(100)
     with pytest.raises(ValueError, match="'embeddings' has no fused optimizer, and stays as it is"):
         jobs.make_trainer(data, optimizer=None, fresh_tables=True)
-    model = te.nn.DLRM(data.tables(8), data.num_dense, (8,), (8,))
-    model.embeddings.requires_grad_(False)
+    with pytest.raises(ValueError, match="initializes tables anew, but the model has no fused optimizer"):
+        te.Trainer(torch.nn.Sequential(torch.nn.EmbeddingBag(9, 4)), data, fresh_tables=True, verbose=False)
+    model = te.nn.DLRM(data.tables(8), data.num_dense, (8,), (8,), te.optim.SGD(lr=0.1))
+    model.frozen = te.nn.EmbeddingBag(9, 4).requires_grad_(False)
     te.Trainer(model, data, fresh_tables=True, verbose=False)

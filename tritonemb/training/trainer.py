@@ -26,7 +26,7 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, check_group_by, evaluate, probabilities, score
-from tritonemb.training.model import unfused_tables
+from tritonemb.training.model import fused_modules, unfused_tables
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero
 from tritonemb.training.schedule import Schedule, label_scales, label_totals
 from tritonemb.training.step import TrainStep
@@ -45,9 +45,9 @@ def _check(model: object, data: Any, options: TrainerOptions) -> None:
         kinds = f"{type(model).__name__} and {type(data).__name__}"
         raise TypeError(f"Trainer(model, data) takes a torch.nn.Module and a data set as of te.data, got {kinds}")
     check_group_by(options.group_by, data.features)
-    if options.fresh_tables and (paths := unfused_tables(model)):
+    if options.fresh_tables and ((paths := unfused_tables(model)) or not fused_modules(model)):
         text = "has no fused optimizer, and stays as it is; construct it with optimizer=, or freeze it"
-        raise ValueError(f"fresh_tables initializes tables anew, but {paths[0]!r} {text}")
+        raise ValueError(f"fresh_tables initializes tables anew, but {[*map(repr, paths), 'the model'][0]} {text}")
     for name in ("evaluate_every", "patience", "monitor"):
         if getattr(options, name) != getattr(TrainerOptions, name) and "validation" not in data.splits():
             remedy = f"hold some out, as by validation_share, or omit {name}"
