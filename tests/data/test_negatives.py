@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,6 +29,8 @@ def test_items_are_sampled_with_their_probabilities(power, weights):
 
 
 def test_samples_depend_on_seed_step_and_stream_alone():
+    numbers = (np.int64(1000), torch.tensor(1000))
+    assert all(torch.equal(NegativeSampler(n).sample(9, 1), NegativeSampler(1000).sample(9, 1)) for n in numbers)
     first, again = (NegativeSampler(1000, seed=5) for _ in range(2))
     samples = first.sample(50, 7)
     first.sample(3, 8)
@@ -50,9 +53,12 @@ def test_mixed_negatives_have_the_mean_of_both_probabilities():
 
 
 def test_bad_input():
-    for items in (0, torch.tensor([3, 1, 3])):
-        with pytest.raises(ValueError, match="at least 1, or ids that are distinct"):
+    for items in (0, -2, torch.tensor([3, 1, 3]), torch.tensor([0.5, 1.0])):
+        with pytest.raises(ValueError, match="at least 1, or ids that are distinct integers"):
             NegativeSampler(items)
+    for numbers in ((0, 0), (-1, 2), (2, -1)):
+        with pytest.raises(ValueError, match="and one above 0, got batch_size="):
+            NegativeSampler(3, torch.ones(3)).log_q(torch.tensor([1]), batch_size=numbers[0], num_negatives=numbers[1])
     with pytest.raises(ValueError, match=r"power=0\.75 needs the counts of all items, got None"):
         NegativeSampler(4, power=0.75)
     with pytest.raises(ValueError, match="got 4 for 3 items"):

@@ -85,6 +85,9 @@ def test_towers_have_their_features_and_layers():
     item_rows = torch.cat([item["item"].weight[torch.tensor([0, 1])], brand["brand"].weight[torch.tensor([1, 2])]], 1)
     expected = (model.users.mlp(torch.cat([dense, user_rows], 1)) * model.items.mlp(item_rows)).sum(1)
     torch.testing.assert_close(model(dense, sparse), expected)
+    for tower in (model.users, Tower(tables, 3)):
+        with pytest.raises(ValueError, match=r"the tower has 3 dense features; pass dense \[B, 3\]"):
+            tower(sparse)
 
 
 @pytest.mark.parametrize("top_mlp", [(), (16, 8)])

@@ -23,10 +23,11 @@ class NegativeSampler:
     """
 
     def __init__(self, items: int | Tensor, counts: Tensor | None = None, *, power: float = 0.0, seed: int = 0) -> None:
-        ids = torch.arange(items) if isinstance(items, int) else items.cpu()
+        is_number = not isinstance(items, Tensor) or items.dim() == 0
+        ids = torch.arange(max(int(items), 0)) if is_number else torch.as_tensor(items).cpu()
         self._ids, order = (tensor.numpy() for tensor in ids.sort())
-        if not len(self._ids) or (self._ids[1:] == self._ids[:-1]).any():
-            raise ValueError("items must be a number of at least 1, or ids that are distinct")
+        if not len(self._ids) or (self._ids[1:] == self._ids[:-1]).any() or ids.is_floating_point():
+            raise ValueError("items must be a number of at least 1, or ids that are distinct integers")
         if not 0 <= power < np.inf:
             raise ValueError(f"power must be a finite number of 0 or more, got {power}")
         if (counts is None and power != 0) or (counts is not None and len(counts) != len(ids)):
@@ -65,6 +66,9 @@ class NegativeSampler:
         Raises:
             ValueError: an id is not that of an item, or the item's probability is 0.
         """
+        if min(batch_size, num_negatives) < 0 or not batch_size + num_negatives:
+            text = f"got batch_size={batch_size}, num_negatives={num_negatives}"
+            raise ValueError(f"a softmax needs negatives: numbers of at least 0, and one above 0, {text}")
         values = ids.cpu().numpy()
         positions = self._ids.searchsorted(values).clip(max=len(self._ids) - 1)
         sum_q = batch_size * self._shares[positions] + num_negatives * self._probabilities[positions]

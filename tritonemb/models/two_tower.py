@@ -35,10 +35,12 @@ class Tower(PooledModel):
     ) -> None:
         super().__init__(tables, num_dense, optimizer, device)
         self.mlp = MLP(self.width, mlp, last_activation=False, device=device) if mlp else nn.Identity()
-        self.dim, self._unit = mlp[-1] if mlp else self.width, unit
+        self.dim, self._unit, self._num_dense = mlp[-1] if mlp else self.width, unit, num_dense
 
     def forward(self, sparse: Features, dense: Tensor | None = None) -> Tensor:
         """Return vectors `[B, dim]`; `dense` is `[B, num_dense]`, and may be None if there are no dense features."""
+        if dense is None and self._num_dense:
+            raise ValueError(f"the tower has {self._num_dense} dense features; pass dense [B, {self._num_dense}]")
         vectors: Tensor = self.mlp(self.embeddings(sparse) if dense is None else self.concatenated(dense, sparse))
         return F.normalize(vectors, dim=1) if self._unit else vectors
 
