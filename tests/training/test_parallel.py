@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
 
@@ -205,6 +206,30 @@ def test_a_dense_part_that_is_cut_is_saved_whole(ranks, alone, tmp_path):
     copies = ranks(4).run(jobs.fit, {"folder": tmp_path, "resume": True, "batch_size": 100, "epochs": 3})
     assert copies[0]["resumed"] == "step-10"
     assert copies[0]["reason"] == "finished"
+
+
+def trained_apart(rank, folder, steps, resume):
+    """Tables of two replicas that are averaged every 4 steps, and saved every 6."""
+    data = jobs.planted(1_000, validation=False)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = jobs.Noisy(data, 0.0, te.optim.SGD(lr=0.5))
+    plan = te.sharding.ShardingPlan({name: te.sharding.TableWise(0) for name in jobs.plan_for(2).tables}, 1)
+    parallel = te.HybridParallel(model, plan, mesh, average_every=4)
+    checkpoints = te.training.CheckpointOptions(checkpoint_steps=6)
+    options = {"batch_size": 50, "epochs": 9, "max_steps": steps, "checkpoints": checkpoints, "verbose": False}
+    trainer = te.Trainer(parallel, data, folder=folder, **options)
+    assert (trainer.resume() is not None) == resume
+    trainer.fit()
+    return {name: table.shards[0].tensor.clone() for name, table in parallel.table_weights().items()}
+
+
+def test_a_checkpoint_has_the_updates_of_all_replicas(ranks, tmp_path):
+    """A resumed run is bitwise identical to an uninterrupted one, and has all replicas' rows."""
+    expected = ranks(2).run(trained_apart, tmp_path / "whole", 11, False)
+    ranks(2).run(trained_apart, tmp_path / "parts", 6, False)
+    for actual, values in zip(ranks(2).run(trained_apart, tmp_path / "parts", 11, True), expected, strict=True):
+        assert_same_bits(actual, values)
 
 
 def predicting(rank):

@@ -125,7 +125,7 @@ class HybridParallel(ParallelModel):
         _check_plan(self.plan, {config.name for c in collections for config in c.configs}, tables, *size)
         # Sharded collections, then the dense layers: the called module wraps the computed one in DDP or FSDP2. Tuples
         # keep both from being submodules.
-        self.average_every, self.pipeline, self._steps = average_every, pipeline, 0
+        self.average_every, self.pipeline, self.steps = average_every, pipeline, 0
         self._options = self.plan, self.groups, exchange or ExchangePrecision(), table_device, average_every == 1
         sharded_collections = _shard(local_collections, self._options)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded_collections.values())
@@ -214,8 +214,8 @@ class HybridParallel(ParallelModel):
 
     def end_step(self) -> None:
         """End a step: average the replicas of the tables after every `average_every` steps."""
-        self._steps += 1
-        if self.average_every > 1 and self.groups.replicas.size > 1 and self._steps % self.average_every == 0:
+        self.steps += 1
+        if self.average_every > 1 and self.groups.replicas.size > 1 and self.steps % self.average_every == 0:
             for collection in self.collections:
                 collection.local_shards.average_replicas()
 

@@ -283,7 +283,10 @@ class CheckpointManager:
         progress.best, progress.best_step = (saved["best"], saved["best_step"]) if is_comparable else (None, 0)
 
     def _contents(self) -> dict[str, Any]:
-        step, services = self._state.progress.step, services_of(self._state.model)
+        step, model, services = self._state.progress.step, self._state.model, services_of(self._state.model)
+        if isinstance(model, HybridParallel) and model.groups.replicas.size > 1 and model.steps % model.average_every:
+            for collection in model.collections:
+                collection.local_shards.average_replicas()  # a checkpoint has one of them
         return {"step": step, "tensors": self._finite_tensors(), "manifest": self.manifest(), "services": services}
 
     def _finite_tensors(self) -> dict[str, Tensor]:
@@ -392,6 +395,8 @@ class CheckpointManager:
         if progress.position is not None:
             progress.position = rank_position(progress.position, state.ranks.rank, state.ranks.size)
         state.progress = progress
+        if isinstance(state.model, HybridParallel):
+            state.model.steps = progress.step
         state.use(data)
         return path
 
