@@ -361,11 +361,14 @@ class TrainStep:
             self.input_sum += batch.dense.sum()
 
     def _scaled_step(self, batches: Sequence[Batch], weights: Sequence[float], scales: Tensor | None) -> None:
-        """Step with loss scaling: gradients are checked before any update; an overflow on any rank skips the step."""
-        scale = self.loss_scale.factor
+        """Step with loss scaling: gradients are checked before any update; an overflow on any rank skips the step.
+
+        So does a gradient that saturates in an exchange, unless the scale is the least one."""
+        scale, saturated = self.loss_scale.factor, self._saturated_gradients()
         with suppress(_GradientOverflow), self._accumulating():
             self._backward(batches, weights, scales, scale)
             finite = [module.scale_accumulated(1 / scale) for module in self.fused_modules]
+            finite.append(scale == LossScale.SMALLEST or self._saturated_gradients() == saturated)
             if isinstance(self.dense_optimizer, OffloadedOptimizer):
                 finite.append(self.dense_optimizer.scale_gradients(1 / scale))
             else:
@@ -378,6 +381,9 @@ class TrainStep:
         if self.dense_optimizer is not None and not overflowed:
             self.dense_optimizer.step()
         self.loss_scale.update(overflowed)
+
+    def _saturated_gradients(self) -> int:
+        return self.model.saturated(only_gradients=True) if isinstance(self.model, HybridParallel) else 0
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
