@@ -109,6 +109,7 @@ def test_rows_of_torchrecs_sorting_module():
 def dump(folder: Path, name: str = "user", world: int = 2) -> list[Path]:
     """As dynamicemb writes it: ids of a rank by their remainder, here as they come."""
     paths = []
+    folder.mkdir(exist_ok=True)
     for rank in range(world):
         for kind, values in (("keys", np.array(IDS[rank::world])), ("values", ROWS[rank::world].numpy())):
             paths.append(folder / f"{name}_emb_{kind}.rank_{rank}.world_size_{world}")
@@ -157,6 +158,8 @@ def edited(state: dict[str, Tensor], end: str, edit: Callable[[Tensor], Any]) ->
     [
         (ValueError, "4 ids with 4 rows of {'weight': 5}", lambda t, _: from_vocabulary(t, ROWS, IDS[:4])),
         (ValueError, "5 ids.*'sum': 4", lambda t, _: from_vocabulary(t, ROWS, IDS, sum=torch.ones(4))),
+        (ValueError, "'weight': 5, 'sum': 9", lambda t, _: from_vocabulary(t, ROWS, {7: 4}, sum=torch.ones(9))),
+        (ValueError, "'weight': 5, 'sum': 7", lambda t, _: from_torchrec(t, mch(), sum=torch.ones(7))),
         (ValueError, r"'weight': 0", lambda t, _: from_vocabulary(t, torch.tensor(1.0), IDS)),
         (ValueError, "rows 0 to 5", lambda t, _: from_vocabulary(t, ROWS, {1: 0, 2: 5})),
         (ValueError, "rows -1 to 2", lambda t, _: from_vocabulary(t, ROWS, {1: -1, 2: 2})),
@@ -185,6 +188,7 @@ def edited(state: dict[str, Tensor], end: str, edit: Callable[[Tensor], Any]) ->
         (ValueError, "surplus .*rank_0.world_size_2", spoilt(lambda paths: dump(paths[0].parent, world=3))),
         (ValueError, "rank_0.*not an int64 and 3 float32", spoilt(lambda paths: paths[0].open("ab").write(b"1"))),
         (ValueError, "rank_1.*not an int64 and 3 float32", spoilt(lambda paths: paths[3].write_bytes(b"1234"))),
+        (ValueError, "have the same rank", lambda t, f: from_dynamicemb(t, [*dump(f / "a"), *dump(f / "b")])),
         (ValueError, r"only those of tables \[\]", lambda t, folder: from_dynamicemb(t, folder / "nowhere")),
     ],
 )  # fmt: skip

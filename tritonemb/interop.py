@@ -85,7 +85,9 @@ def from_dynamicemb(
     # Group the files by table, then by kind, rank and world size.
     for path in Path(source).glob("*") if isinstance(source, str | os.PathLike) else map(Path, source):
         if match := _DUMP.fullmatch(path.name):
-            dumps.setdefault(match[1], {})[match[2], int(match[3]), int(match[4])] = path
+            key = match[2], int(match[3]), int(match[4])
+            if (other := dumps.setdefault(match[1], {}).setdefault(key, path)) != path:
+                raise ValueError(f"{other} and {path} have the same rank; load one dump at a time")
     name = name or (next(iter(dumps)) if len(dumps) == 1 else table.config.name)
     if name not in dumps:
         raise ValueError(f"no file {name}_emb_keys.rank_*, only those of tables {sorted(dumps)}; check source and name")
@@ -127,7 +129,7 @@ def _insert(table: DynamicTable, ids: Any, rows: Any, values: Mapping[str, Any],
     ids, tensors = _cpu_tensor("ids", ids, _INTEGERS), {n: _cpu_tensor(n, v, _FLOATS) for n, v in values.items()}
     row_indices = torch.arange(len(ids)) if rows is None else _cpu_tensor("rows", rows, _INTEGERS)
     counts = {name: len(tensor) if tensor.dim() else 0 for name, tensor in tensors.items()}
-    if len(row_indices) != len(ids) or (rows is None and {*counts.values()} != {len(ids)}):
+    if len(row_indices) != len(ids) or {*counts.values()} != {len(ids) if rows is None else counts["weight"]}:
         raise ValueError(f"{len(ids):,} ids with {len(row_indices):,} rows of {counts}: expected one row per id")
     used = slice(None) if empty_id is None else ids != empty_id
     ids, row_indices = ids[used], row_indices[used]
