@@ -245,6 +245,10 @@ def test_rows_of_tables_are_read_by_id(trained):
         assert torch.equal(rows, table.weight[ids])
         with pytest.raises(ValueError, match="user"):
             loaded_run.tables["user"].lookup([10**6])
+        loaded_run.model = te.quantize(loaded_run.model, "int4")
+        decoded = loaded_run.model.embeddings["user"].dequantize()[ids]
+        assert torch.equal(loaded_run.tables["user"].lookup(ids), decoded)
+        assert not torch.equal(decoded, rows)
 
 
 def test_what_cannot_be_encoded_is_named(trained):

@@ -214,9 +214,9 @@ class Run:
             metrics = label_metrics(*pair, self.labels, None, batches.groups, batches.weights)
             return replace(metrics, num_skipped=stream.report.skipped)
 
-    @cached_property
+    @property
     def tables(self) -> dict[str, "RunTable"]:
-        """Tables of the model by name."""
+        """Tables of the model by name, also of one that has been set, as by `run.model = te.quantize(run.model)`."""
         collections = [m for m in self.model.modules() if isinstance(m, TableCollection | QuantizedCollection)]
         return {config.name: RunTable(config, c, self.device) for c in collections for config in c.configs}
 
