@@ -16,7 +16,14 @@ from tests.strategies import TABLE_DTYPES, problems, random_batch, random_weight
 from tritonemb.kernels import quantized_bag as triton
 from tritonemb.kernels.by_torch import embedding_bag
 from tritonemb.kernels.cpu.quantized_bag import quantized_bag
-from tritonemb.kernels.quantized_bag import dequantize_rows, from_aten, quantize_rows, quantized_bag_reference, to_aten
+from tritonemb.kernels.quantized_bag import (
+    dequantize_rows,
+    from_aten,
+    quantize_rows,
+    quantized_bag_reference,
+    to_aten,
+    unpack_rows,
+)
 from tritonemb.layout import ADDRESS_BITS, INDEXED, NUM_ROWS, make_layout
 
 BITS = (8, 4, 2)
@@ -110,6 +117,18 @@ def test_a_search_is_no_worse_than_the_whole_range_or_atens(bits):
         assert searched.sum() < (0.9 if bits == 4 else 0.97) * whole.sum()
         aten = errors(from_aten(prepack(weight, bits, optimized_qparams=True), bits))
         assert searched.sum() < 1.01 * aten.sum()
+
+
+@any_bits
+@pytest.mark.parametrize("size", [1e-2, 1e-3, 1e-4, 1e-5])
+def test_small_rows_are_not_cut_off(bits, size):
+    """Each value is at most half a step, of the range or of float16's least numbers, from one that a code has."""
+    weight = torch.rand(300, 64, generator=torch.Generator().manual_seed(4)).sub_(0.5).mul_(size)
+    rows = quantize_rows(weight, bits, False)
+    steps = unpack_rows(rows, bits, 64)[1]
+    bounds = torch.maximum(steps / 2, weight.abs() / 2048)  # of a code, and of the bias
+    assert ((dequantize_rows(rows, bits, 64) - weight).abs() <= bounds * (1 + 1e-5)).all()  # float32 rounds
+    assert (steps <= size / (2**bits - 1) * (1 + 2.0**-10) + 2.0**-24).all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), 7e4])

@@ -87,7 +87,10 @@ def quantize_rows(weight: Tensor, bits: int, search: bool) -> Tensor:
 def _parameters(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return scale and bias, float16 `[rows, 1]`, of ranges."""
     bias = low.half()
-    scale = ((high - bias.float()) / (2**bits - 1)).half()
+    extent = high - bias.float()
+    scale = (extent / (2**bits - 1)).half()
+    # The next float16 if the largest value would need a larger code: float16 has few digits below 2^-14.
+    scale = torch.where(extent > scale.float() * (2**bits - 0.5), (scale.view(torch.int16) + 1).view(torch.half), scale)
     return torch.where(scale <= 0, 1, scale), bias  # no value differs from the bias
 
 
