@@ -295,13 +295,12 @@ def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
 OUT_OF_RANGE = (te.TableConfig("cut", 10, 8, features=["a"]), te.TableConfig("everywhere", 5, 8, features=["b"]))
 
 
-def refused(rank, pooled):
+def refused(rank, pooled, shardings, copies):
     """One rank brings a bad id of either table, then all bring good ones."""
     pooling = "sum" if pooled else "none"
-    shardings = (RowWise(), DataParallel())
     tables = tuple(replace(table, pooling=pooling) for table in OUT_OF_RANGE)
-    case = Case(tables, shardings, te.optim.SGD(lr=0.1), (((1, 1, 1, 1),),), pooled)
-    collection = case.sharded(groups_of(None))
+    case = Case(tables, shardings, te.optim.SGD(lr=0.1), (((1, 1, 1, 1),),), pooled, copies=copies)
+    collection = case.sharded(groups_of(None, copies))
     messages = []
     for bad in ({"a": [[1], [2, 10]], "b": [[0], [1]]}, {"a": [[1], [2]], "b": [[0], [1, -7]]}):
         good = {"a": [[1], [2]], "b": [[], [4]]}
@@ -315,9 +314,18 @@ def refused(rank, pooled):
 
 
 @pytest.mark.parametrize("pooled", [True, False])
-def test_ids_out_of_range_stop_all_ranks(ranks, pooled):
-    """Out-of-range ids of replicated tables stop all ranks, too."""
-    errors = ranks(4).run(refused, pooled)
+@pytest.mark.parametrize(
+    ("shardings", "copies"),
+    [
+        ((RowWise(), DataParallel()), 1),
+        ((DataParallel(), DataParallel()), 1),
+        ((RowWise(), DataParallel()), 2),
+        ((TableWise(0), TableWise(0)), 4),
+    ],
+)
+def test_ids_out_of_range_stop_all_ranks(ranks, pooled, shardings, copies):
+    """Out-of-range ids of replicated tables stop all ranks, too, and those of one replica the others."""
+    errors = ranks(4).run(refused, pooled, shardings, copies)
     for rank, (cut, replicated) in enumerate(errors):
         if rank == 2:
             for part, message in (

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from tritonemb.comm.gradient_exchange import all_gather_rows
+from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute, Received
 from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
 from tritonemb.errors import find_invalid_id
@@ -68,9 +70,13 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         replicated = self.shard_map.shards_on(groups.shards.rank, "replicated")
         self._replicated_tables = self._make_table_sets(replicated, self.bounds_check)
         self.server_seeds = [table.seed for table in collection.tables if table.rows.is_pulled]
-        self._bounds_checked: list[tuple[str, str, int]] = []  # feature, table, rows: ids that no exchange checks
-        if self._lookups and groups.shards.size > 1 and self.bounds_check == "raise":
+        # Feature, table, rows: ids that no ID exchange of all ranks checks; and a CPU group of all ranks to report an
+        # invalid one, unless such an exchange does.
+        self._bounds_checked, self._report_group = list[tuple[str, str, int]](), RankGroup()
+        if groups.world.size > 1 and self.bounds_check == "raise" and (device.type == "cpu" or groups.shards.size > 1):
             configs = [self.configs[placed.table] for placed in replicated]
+            if not self._lookups or groups.replicas.size > 1:
+                configs, self._report_group = [c for c in self.configs if not c.is_dynamic], groups.prefetch
             self._bounds_checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
         self.set_learning_rate(collection.current_learning_rate)
         self.local_shards.init(collection)
@@ -163,6 +169,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
     def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
         batch = self.convert_batch(features)
         sent, problem = self._batch_to_send(batch), find_invalid_id(batch, self._bounds_checked)
+        if self._report_group.size > 1:
+            all_gather_rows(self._report_group, torch.empty(0, dtype=torch.int64, device="cpu"), problem)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))

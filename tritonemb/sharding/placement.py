@@ -135,6 +135,7 @@ class ShardGroups(NamedTuple):
     node: RankGroup  # ranks of `shards` on this node
     across: RankGroup  # ranks of `shards` with the same local rank on other nodes
     replicas: RankGroup  # ranks with the same shards in other replicas of the tables
+    prefetch: RankGroup  # all ranks of the job, in a CPU group that a prefetch thread may use
 
     @classmethod
     def create(
@@ -167,13 +168,13 @@ class ShardGroups(NamedTuple):
         return cls(
             world.duplicate(), shard_group, ids, world.subgroup(copies) if ids_over_device else ids,
             shard_group if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
-            world.subgroup(list(zip(*copies, strict=True))),
+            world.subgroup(list(zip(*copies, strict=True))), ids if replicas == 1 else world.duplicate(backend="gloo"),
         )  # fmt: skip
 
     def for_prefetch(self, replicated: bool) -> RankGroup:
-        """Create a separate CPU group of the ranks of `world`, or of `replicas`, for prefetches; on all ranks."""
+        """Return a separate CPU group of all ranks, or create one of `replicas`, for prefetches; a collective."""
         if replicated:
-            return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
+            return self.prefetch
         size = self.shards.size
         return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
 
