@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -171,6 +172,10 @@ def test_a_checkpoint_that_is_resumed_in_another_folder_says_what_was_read(tmp_p
     train(text_run(tmp_path / "second", 2), str(checkpoint), verbose=False)
     assert (tmp_path / "second" / "cache").exists()
     assert_same_bits(tensors_at(tmp_path / "second", 20), tensors_at(tmp_path / "first", 20))
+    copy = shutil.copytree(checkpoint, tmp_path / "copies" / "today" / "step-14")
+    with pytest.raises(ValueError, match="step-14 is not in the folder of a run; name the folder of the new run with"):
+        train(replace(text_run(tmp_path / "first", 2), output=OutputOptions()), str(copy), verbose=False)
+    assert [entry.name for entry in (tmp_path / "copies").iterdir()] == ["today"]
 
 
 def test_a_refused_run_converts_nothing(tmp_path):

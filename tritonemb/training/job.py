@@ -196,7 +196,10 @@ def _locate_run(config: TrainConfig, data: Data, resume: str | None) -> tuple[Pa
         return config.output.out or _run_path(data, resume), None
     requested = RunFolder(resume).checkpoints.latest() or Path(resume)
     read_manifest_text(requested)  # raises if it is not a checkpoint, so that its parents are not those of a run
-    return config.output.out or requested.resolve().parents[1], requested
+    folder = requested.resolve().parent
+    if config.output.out is None and folder.name != "checkpoints":
+        raise ValueError(f"{requested} is not in the folder of a run; name the folder of the new run with --out")
+    return config.output.out or folder.parent, requested
 
 
 def _start_of_run(
