@@ -259,6 +259,15 @@ def test_groups_may_be_computed_ahead():
     assert_same_bits(contents(collection), contents(twin))
 
 
+def test_groups_of_another_batch_are_refused():
+    """Their positions would be read beyond the gradient."""
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("t", 10, 4)], te.optim.SGD(lr=0.1))
+    batches = [te.KeyedJaggedTensor.from_lengths(["t"], torch.arange(n), torch.ones(n).long()) for n in (2, 3)]
+    for batch, other in (batches, batches[::-1]):
+        with pytest.raises(ValueError, match=f"another batch than this one of {len(batch.values())} ids"):
+            collection(batch, groups=collection.group(other))
+
+
 class Projected(te.nn.EmbeddingBagCollection):
     """As a user may extend it: by a layer and a parameter."""
 
