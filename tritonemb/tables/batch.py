@@ -78,7 +78,8 @@ def checked_batch(features: Features) -> KeyedJaggedTensor:
         keys, values, offsets, weights = unpack_features(features)
         features = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     assert isinstance(features, KeyedJaggedTensor)
-    check_ids(features.values())
+    if features.values().numel():  # `torch.tensor([])` has the default dtype
+        check_ids(features.values())
     return features
 
 
