@@ -12,9 +12,11 @@ from __future__ import annotations
 import csv
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
+import struct
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -119,43 +121,51 @@ def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, A
 
 def compile_all(case: str, launches: Iterable[Launch], target: str) -> list[Code]:
     """The code of every distinct specialisation among `launches`, in the order of launches."""
-    result: dict[str, Code] = {}
+    variants: dict[str, tuple[Launch, ASTSource, dict[str, Any]]] = {}
     for launch in launches:
         source, options = source_of(launch, TARGETS[target])
-        key = f"{source.hash()} {launch.num_warps}"
-        if key not in result:
-            result[key] = _compile(case, launch, source, options, target)
-    return list(result.values())
+        variants.setdefault(f"{source.hash()} {launch.num_warps}", (launch, source, options))
+    figures = _cached_figures([(source, options) for _, source, options in variants.values()], target)
+    return [
+        Code(case, launch.kernel.__name__, describe(launch), launch.num_warps, target, *figures_of_launch)
+        for (launch, *_), figures_of_launch in zip(variants.values(), figures, strict=True)
+    ]
 
 
-def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, Any], target: str) -> Code:
-    described = describe(launch)
-    figures = _cached_figures(source, options, target)
-    return Code(case, launch.kernel.__name__, described, launch.num_warps, target, *figures)
-
-
-def _cached_figures(source: ASTSource, options: dict[str, Any], target: str) -> Figures:
-    """Those of the last time that the same source was compiled by the same compiler and read by this file."""
+def _cached_figures(variants: Sequence[tuple[ASTSource, dict[str, Any]]], target: str) -> list[Figures]:
+    """Those of the last time that the same sources were compiled by the same compiler and read by this file."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
-    digest.update(repr((triton.__version__, source.hash(), sorted(options.items()), target)).encode())
-    path = kernel_folder() / "ahead_of_time" / f"{digest.hexdigest()[:32]}.json"
-    with suppress(OSError, ValueError):
-        registers, spilled, shared, loads, *flying = json.loads(path.read_text())
-        return Figures(registers, spilled, shared, {int(width): count for width, count in loads}, *flying)
-    figures = _figures(source, options, target)
-    path.parent.mkdir(exist_ok=True)
-    with _replaced(path) as file:
-        json.dump([list(part.items()) if isinstance(part, dict) else part for part in figures], file)
-    return figures
+    paths, results, missing = list[Path](), dict[Path, Figures](), dict[Path, tuple[ASTSource, dict[str, Any]]]()
+    for source, options in variants:
+        key = digest.copy()
+        key.update(repr((triton.__version__, source.hash(), sorted(options.items()), target)).encode())
+        path = kernel_folder() / "ahead_of_time" / f"{key.hexdigest()[:32]}.json"
+        paths.append(path)
+        with suppress(OSError, ValueError):
+            registers, spilled, shared, loads, *flying = json.loads(path.read_text())
+            counts = {int(width): count for width, count in loads}
+            results[path] = Figures(registers, spilled, shared, counts, *flying)
+        if path not in results:
+            missing[path] = source, options
+    created = _figures(list(missing.values()), target) if missing else []
+    for path, figures in zip(missing, created, strict=True):
+        results[path] = figures
+        path.parent.mkdir(exist_ok=True)
+        with _replaced(path) as file:
+            json.dump([list(part.items()) if isinstance(part, dict) else part for part in figures], file)
+    return [results[path] for path in paths]
 
 
-def _figures(source: ASTSource, options: dict[str, Any], target: str) -> Figures:
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
+def _figures(variants: Sequence[tuple[ASTSource, dict[str, Any]]], target: str) -> list[Figures]:
+    compiled = [triton.compile(source, target=TARGETS[target], options=options) for source, options in variants]
     if TARGETS[target].backend == "cuda":
-        figures = read_cubin(compiled.asm["cubin"])
+        results = read_cubins([kernel.asm["cubin"] for kernel in compiled], target)
     else:
-        figures = read_amdgcn(compiled.asm["amdgcn"])
-    return figures._replace(shared=max(figures.shared, compiled.metadata.shared))
+        results = [read_amdgcn(kernel.asm["amdgcn"]) for kernel in compiled]
+    return [
+        figures._replace(shared=max(figures.shared, kernel.metadata.shared))
+        for figures, kernel in zip(results, compiled, strict=True)
+    ]
 
 
 def describe(launch: Launch) -> str:
@@ -176,15 +186,42 @@ def _kind(value: Any) -> str:
     return "" if isinstance(value, float) else f"={value}"
 
 
-def read_cubin(cubin: bytes) -> Figures:
+INSTRUCTION_BYTES = 16
+
+
+def read_cubins(cubins: Sequence[bytes], target: str) -> list[Figures]:
+    """Of kernels, disassembled as one: the disassembler takes half a second to start, and little for each kernel."""
+    codes, architecture = [code_of(cubin) for cubin in cubins], target.removeprefix("sm_")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
-        usage = _run("cuobjdump", "--dump-resource-usage", str(path))
-        sass = _run("nvdisasm", "-c", str(path))
-    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
-    spilled = numbers["STACK"] + numbers["LOCAL"] if re.search(r"\b(STL|LDL)\b", sass) else 0
-    return Figures(numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass), *in_flight(sass))
+        path = Path(folder) / "kernel"
+        path.write_bytes(b"".join(codes))
+        sass = _run("nvdisasm", "-b", f"SM{architecture}{'a' * (int(architecture) >= 90)}", str(path))
+        usages = []
+        for cubin in cubins:
+            path.write_bytes(cubin)
+            usages.append(_run("cuobjdump", "--dump-resource-usage", str(path)))
+    instructions = iter(re.findall(r"/\*[0-9a-f]+\*/[^;]*;", sass))
+    results = []
+    for code, usage in zip(codes, usages, strict=True):
+        lines = list(itertools.islice(instructions, len(code) // INSTRUCTION_BYTES))
+        assert len(lines) == len(code) // INSTRUCTION_BYTES, "the disassembler left instructions out"
+        text = "\n".join(lines)
+        numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+        spilled = numbers["STACK"] + numbers["LOCAL"] if re.search(r"\b(STL|LDL)\b", text) else 0
+        results.append(Figures(numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(text), *in_flight(text)))
+    assert next(instructions, None) is None, "there are more instructions than code"
+    return results
+
+
+def code_of(cubin: bytes) -> bytes:
+    """The instructions in an ELF file of 64 bits: its sections whose names begin with `.text.`."""
+    (headers,) = struct.unpack_from("<Q", cubin, 40)
+    size, number, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<I4xQQQQ", cubin, headers + n * size) for n in range(number)]
+    texts = [
+        (at, length) for name, _, _, at, length in sections if cubin.startswith(b".text.", sections[names][3] + name)
+    ]
+    return b"".join(cubin[at : at + length] for at, length in texts)
 
 
 def loads_of_sass(sass: str) -> dict[int, int]:
