@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+import tritonemb as te
 from tests.serving.models import KINDS, Model, publish, published_rows, scores, train
 from tritonemb.server import snapshot
 from tritonemb.server.snapshot import read_snapshot
@@ -97,6 +98,29 @@ def test_rows_that_differ_most_come_first(kind, tmp_path):
     served = Model(kind, seed=1)
     ModelFollower(served, tmp_path, poll=None)
     assert torch.equal(scores(served), scores(model))
+
+
+def test_an_id_that_has_another_slot_keeps_its_row(tmp_path):
+    """It was evicted and came back; its new row is not among those that differ most."""
+    config = te.TableConfig("a", None, 3, capacity=16)
+    model, served = (te.nn.EmbeddingBagCollection([config], te.optim.SGD(lr=0.1)) for _ in range(2))
+    table, publisher = model["a"], Publisher(tmp_path, priority=1)
+    table.insert(range(6), torch.ones(6, 3))
+    publisher.publish(model)
+    follower, rows = ModelFollower(served, tmp_path, poll=None), torch.ones(8, 3)
+    slots = table.index.find(torch.arange(6))
+    table.remove([0, 1, 5])
+    for id, row in ((0, 1.2), (1, 1.1), (100, 9.0)):
+        table.insert([id], torch.full((1, 3), row))
+    assert (table.index.find(torch.arange(2)) != slots[:2]).any()
+    for row in (1.0, 1.1, 1.2):  # of id 0, then 1
+        publisher.publish(model)
+        assert follower.refresh(), follower.problem
+        follower.apply()
+        assert served["a"].ids().tolist() == [0, 1, 2, 3, 4, 100]
+        rows[0], rows[1] = (1.2 if row > 1.0 else 1.0), (1.1 if row > 1.1 else 1.0)
+        assert torch.equal(served["a"].lookup([0, 1, 2, 3, 4]), rows[:5])
+    assert torch.equal(served["a"].lookup(served["a"].ids()), table.lookup(table.ids()))
 
 
 @pytest.mark.parametrize("steps", [4, 5])

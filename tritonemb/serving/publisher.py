@@ -86,10 +86,14 @@ class TableRows(NamedTuple):
         if self.dynamic is not None:
             free_mask = torch.ones(self.num_slots, dtype=torch.bool).index_fill_(0, slots, False)
             removed = nonzero((fingerprints != 0) & (free_mask | (published_ids != ids)))
-            yield published_ids[removed], None
-            fingerprints[removed] = 0
-            if copies is not None:
-                copies[removed] = 0
+            old_ids, index = published_ids[removed], self.dynamic.index
+            new_slots = index.find(old_ids.to(index.ids)).cpu()
+            yield old_ids[new_slots < 0], None
+            # Published rows of ids in other slots move there: with a limit, followers may keep them for a while.
+            moved, moved_slots = removed[new_slots >= 0], new_slots[new_slots >= 0]
+            for tensor in (fingerprints, published_ids, *([] if copies is None else [copies])):
+                moved_rows, tensor[removed] = tensor[moved], 0
+                tensor[moved_slots] = moved_rows
         if not len(slots):
             return
         top: list[Tensor] = []  # of the rows of earlier chunks: norms, slots, fingerprints, rows
