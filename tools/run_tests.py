@@ -66,8 +66,10 @@ def files_marked(mark: str) -> tuple[str, ...]:
 def selections() -> dict[str, list[list[Pass]]]:
     """Queues of passes by the selection's name."""
     triton, public = files_marked("triton"), files_marked("public")
-    # Compiled or not, a module calls the same reference.
+    # A graph has the same ops whichever kernels serve them, and tests/ops/test_opcheck.py compiles each op by each.
+    # Merged lookups alone are batches of a form that uncompiled modules do not make.
     eager = tuple(name for name in public if "compile" not in name)
+    interpreted = (*eager, "tests/compiler/test_lookups.py")
     return {
         "test": [
             [Pass("by CPU kernels", ("--quick",), examples="quick")],
@@ -77,7 +79,7 @@ def selections() -> dict[str, list[list[Pass]]]:
             [Pass("by CPU kernels", ("--rest",), examples="several")],
             [
                 Pass("interpreted", ("--rest", "-m", "triton and not slow"), triton, "few", 0, interpreted=True),
-                Pass("interpreted, public", ("--quick", "-m", PUBLIC), public, "few", 0, interpreted=True),
+                Pass("interpreted, public", ("--quick", "-m", PUBLIC), interpreted, "few", 0, interpreted=True),
                 Pass("by references", ("--quick", "-m", PUBLIC, "--kernels", "reference"), eager, "quick", 0),
             ],
         ],
