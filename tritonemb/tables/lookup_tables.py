@@ -153,6 +153,10 @@ class DeviceLookup:
         self, tables: "LookupTables", features: Features, groups: Groups | None, occurrences: Tensor | None
     ) -> Tensor:
         assert groups is None or isinstance(groups, ops.RowGroups)
+        if groups is not None and not torch.compiler.is_compiling():
+            keys, values, *_ = unpack_features(features)
+            if len(groups.rows) != values.numel() * tables.layout(keys, values.device).multiplicity:
+                raise ValueError(f"groups= are those of another batch than this one of {values.numel():,} ids")
         return tables.look_up_rows(features, groups, tables.bounds_check == "raise")
 
     @torch.no_grad()
@@ -308,10 +312,8 @@ class LookupTables(OptimizedTables):
         # Group ids for the update on a side stream, while the forward runs.
         if groups is None and (shared or (values.is_cuda and not accumulating)):
             groups = ops.row_groups_async(values, offsets, layout)
-        elif groups is not None and not torch.compiler.is_compiling():
-            if len(groups.rows) != values.numel() * layout.multiplicity:
-                raise ValueError(f"groups= are those of another batch than this one of {values.numel():,} ids")
-            for tensor in (*groups, values, offsets) if values.is_cuda else ():  # perhaps grouped on another stream
+        elif groups is not None and values.is_cuda and not torch.compiler.is_compiling():
+            for tensor in (*groups, values, offsets):  # may have been grouped ahead on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
         options = self.counters["pending"], shared, accumulator, check_bounds, self.dtype_of(fused.weights)
         return ops.FusedBatch(fused, values, offsets, sample_weights, *options, groups, layout).look_up()
