@@ -111,10 +111,10 @@ def _register(call: str, gpu: torch.device, *args: int) -> None:
         raise RuntimeError(f"{call}: {cudart.cudaGetErrorString(failure)}")
 
 
-def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Allocate a result like `torch.empty`; a large one on the CPU reuses an idle block of up to 5/4 of its size."""
     num_bytes = math.prod(size) * dtype.itemsize
-    if num_bytes < MIN_REUSED_BYTES or (device is not None and device.type != "cpu"):
+    if num_bytes < MIN_REUSED_BYTES or torch.device(device).type != "cpu":
         return torch.empty(size, dtype=dtype, device=device)
     # Take the most recently used idle block that fits, or allocate one.
     max_bytes = num_bytes * 5 // 4
@@ -122,12 +122,13 @@ def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device |
     blocks = (_idle.pop(address, None) for address in fitting)  # None: another thread took it first
     block = next((block for block in blocks if block is not None), None)
     if block is None:
-        block = advise_huge_pages(torch.empty(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE, dtype=torch.uint8))
+        block = advise_huge_pages(torch.empty(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE, dtype=torch.uint8, device="cpu"))
     _move(block, _idle, _used)
     # The array lives as long as the result's storage; the block then returns to the pool.
     array = block.numpy()[:num_bytes]
     weakref.finalize(array, _move, block, _used, _idle).atexit = False
-    return torch.empty(0, dtype=dtype).set_(torch.from_numpy(array).untyped_storage(), 0, size)  # type: ignore[call-overload]
+    result = torch.empty(0, dtype=dtype, device="cpu")
+    return result.set_(torch.from_numpy(array).untyped_storage(), 0, size)  # type: ignore[call-overload]
 
 
 def _move(block: Tensor, source: dict[int, Tensor], target: dict[int, Tensor]) -> None:

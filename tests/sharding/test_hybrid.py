@@ -17,7 +17,8 @@ from tests.ranks import start_process
 from tests.sharding.cases import EXACT
 from tests.sharding.models import KEYS, batch, dcn, dlrm, loss_of, part, plan, tables, train, whole_state
 from tritonemb.comm.group import RankGroup
-from tritonemb.sharding import ExchangePrecision, RowWise, ShardingPlan, TableWise
+from tritonemb.memory import empty_result
+from tritonemb.sharding import ColumnWise, DataParallel, ExchangePrecision, RowWise, ShardingPlan, TableWise
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -592,6 +593,25 @@ def test_a_model_may_outlive_its_process_group(tmp_path):
         process.join(60)
         process.kill()
     assert [process.exitcode for process in processes] == [0, 0]
+
+
+def under_default_device(rank, world, device):
+    """State after a step with another default device of torch than that of batch and tables."""
+    configs = [te.TableConfig(name, 20, 16) for name in "abc"] + [te.TableConfig("d", None, 16, capacity=40)]
+    torch.manual_seed(0)
+    model = te.nn.EmbeddingBagCollection(configs, te.optim.RowWiseAdagrad(lr=0.1))
+    shardings = {"a": TableWise(0), "b": ColumnWise(), "c": DataParallel(), "d": RowWise()}
+    parallel = te.HybridParallel(model, ShardingPlan(shardings, world), exchange=EXACT)
+    features = te.KeyedJaggedTensor.from_lists({name: [[rank, 3, 3], [7]] for name in "abcd"})
+    with torch.device(device):
+        assert {empty_result((size,), torch.float32).device.type for size in (4, 9 << 20)} == {"cpu"}
+        (parallel(features) * 1.5).sum().backward()
+    return whole_state(parallel)
+
+
+def test_the_default_device_of_torch_changes_nothing(ranks):
+    for actual, expected in zip(*(ranks(2).run(under_default_device, 2, d) for d in ("meta", "cpu")), strict=True):
+        assert_same_bits(actual, expected)
 
 
 class TwoNames(nn.Module):

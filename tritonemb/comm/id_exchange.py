@@ -125,7 +125,7 @@ class IdExchange:
         block = torch.bucketize(global_row, first_rows, right=True) - 1
         row = torch.where(row < 0, self._missing_row, global_row - first_rows[block])
         if self._dynamic:  # int64 ids do not fit beside the owner: carry their positions
-            wide_ids, row = torch.where(dynamic[route], ids, row), torch.arange(len(ids))
+            wide_ids, row = torch.where(dynamic[route], ids, row), torch.arange(len(ids), device=ids.device)
         destinations = owners[block] * _STRIDE + row
         ids, lengths, positions, weights = ops.block_bucketize(destinations, offsets, owner_ids, group.size, weights)
         ids = wide_ids[ids] if self._dynamic else ids

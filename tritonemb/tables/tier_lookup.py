@@ -58,7 +58,7 @@ class PrefetchedBatch(PreparedBatch):
 
     def __post_init__(self) -> None:
         number = next(_tickets)
-        self.ticket, prefetched[number] = torch.tensor(number), self
+        self.ticket, prefetched[number] = torch.tensor(number, device="cpu"), self
 
     def acquire(self, tables: LookupTables) -> bool:
         """Use the batch; return False if it was used before."""

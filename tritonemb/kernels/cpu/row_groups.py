@@ -419,7 +419,7 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     groups = np.empty(capacity, np.int64), np.empty(capacity + 1, np.int32), np.empty(capacity, np.int32)
     num_groups = _group(torch.get_num_threads(), arrays_of(layout)[0], ids, (units, pairs), groups)
     rows, starts, order = map(torch.from_numpy, groups)
-    return rows, starts, order, torch.tensor(num_groups)
+    return rows, starts, order, torch.tensor(num_groups, device="cpu")
 
 
 def sort_pairs(
