@@ -70,14 +70,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         replicated = self.shard_map.shards_on(groups.shards.rank, "replicated")
         self._replicated_tables = self._make_table_sets(replicated, self.bounds_check)
         self.server_seeds = [table.seed for table in collection.tables if table.rows.is_pulled]
-        # Feature, table, rows: ids that no ID exchange of all ranks checks; and a CPU group of all ranks to report an
-        # invalid one, unless such an exchange does.
-        self._bounds_checked, self._report_group = list[tuple[str, str, int]](), RankGroup()
-        if groups.world.size > 1 and self.bounds_check == "raise" and (device.type == "cpu" or groups.shards.size > 1):
-            configs = [self.configs[placed.table] for placed in replicated]
-            if not self._lookups or groups.replicas.size > 1:
-                configs, self._report_group = [c for c in self.configs if not c.is_dynamic], groups.prefetch
-            self._bounds_checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
+        configs, self._report_group = _unchecked_tables(self, [self.configs[placed.table] for placed in replicated])
+        self._bounds_checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
         self.set_learning_rate(collection.current_learning_rate)
         self.local_shards.init(collection)
         self.requires_grad_(require_gradients(collection.configs, [table.weight for table in collection.tables]))
@@ -97,10 +91,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         for placed in self.shard_map.shards:
             config = self.configs[placed.table]
             if placed.shard.num_columns < config.embedding_dim:
-                raise ValueError(
-                    f"table {config.name!r} is on embedding servers, which store whole rows; use a row-wise or "
-                    "table-wise sharding"
-                )
+                remedy = "use a row-wise or table-wise sharding"
+                raise ValueError(f"table {config.name!r} is on embedding servers, which store whole rows; {remedy}")
         return [
             {placed.table: (placed.shard.first_row, placed.shard.num_rows) for placed in shards}
             for shards in self.local_shards.by_set
@@ -244,3 +236,14 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
 
     def extra_repr(self) -> str:
         return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
+
+
+def _unchecked_tables(collection: ShardedCollection, replicated: Sequence[Any]) -> tuple[Sequence[Any], RankGroup]:
+    """Return the tables whose ids no ID exchange of all ranks checks, and a CPU group of all ranks to report an invalid
+    id, unless such an exchange does."""
+    groups, is_cpu = collection.groups, collection.device.type == "cpu"
+    if groups.world.size == 1 or collection.bounds_check != "raise" or not (is_cpu or groups.shards.size > 1):
+        return [], RankGroup()
+    if collection._lookups and groups.replicas.size == 1:
+        return replicated, RankGroup()
+    return [config for config in collection.configs if not config.is_dynamic], groups.prefetch
