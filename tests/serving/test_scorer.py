@@ -27,7 +27,7 @@ from tests.serving.scorers import NAMES, arrow_stream, call, request, scores_at,
 from tests.training.test_run import COLUMNS, SMALL, run
 from tritonemb.cli import main
 from tritonemb.flight import pa, pa_flight
-from tritonemb.nn.layers import MLP
+from tritonemb.nn.layers import MLP, compute_runs_once
 from tritonemb.serving import ModelFollower
 from tritonemb.serving.http import App, FlightApp
 from tritonemb.serving.scorer import OverloadedError, Scorer
@@ -82,11 +82,11 @@ def test_candidates_of_a_user_have_their_bits_by_layers_that_compute_the_user_on
     rows = [{**row, **{name: served.rows[3][name] for name in ("price", "age")}} for row in served.rows * 20]
     batch, layers, inputs = served.run.encoder(rows[:301]), served.run.model.bottom, list[int]()
     hook = layers[0].register_forward_pre_hook(lambda module, args: inputs.append(len(args[0])))
-    scores, layers.min_rows = served.run.score(batch), None
-    expected, layers.min_rows = served.run.score(batch), served.run._request_size
+    scores, forward = served.run.score(batch), vars(layers).pop("forward")
+    expected, layers.forward = served.run.score(batch), forward
     hook.remove()
     assert np.array_equal(scores, expected)
-    assert inputs == [layers.min_rows, 304]
+    assert inputs == [served.run._request_size, 304]
 
 
 def test_runs_of_equal_rows_are_computed_once():
@@ -94,7 +94,8 @@ def test_runs_of_equal_rows_are_computed_once():
     users[1, [0, -1]] = users[0, [0, -1]]  # rows that differ in inner columns only
     rows = users.repeat_interleave(torch.tensor([9, 2, 5, 1, 13, 2]), 0)
     layers[0].register_forward_pre_hook(lambda module, args: inputs.append(len(args[0])))
-    expected, layers.min_rows = layers(rows), 8
+    expected = layers(rows)
+    compute_runs_once(layers, 8)
     with torch.no_grad():
         assert torch.allclose(layers(rows), expected)  # other batch sizes may round otherwise
         for few in (users, users[:0], rows[:14]):

@@ -1,6 +1,7 @@
 """Dense layers of recommendation models: MLP, cross layers of DCNv2."""
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from math import ceil
 
@@ -19,13 +20,7 @@ class MLP(nn.Sequential):
         in_features: width of the input.
         widths: width of each layer.
         last_activation: whether a ReLU follows the last layer.
-
-    Attributes:
-        min_rows: smallest batch that rounds rows as large ones do, if known. Without gradients on a CPU, runs of equal
-            rows, as of one user with many candidates, are then computed once, in a multiple of it.
     """
-
-    min_rows: int | None = None
 
     def __init__(
         self, in_features: int, widths: Sequence[int], last_activation: bool = True, device: Device = None
@@ -37,18 +32,26 @@ class MLP(nn.Sequential):
             layers += [nn.Linear(*pair, device=device), nn.ReLU()]
         super().__init__(*(layers if last_activation else layers[:-1]))
 
-    def forward(self, input: Tensor) -> Tensor:
-        if self.min_rows is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not input.is_cpu:
-            return super().forward(input)
-        # Most inputs without such runs show it by two of their columns.
-        if 2 * int(_run_starts(input[:, [0, -1]]).sum()) > len(input):
-            return super().forward(input)
-        starts = _run_starts(input)
-        (rows,) = starts.nonzero(as_tuple=True)
-        size = ceil(len(rows) / self.min_rows) * self.min_rows
-        if 2 * size > len(input):
-            return super().forward(input)
-        return super().forward(input[F.pad(rows, (0, size - len(rows)))])[starts.cumsum(0) - 1]
+
+def compute_runs_once(layers: MLP, min_rows: int) -> None:
+    """Compute runs of equal rows, as of one user with many candidates, once: without gradients on a CPU, in a multiple
+    of `min_rows`, the smallest batch that rounds rows as large ones do. Other calls of the layers are as before."""
+    layers.forward = partial(_forward_runs, layers, min_rows)  # type: ignore[method-assign]
+
+
+def _forward_runs(layers: MLP, min_rows: int, input: Tensor) -> Tensor:
+    forward = partial(MLP.forward, layers)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not input.is_cpu:
+        return forward(input)
+    # Most inputs without such runs show it by two of their columns.
+    if 2 * int(_run_starts(input[:, [0, -1]]).sum()) > len(input):
+        return forward(input)
+    starts = _run_starts(input)
+    (rows,) = starts.nonzero(as_tuple=True)
+    size = ceil(len(rows) / min_rows) * min_rows
+    if 2 * size > len(input):
+        return forward(input)
+    return forward(input[F.pad(rows, (0, size - len(rows)))])[starts.cumsum(0) - 1]
 
 
 def _run_starts(rows: Tensor) -> Tensor:

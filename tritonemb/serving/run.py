@@ -24,7 +24,7 @@ from tritonemb.data.transforms import Transforms
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.models import MODELS
 from tritonemb.nn.collections import TableCollection
-from tritonemb.nn.layers import MLP
+from tritonemb.nn.layers import MLP, compute_runs_once
 from tritonemb.server.attach import Servers, attach, attach_for_reading, collections_on_servers, flush, start
 from tritonemb.serving.package import MANIFEST as PACKAGE_MANIFEST
 from tritonemb.serving.package import load_package, read_package
@@ -309,7 +309,7 @@ class Run:
         results = ((n, self._logits(self._batches(rows.slice(0, n), n))) for n in sizes)
         size = next((n for n, logits in results if torch.equal(logits, expected[:n])), size)
         for layers in (module for module in self.model.modules() if isinstance(module, MLP)):
-            layers.min_rows = size
+            compute_runs_once(layers, size)
         return size
 
     def _batches(self, rows: Rows, batch_size: int) -> Iterator[Batch]:
