@@ -243,6 +243,8 @@ class FusedBatch(NamedTuple):
         tables, values, offsets, sample_weights, *options, groups, layout = self
         check_ids(values, layout.multiplicity)
         if plain_eager(values, offsets, sample_weights, tables=tables.weights):
+            if isinstance(groups, RowGroups) and len(groups.rows) != values.numel() * layout.multiplicity:
+                raise ValueError(f"groups= are those of another batch than this one of {values.numel():,} ids")
             batch = self if groups is not None else FusedBatch(*self[:-2], UngroupedIds.record(values), layout)
             inputs, names = [values, offsets, sample_weights], partial(unpack_names, layout.table_names)
             if sample_weights is not None and sample_weights.requires_grad:

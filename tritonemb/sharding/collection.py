@@ -17,7 +17,7 @@ from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import graph_break
-from tritonemb.ops.row_groups import check_ids
+from tritonemb.ops.row_groups import ID_DTYPES, check_ids
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.local_shards import LocalShards
 from tritonemb.sharding.placement import PlacedShard, ShardGroups, ShardMap
@@ -130,8 +130,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
 
     def scale_accumulated(self, factor: float) -> bool:
         """Multiply the accumulated gradients by `factor`; return whether all local results are finite."""
-        finite = [tables.scale_accumulated(factor) for tables in self.table_sets]
-        return all(finite)
+        return min([tables.scale_accumulated(factor) for tables in self.table_sets], default=True)
 
     def skipped_rows(self) -> dict[str, int]:
         """Return the number of row updates that this rank skipped so far, by table; see `on_nonfinite="skip"`."""
@@ -161,7 +160,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
     def _exchange_ids(self, features: Features, assign: bool) -> Exchanged:
         batch = self.convert_batch(features)
         sent, problem = self._batch_to_send(batch), find_invalid_id(batch, self._bounds_checked)
-        if self._report_group.size > 1:
+        if self._report_group is not None:
             all_gather_rows(self._report_group, torch.empty(0, dtype=torch.int64, device="cpu"), problem)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
@@ -194,7 +193,8 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             raise ValueError(f"the batch lacks the features {missing}; it has the keys {keys}")
         if weights is not None and weights.requires_grad:
             raise ValueError("per-sample weights of a sharded collection get no gradient; detach them")
-        check_ids(values)
+        if values.dtype not in ID_DTYPES:
+            check_ids(values)
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         return batch.to("cpu") if self.groups.shards.size > 1 else batch
 
@@ -238,12 +238,12 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
         return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
 
 
-def _unchecked_tables(collection: ShardedCollection, replicated: Sequence[Any]) -> tuple[Sequence[Any], RankGroup]:
+def _unchecked_tables(collection: ShardedCollection, replicated: Sequence[Any]) -> tuple[Any, RankGroup | None]:
     """Return the tables whose ids no ID exchange of all ranks checks, and a CPU group of all ranks to report an invalid
     id, unless such an exchange does."""
     groups, is_cpu = collection.groups, collection.device.type == "cpu"
     if groups.world.size == 1 or collection.bounds_check != "raise" or not (is_cpu or groups.shards.size > 1):
-        return [], RankGroup()
+        return [], None
     if collection._lookups and groups.replicas.size == 1:
-        return replicated, RankGroup()
+        return replicated, None
     return [config for config in collection.configs if not config.is_dynamic], groups.prefetch

@@ -10,7 +10,7 @@ from tritonemb import ops
 from tritonemb.errors import find_invalid_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, unpack_features
 from tritonemb.layout import FIRST_ROW, ROW_DIM, Layout
-from tritonemb.ops.row_groups import check_ids
+from tritonemb.ops.row_groups import ID_DTYPES, check_ids
 from tritonemb.types import TableConfig
 
 
@@ -78,8 +78,9 @@ def checked_batch(features: Features) -> KeyedJaggedTensor:
         keys, values, offsets, weights = unpack_features(features)
         features = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     assert isinstance(features, KeyedJaggedTensor)
-    if features.values().numel():  # `torch.tensor([])` has the default dtype
-        check_ids(features.values())
+    values = features._values
+    if values.numel() and (values.dtype not in ID_DTYPES or values.dim() != 1):  # `torch.tensor([])` is a float
+        check_ids(values)
     return features
 
 

@@ -153,10 +153,6 @@ class DeviceLookup:
         self, tables: "LookupTables", features: Features, groups: Groups | None, occurrences: Tensor | None
     ) -> Tensor:
         assert groups is None or isinstance(groups, ops.RowGroups)
-        if groups is not None and not torch.compiler.is_compiling():
-            keys, values, *_ = unpack_features(features)
-            if len(groups.rows) != values.numel() * tables.layout(keys, values.device).multiplicity:
-                raise ValueError(f"groups= are those of another batch than this one of {values.numel():,} ids")
         return tables.look_up_rows(features, groups, tables.bounds_check == "raise")
 
     @torch.no_grad()
