@@ -193,7 +193,7 @@ class ShardedCollection(nn.Module, ShardedServerTables):  # nn.Module first: its
             raise ValueError(f"the batch lacks the features {missing}; it has the keys {keys}")
         if weights is not None and weights.requires_grad:
             raise ValueError("per-sample weights of a sharded collection get no gradient; detach them")
-        if values.dtype not in ID_DTYPES:
+        if values.dtype not in ID_DTYPES or values.dim() != 1:
             check_ids(values)
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         return batch.to("cpu") if self.groups.shards.size > 1 else batch
