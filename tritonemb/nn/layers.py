@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
-from math import ceil
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from torch.nn import functional as F
 
 from tritonemb.ops.interaction import cross, is_cross_fused
 from tritonemb.types import Device
+from tritonemb.utils import rows_to_pad
 
 
 class MLP(nn.Sequential):
@@ -34,8 +34,8 @@ class MLP(nn.Sequential):
 
 
 def compute_runs_once(layers: MLP, min_rows: int) -> None:
-    """Compute runs of equal rows, as of one user with many candidates, once: without gradients on a CPU, in a multiple
-    of `min_rows`, the smallest batch that rounds rows as large ones do. Other calls of the layers are as before."""
+    """Compute runs of equal rows, as of one user with many candidates, once: without gradients on a CPU, padded to
+    `min_rows`, the smallest batch that rounds rows as large ones do. Other calls of the layers are as before."""
     layers.forward = partial(_forward_runs, layers, min_rows)  # type: ignore[method-assign]
 
 
@@ -48,10 +48,10 @@ def _forward_runs(layers: MLP, min_rows: int, input: Tensor) -> Tensor:
         return forward(input)
     starts = _run_starts(input)
     (rows,) = starts.nonzero(as_tuple=True)
-    size = ceil(len(rows) / min_rows) * min_rows
-    if 2 * size > len(input):
+    padding = rows_to_pad(len(rows), min_rows)
+    if 2 * (len(rows) + padding) > len(input):
         return forward(input)
-    return forward(input[F.pad(rows, (0, size - len(rows)))])[starts.cumsum(0) - 1]
+    return forward(input[F.pad(rows, (0, padding))])[starts.cumsum(0) - 1]
 
 
 def _run_starts(rows: Tensor) -> Tensor:
