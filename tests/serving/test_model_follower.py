@@ -18,8 +18,9 @@ from tests.server.jobs import local_servers
 from tests.serving.models import KINDS, Model, scores, train
 from tritonemb.serving import ModelFollower, Publisher
 from tritonemb.serving import publisher as publishing
+from tritonemb.serving import updates as following
 from tritonemb.serving.publisher import PUBLISHED
-from tritonemb.serving.updates import FollowedTable, Update
+from tritonemb.serving.updates import FollowedTable, Update, merge_changes
 from tritonemb.storage import StorageError
 from tritonemb.training.checkpoint import CheckpointFolder
 from tritonemb.training.checkpoint.manager import services_of
@@ -228,6 +229,20 @@ def test_a_prepared_update_has_no_buffers_of_files(chain, monkeypatch):
     ids = [ids for parts in updates[0]._ids.values() for ids in parts]
     assert ids
     assert all(part.untyped_storage().nbytes() == part.nbytes for part in ids)
+
+
+def test_changes_are_merged_up_to_a_block(monkeypatch):
+    monkeypatch.setattr(following, "BLOCK_ELEMENTS", 8)
+    ids = iter(torch.arange(14).split(2))
+    removed = [(next(ids), None, 0) for _ in range(2)]
+    kinds = [(2, torch.float32, 0)] * 3 + [(1, torch.float32, 2), (1, torch.uint8, 2)]
+    rows = [(next(ids), torch.arange(2 * width).reshape(2, width).to(dtype), at) for width, dtype, at in kinds]
+    merged = merge_changes(removed + rows)
+    assert [(len(ids), column) for ids, _, column in merged] == [(4, 0), (4, 0), (2, 0), (2, 2), (2, 2)]
+    assert torch.equal(torch.cat([ids for ids, *_ in merged]), torch.arange(14))
+    assert torch.equal(merged[1][1], torch.cat([rows[0][1], rows[1][1]]))
+    assert [None if part is None else part.dtype for _, part, _ in merged[3:]] == [torch.float32, torch.uint8]
+    assert merge_changes([]) == []
 
 
 @pytest.mark.parametrize("change", ["dense", "table", "rows", "more rows", "capacity", "fallback rows"])

@@ -219,6 +219,7 @@ class Update:
                 published = self._newer_ids.get((name, 0), ids[:0])
                 self._changes[name].append((ids[~torch.isin(ids, published)], None, 0))
             self._changes[name].sort(key=lambda change: change[1] is not None)  # removals make room
+            self._changes[name] = merge_changes(self._changes[name])
             table.check(self._changes[name], self.parts(name))
 
     def write(self) -> None:
@@ -243,6 +244,23 @@ class Update:
         if self.is_full and rows is not None:
             mask &= self.tables[name].differ(ids, rows, column)
         self._changes[name].append((ids[mask], None if rows is None else rows[mask], column))
+
+
+def merge_changes(changes: Iterable[Change]) -> list[Change]:
+    """Concatenate successive changes of the same columns to blocks of at most 16 MiB, unless one alone is larger.
+
+    Scoring waits while changes are written, and the fixed cost per change is that of about 1,000 rows."""
+    groups, previous, num_elements = list[list[Change]](), None, 0
+    for ids, rows, column in changes:
+        kind = column, None if rows is None else (rows.dtype, rows.shape[1:])
+        size = (ids if rows is None else rows).numel()
+        if kind != previous or num_elements + size > BLOCK_ELEMENTS:
+            groups.append([])
+            previous, num_elements = kind, 0
+        groups[-1].append((ids, rows, column))
+        num_elements += size
+    parts = (tuple(zip(*group, strict=True)) for group in groups)
+    return [(torch.cat(ids), None if rows[0] is None else torch.cat(rows), columns[0]) for ids, rows, columns in parts]
 
 
 def seed_of(parts: Parts) -> int:
