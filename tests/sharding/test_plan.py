@@ -234,6 +234,11 @@ def test_placements_that_are_none(options, message):
         TablePlacement(**options)
 
 
+def test_a_placement_of_another_table():
+    with pytest.raises(ValueError, match=r"lacks the tables \['usr'\]; it has \['user'\]"):
+        ShardingPlan({"user": RowWise()}, 2, placements={"usr": TablePlacement("host")})
+
+
 @pytest.mark.parametrize(
     ("where", "expected"),
     [

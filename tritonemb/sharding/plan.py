@@ -324,6 +324,7 @@ class ShardingPlan(JsonFile):
             raise ValueError(
                 f"local_world_size must divide world_size, got {self.local_world_size} and {self.world_size}"
             )
+        self.require_tables([*self.placements])
         for name, placement in self.placements.items():
             if not isinstance(placement, TablePlacement):
                 raise TypeError(f"table {name!r}: expected a te.sharding.TablePlacement, got {placement!r}")
