@@ -71,6 +71,23 @@ def test_fit_goes_on_with_the_next_epoch(small):
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("part", ["dense", "table"])
+def test_fit_does_not_go_on_at_a_learning_rate_of_0(part, small):
+    def trainer(**options):
+        return make_trainer(small, make_model(small), max_steps=2, **{f"{part}_schedule": Schedule(**options)})
+
+    ended = trainer(decay="cosine")
+    ended.fit()
+    expected = {name: value.clone() for name, value in ended.model.state_dict().items()}
+    with pytest.raises(ValueError, match=f"{part}_schedule has decayed to a learning rate of 0 at step 2"):
+        ended.fit()
+    assert all(torch.equal(value, expected[name]) for name, value in ended.model.state_dict().items())
+    for options in ({"decay": "cosine", "final": 0.1}, {"decay": "cosine", "decay_steps": 4}, {"warmup_steps": 3}):
+        longer = trainer(**options)
+        longer.fit()
+        assert longer.fit().steps == 4
+
+
 def test_a_split_that_is_missing_or_empty_is_an_error_before_training(tmp_path):
     (tmp_path / "log.csv").write_text("\n".join(["y,t,u", *(f"{n % 2},{n},u{n % 9}" for n in range(99))]))
     for rule, message in (

@@ -321,9 +321,8 @@ class ShardingPlan(JsonFile):
         for size in ("copies", "world_size"):
             checked_size(f"a sharding plan's {size}", getattr(self, size))
         if self.local_world_size < 1 or self.world_size % self.local_world_size:
-            raise ValueError(
-                f"local_world_size must divide world_size, got {self.local_world_size} and {self.world_size}"
-            )
+            sizes = f"{self.local_world_size} and {self.world_size}"
+            raise ValueError(f"local_world_size must divide world_size, got {sizes}")
         self.require_tables([*self.placements])
         for name, placement in self.placements.items():
             if not isinstance(placement, TablePlacement):

@@ -284,6 +284,13 @@ class TrainStep:
     def schedule(self, dense: Schedule, tables: Schedule) -> None:
         self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
+    def check_rates(self, number: int) -> None:
+        """Raise ValueError if a schedule has decayed to 0 before step `number`."""
+        for name, schedule in zip(("dense", "table"), self._schedules, strict=True):
+            if schedule is not None and schedule.factor(number) == 0:
+                text = "so later steps would train nothing; pass decay_steps of all calls of fit(), or final above 0"
+                raise ValueError(f"{name}_schedule has decayed to a learning rate of 0 at step {number}, {text}")
+
     def __call__(
         self, number: int, batches: Sequence[Batch], weights: Sequence[float], scales: Tensor | None = None
     ) -> None:

@@ -157,7 +157,8 @@ class Trainer(TrainerOptions):
         """Train to the end of the run, in later calls for `epochs` or `max_steps` more; with `test` evaluate test rows.
 
         Raises:
-            ValueError: the loss is not finite; the data raised it; or the folder holds another run.
+            ValueError: the loss is not finite; the data raised it; the folder holds another run; or a schedule has
+                decayed to 0 in an earlier call.
             Interrupted: a signal stopped training, after a checkpoint; with a folder only.
             CheckpointError: the last checkpoint could not be written; with `on_checkpoint_error="stop"` any checkpoint.
             RankFailed: another rank has failed, or has not answered in time; the message names it.
@@ -165,6 +166,7 @@ class Trainer(TrainerOptions):
         # Extend a finished run.
         state = self.state
         if state.fitted:
+            state.step.check_rates(state.progress.step)
             state.last_epoch = state.progress.epoch + self.epochs
             state.last_step = None if self.max_steps is None else state.progress.step + self.max_steps
             state.progress.ended = ""
