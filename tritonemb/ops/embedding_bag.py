@@ -250,7 +250,8 @@ class FusedBatch(NamedTuple):
             if sample_weights is not None and sample_weights.requires_grad:
                 inputs += tables.weights
                 names = _pending_reads.setdefault(tables.learning_rate.data_ptr(), names)
-            return fused_lookup(tables.weights[0], sample_weights, batch.read, batch.take_gradient, names, *inputs)
+            take_gradient = partial(batch.take_gradient, outer_pass=row_update.outer_pass_of(tables.learning_rate))
+            return fused_lookup(tables.weights[0], sample_weights, batch.read, take_gradient, names, *inputs)
         check_devices(tables.weights, values, layout)
         if groups is None:
             groups = row_groups(values, offsets, layout) if self.shared else ungrouped(values)
@@ -261,7 +262,9 @@ class FusedBatch(NamedTuple):
         batch = self.values, self.offsets, self.sample_weights, self.layout
         return _read(self.tables.weights, *batch, self.check_bounds, self.output_dtype)
 
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool, in_graph: bool = False) -> Tensor | None:
+    def take_gradient(
+        self, grad: Tensor, needs_sample_weight_grad: bool, in_graph: bool = False, outer_pass: Any = None
+    ) -> Tensor | None:
         """Update or accumulate; return the gradient of the per-sample weights, computed before the update."""
         # Group the ids, unless the forward did.
         sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
@@ -272,17 +275,22 @@ class FusedBatch(NamedTuple):
             groups = self.groups.group(self.values, self.offsets, self.layout)
         if needs_sample_weight_grad:
             sample_weight_grad = _sample_weight_gradient(grad, self.tables.weights, *batch, self.layout)
-        if self.accumulator == NOT_ACCUMULATING:
-            update = partial(row_update_, self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
-            # Other lookups of this pass may read the rows for that gradient; in a graph these are not known here.
-            if in_graph or (_pending_reads and self.tables.learning_rate.data_ptr() in _pending_reads):
-                update_after_backward(self.accumulator, update)
-            else:
-                update()
-        elif self.shared:
-            shared_update(self.accumulator, grad, *batch, groups, self.layout)
-        else:
+        if self.accumulator != NOT_ACCUMULATING and not self.shared:
             accumulate_(self.pending, self.accumulator, grad, *batch)
+            return sample_weight_grad
+        update = partial(row_update_, self.tables, BatchGradient(grad, *batch[1:], groups, self.layout))
+        if self.shared:
+            update = partial(shared_update, self.accumulator, grad, *batch, groups, self.layout)
+        # Other lookups of this pass may read the rows, for that gradient, or again in an activation checkpoint; in a
+        # graph these are not known here.
+        is_read = in_graph and not self.shared
+        if not in_graph:
+            address = self.tables.learning_rate.data_ptr()
+            is_read = address in _pending_reads or address in row_update.recomputed_rates
+        if is_read:
+            update_after_backward(self.accumulator, update, outer_pass)
+        else:
+            update()
         return sample_weight_grad
 
 

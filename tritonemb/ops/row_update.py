@@ -40,6 +40,7 @@ _accumulated_rates: set[int] = set()  # addresses of learning rates of tables th
 # By the address of a learning rate: number of backward passes that updated its tables, and the id of the last one.
 passes: dict[int, tuple[int, int]] = {}
 update_locks: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the same address; a lock records updates
+recomputed_rates = WeakValueDictionary[int, Tensor]()  # learning rates of tables that activation checkpoints look up
 
 
 def join_tables(tables: Sequence[FusedTables]) -> FusedTables:
@@ -320,12 +321,33 @@ def items_of_pass(passes: OpenPasses, finish: Callable[[PassItems], None]) -> Pa
     return items
 
 
-def update_after_backward(handle: int, update: Callable[[], None]) -> None:
+def update_after_backward(handle: int, update: Callable[[], None], outer_pass: PassItems | None = None) -> None:
     """Run an update of the table set `handle` when the backward pass ends, after those of smaller handles."""
     if torch._C._current_graph_task_id() < 0:
         update()
     else:
-        items_of_pass(_queued_updates, _run_queued).append((handle, update))
+        (items_of_pass(_queued_updates, _run_queued) if outer_pass is None else outer_pass).append((handle, update))
+
+
+def outer_pass_of(learning_rate: Tensor) -> PassItems | None:
+    """Return the updates of the backward pass that a trained lookup is made in, for `update_after_backward`, or None.
+
+    An activation checkpoint repeats its lookups in the backward pass, so the pass must not update their tables before
+    it ends: `recomputed_rates`. RuntimeError if it has, since the lookup would read other rows than the first one.
+    """
+    address, task = learning_rate.data_ptr(), torch._C._current_graph_task_id()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if task >= 0 or (hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook.")):
+        recomputed_rates[address] = learning_rate
+    if task < 0:
+        return None
+    if passes.get(address, (0, -1))[1] >= task:
+        raise RuntimeError(
+            "an activation checkpoint repeats a lookup whose tables this backward pass has updated already, so it "
+            "would read other rows than the forward; use checkpoint(..., use_reentrant=False), without other hooks of "
+            "saved tensors in it, or look the tables up outside of checkpoints"
+        )
+    return items_of_pass(_queued_updates, _run_queued)
 
 
 def _run_queued(updates: PassItems) -> None:

@@ -6,7 +6,7 @@ In dynamic tables ids are replaced by rows, which training assigns to new ids.
 from functools import partial
 from itertools import chain
 from operator import attrgetter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.layout import NUM_ROWS, Layout, negative
+from tritonemb.ops import row_update
 from tritonemb.ops.registry import graph_break
 from tritonemb.ops.row_update import accumulate_, update_after_backward, update_locks
 from tritonemb.tables.batch import AssignedRows, UnknownIds, checked_batch, find_invalid, find_positions
@@ -40,10 +41,11 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
         batch.release()
         return result
     # Training: the backward updates the rows, or accumulates.
-    accumulating = record_trained(tables, batch)
+    accumulating, rate = record_trained(tables, batch), tables.counters["learning_rate"]
+    outer_pass = row_update.outer_pass_of(rate)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        apply_gradient(tables, batch, grad, accumulating)
+        apply_gradient(tables, batch, grad, accumulating, rate.data_ptr() in row_update.recomputed_rates, outer_pass)
 
     names, inputs = partial(map, attrgetter("name"), tables.configs), (batch.rows.offsets, batch.rows.sample_weights)
     weight, read = tables.tables[0].weight, partial(batch.read, tables)
@@ -64,11 +66,12 @@ def record_trained(tables: LookupTables, batch: PreparedBatch) -> bool:
 
 
 def apply_gradient(
-    tables: LookupTables, batch: PreparedBatch, grad: Tensor, accumulating: bool, deferred: bool = False
+    tables: LookupTables, batch: PreparedBatch, grad: Tensor, accumulating: bool, deferred: bool, outer_pass: Any = None
 ) -> None:
     """Update the rows of a batch by the gradient of its result, or accumulate it; `deferred`: after the backward pass.
 
-    RuntimeError or ValueError if other rows may be where those of the batch were.
+    `outer_pass` is that of `update_after_backward`. RuntimeError or ValueError if other rows may be where those of the
+    batch were.
     """
     if batch.is_released:
         raise RuntimeError(
@@ -82,7 +85,7 @@ def apply_gradient(
         accumulate_(pending, tables.accumulator.handle, grad, rows.values, rows.offsets, rows.sample_weights)
         tables.accumulated.trained.append(batch)
     elif deferred:
-        update_after_backward(tables.accumulator.handle, partial(batch.apply, tables, grad.clone()))
+        update_after_backward(tables.accumulator.handle, partial(batch.apply, tables, grad.clone()), outer_pass)
     else:
         batch.apply(tables, grad)
 
