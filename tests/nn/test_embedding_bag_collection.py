@@ -128,6 +128,30 @@ def test_ordinary_gradients_add_up():
         assert torch.equal(total, parts[0] + parts[1])
 
 
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_weights_may_change_before_a_backward_with_ordinary_gradients(compiled):
+    """As between two optimizers' steps: a gradient reads no rows, except that of per-sample weights."""
+    collection, twin = small(), small()
+    twin.load_state_dict(collection.state_dict())
+    call = torch.compile(collection, backend="aot_eager", fullgraph=True) if compiled else collection
+    for batch, grad in random_steps(collection, 2):
+        output = call(batch)
+        with torch.no_grad():
+            for table in collection.tables:
+                table.weight.mul_(2)
+        output.backward(grad)
+        twin(batch).backward(grad)
+    for table, expected in zip(collection.tables, twin.tables, strict=True):
+        assert torch.equal(table.weight.grad, expected.weight.grad)
+    weights = torch.ones(1, requires_grad=True)
+    features = te.KeyedJaggedTensor(["user", "genre"], torch.tensor([3]), weights, lengths=torch.tensor([1, 0]))
+    output = collection(features)
+    with torch.no_grad():
+        collection["user"].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
 @given(problems(dims=fewer(DIMS, (1, 7, 60)), max_tables=fewer(6, 3)))
 def test_the_order_of_keys_does_not_matter(problem):
     configs, batch = problem

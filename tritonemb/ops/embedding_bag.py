@@ -79,22 +79,24 @@ _sample_weight_gradient = define(
 
 
 def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    weights, values, offsets, sample_weights, trained_ids, _, _, ctx.layout = inputs
-    ctx.save_for_backward(*weights, values, offsets, sample_weights, trained_ids, *ctx.layout[:3])
+    ctx.weights, values, offsets, sample_weights, trained_ids, _, _, ctx.layout = inputs
+    # Only the gradient of per-sample weights reads the tables: else they may be changed in between.
+    read_weights = ctx.weights if ctx.needs_input_grad[3] else ()
+    ctx.save_for_backward(*read_weights, values, offsets, sample_weights, trained_ids, *ctx.layout[:3])
 
 
 def _backward(ctx: Any, grad: Tensor) -> dict[str, Any]:
-    *weights, values, offsets, sample_weights, trained_ids, tables, lookups, key_starts = ctx.saved_tensors
+    *read_weights, values, offsets, sample_weights, trained_ids, tables, lookups, key_starts = ctx.saved_tensors
     layout = ctx.layout._replace(tables=tables, lookups=lookups, key_starts=key_starts)
     trained_ids = values if trained_ids is None else trained_ids
     ops, gradients = torch.ops.tritonemb, dict[str, Any]()
     if any(ctx.needs_input_grad[0]):
         groups = ops.row_groups(trained_ids, offsets, *layout)
-        sums = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
+        sums = ops.row_gradients(grad, ctx.weights, offsets, sample_weights, *groups, *layout)
         needed = zip(sums, ctx.needs_input_grad[0], strict=True)
         gradients["weights"] = [weight_grad if is_needed else None for weight_grad, is_needed in needed]
     if ctx.needs_input_grad[3]:
-        derivative = ops.sample_weight_gradient(grad, weights, trained_ids, offsets, sample_weights, *layout)
+        derivative = ops.sample_weight_gradient(grad, read_weights, trained_ids, offsets, sample_weights, *layout)
         gradients["sample_weights"] = derivative
     return gradients
 
