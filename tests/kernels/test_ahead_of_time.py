@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -115,6 +116,37 @@ def table() -> Iterator[None]:
     ahead_of_time.write_tables([case.name for case in CASES])
 
 
+AT_ONCE = 16  # cases: the disassembler takes half a second to start, and little for each kernel
+
+
+def compile_cases(cases: Sequence[Case], target: str) -> None:
+    """Keep the figures of several cases, whose own tests find them, or compile again what failed here."""
+    launches: list[Launch] = []
+    with suppress(Exception):
+        for case in cases:
+            torch.manual_seed(0)  # as in its own test: launches are specialised on numbers of ids
+            launches += ahead_of_time.record(case.call, target)
+        ahead_of_time.compile_all("several", launches, target)
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Callable[[Case, str], None]:
+    """Compiles a case with those that follow it for the same target, unless it has been."""
+    items = [item for item in request.session.items if getattr(item, "originalname", "") == "test_kernels_compile_well"]
+    waiting: dict[str, list[Case]] = {target: [] for target in ahead_of_time.TARGETS}
+    for item in items:
+        waiting[item.callspec.params["target"]].append(item.callspec.params["case"])
+
+    def compile_next(case: Case, target: str) -> None:
+        cases = waiting[target]
+        if case in cases:
+            at = cases.index(case)
+            compile_cases(cases[at : at + AT_ONCE], target)
+            del cases[at : at + AT_ONCE]
+
+    return compile_next
+
+
 SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
 # Every kernel once, and matrix products and narrow floats in the dtypes that GPUs differ in. NVIDIA's targets differ
 # little: core variants are compiled for one of them, these for all.
@@ -143,9 +175,10 @@ def marks(case: Case, target: str) -> tuple[pytest.MarkDecorator, ...]:
         for target in ahead_of_time.TARGETS
     ],
 )
-def test_kernels_compile_well(case: Case, target: str) -> None:
+def test_kernels_compile_well(case: Case, target: str, compiled: Callable[[Case, str], None]) -> None:
     launches = ahead_of_time.record(case.call, target)
     assert launches, "the case launched nothing"
+    compiled(case, target)
     ahead_of_time.compile_all(case.name, launches, target)  # at once, which starts the disassembler once
     codes, result = [], []
     for aligned in (True, False):
@@ -160,6 +193,7 @@ def test_kernels_compile_well(case: Case, target: str) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
+    compile_cases([case for case in CASES if case.name.startswith("forward-long-bags")], target)
     for dtype, most in (("float32", 8), ("bfloat16", 4)):  # of 4 and of 8 elements
         for dim in (64, 128, 256):
             case = f"forward-long-bags-{dtype}-dim{dim}"
