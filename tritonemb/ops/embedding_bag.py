@@ -81,7 +81,7 @@ _sample_weight_gradient = define(
 def _save(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     ctx.weights, values, offsets, sample_weights, trained_ids, _, _, ctx.layout = inputs
     # Only the gradient of per-sample weights reads the tables: else they may be changed in between.
-    read_weights = ctx.weights if ctx.needs_input_grad[3] else ()
+    read_weights = ctx.weights if sample_weights is not None and sample_weights.requires_grad else ()
     ctx.save_for_backward(*read_weights, values, offsets, sample_weights, trained_ids, *ctx.layout[:3])
 
 
