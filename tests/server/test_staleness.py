@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from unittest.mock import Mock
@@ -13,7 +15,19 @@ from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.server.jobs import ALONE, KEYS, Faults, batches, local_servers, make, same, train, train_all, train_on
+from tests.server.jobs import (
+    ALONE,
+    KEYS,
+    Faults,
+    Trainers,
+    batches,
+    local_servers,
+    make,
+    same,
+    train,
+    train_all,
+    train_on,
+)
 from tritonemb.data import make_synthetic
 from tritonemb.server import AtMost, EmbeddingServer, Servers, attach, flush, node
 from tritonemb.server.transport import LocalTransport
@@ -88,6 +102,38 @@ def test_a_batch_sees_exactly_the_updates_before_it(staleness, trainers):
         history.append(weights)
     for name, weight in zip("ab", weights, strict=True):
         torch.testing.assert_close(state[f"{name}.weight"].double(), weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_elements_of_gradients_are_clamped_once_before_rows_are_summed(trainers):
+    """Those of the mean over trainers; a row of three bags moves by three times the bound."""
+
+    def models(servers, *ranks):
+        for rank in ranks:
+            place = {} if servers is None else {"placement": "server"}
+            torch.manual_seed(3)
+            optimizer = te.optim.SGD(lr=1.0, max_gradient=0.5)
+            model = te.nn.EmbeddingBagCollection([te.TableConfig("a", 9, 2, **place)], optimizer)
+            if servers is not None:
+                attach(model, servers, 1, group=Trainers(rank, trainers))
+            yield model
+
+    def moved(*models):
+        initial = models[0].state_dict()["a.weight"].clone()
+        batch = te.KeyedJaggedTensor.from_lists({"a": [[7], [7], [7, 8], [8]]})
+        for model, prefetched in [(model, te.nn.prefetch(model, batch)) for model in models]:
+            model(prefetched).backward(torch.tensor([[4.0, -3.0], [0.25, 9.0], [-0.5, 2.0], [0.5, 0.5]]))
+        with ThreadPoolExecutor() as threads:  # each waits for the others
+            deque(threads.map(flush, models), maxlen=0)
+        return models[0].state_dict()["a.weight"] - initial
+
+    expected = moved(*models(None, 0))
+    assert expected[7].tolist() == pytest.approx([-0.25, -0.5])
+    with local_servers(2) as servers:
+        actual = moved(*models(servers, *range(trainers)))
+    if trainers == 2:  # of equal gradients the mean is clamped to the bound, those of the trainers to twice the bound
+        expected[7:] = -torch.tensor([[1 + 0.25 - 0.5, -1 + 1 + 1], [-0.5 + 0.5, 1 + 0.5]])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ class CollectionClient(TableClient, RowService):
         caches: Sequence[CacheConfig | None] = (),
     ) -> None:  # fmt: skip
         super().__init__(connections, [(name, spec)])
-        self.rank, self._name, self.lock = rank, name, threading.RLock()
+        self.rank, self.num_trainers, self._name, self.lock = rank, spec.trainers, name, threading.RLock()
         self.codecs = RowCodecs(spec)
         # Pulled batches that are not trained; garbage collection adds them at any moment. Servers need a push for each
         # before this trainer sends anything else, and while it waits.

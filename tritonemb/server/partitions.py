@@ -97,10 +97,11 @@ class Partitions:
 
     def __init__(self, spec: CollectionSpec, server: int, cache: CacheConfig | None = None) -> None:
         self.spec, self.server, self.numbers = spec, server, spec.tables_on(server)
-        optimizer_args = dict(spec.optimizer)
-        self.optimizer = OPTIMIZERS[optimizer_args.pop("name")](**optimizer_args)
+        # Trainers apply `max_gradient`, before they sum the gradients of a row.
+        optimizer_args = spec.optimizer | {"max_gradient": None}
+        optimizer = OPTIMIZERS[optimizer_args.pop("name")](**optimizer_args)
         configs = [spec.tables[n].config(*spec.partitions(n, server), cache) for n in self.numbers]
-        self.tables = TableSet(configs, self.optimizer, "cpu", pooled=False) if configs else None
+        self.tables = TableSet(configs, optimizer, "cpu", pooled=False) if configs else None
         self.dynamic = cast(list[DynamicTable], [] if self.tables is None else list(self.tables.dynamic.values()))
         self.by_number = dict(zip(self.numbers, self.dynamic, strict=True))
         for number, table in self.by_number.items():

@@ -74,7 +74,7 @@ class TableService(Protocol):
 
 
 class RowService(TableService, Protocol):
-    """Servers that apply the optimizer. Any thread may pull; pulls for training follow the order of batches."""
+    """Servers that apply means over `num_trainers` gradients. Any thread may pull, for training in order of batches."""
 
     def pull(self, ids: Sequence[Tensor], occurrences: Sequence[Tensor], training: bool) -> Pull:
         """Request the rows of distinct ids, int64 `[n]` per table, with their occurrences in the batch."""

@@ -325,14 +325,14 @@ class PulledBatch(PrefetchedBatch):
 
     @torch.no_grad()
     def sum_gradients(self, tables: LookupTables, grad: Tensor) -> list[Tensor]:
-        """Return the sums of the gradients of each table's rows.
+        """Return the sums of the gradients of each table's rows; `max_gradient` bounds their mean over trainers.
 
         With `on_nonfinite="raise"` a sum that is not finite raises ValueError; with "skip" such rows are counted, and
         the servers do not update them.
         """
         optimizer = tables.optimizer
         assert optimizer is not None
-        _, sums = row_sums(grad, self.rows, optimizer.max_gradient)
+        _, sums = row_sums(grad, self.rows, (optimizer.max_gradient or torch.inf) * tables.service.num_trainers)
         # A cheap test; rows are checked one by one if their sum is not finite, or overflows.
         is_checked = optimizer.on_nonfinite == "ignore" or bool(concat([*map(torch.flatten, sums)]).sum().isfinite())
         for number, table_sums in enumerate(() if is_checked else sums):
