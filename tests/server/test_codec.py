@@ -90,3 +90,21 @@ def test_rows_that_a_trainer_holds_are_moved_as_they_are():
         pytest.raises(ValueError, match="without staleness rows are transferred in their dtype"),
     ):
         make(servers, 0, exchange=HALF)
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_costs_no_other_row_its_own(codec, value):
+    """It is skipped; the scale of the others is that of the finite ones."""
+    with local_servers(2) as servers:
+        table = te.TableConfig("a", 9, 4, placement="server")
+        model = te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=1.0))
+        te.server.attach(model, servers, 1, exchange=ExchangePrecision("fp32", codec))
+        initial = model.state_dict()["a.weight"]
+        gradient = torch.ones(3, 4)
+        gradient[0, 1] = value
+        with pytest.warns(RuntimeWarning, match="'a'"):
+            model(te.KeyedJaggedTensor.from_lists({"a": [[6], [7], [8]]})).backward(gradient)
+        flush(model)
+        moved = initial - model.state_dict()["a.weight"]
+    torch.testing.assert_close(moved[6:], torch.tensor([[0.0], [1.0], [1.0]]).expand(3, 4), rtol=0, atol=1e-6)

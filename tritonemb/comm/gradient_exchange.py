@@ -53,7 +53,7 @@ class SumsExchange:
         # Sizes and scales of all ranks.
         device = local_sums.rows[0].device
         counts = torch.tensor([rows.shape[0] for rows in local_sums.rows], dtype=torch.int64, device=device)
-        exponent = _exponent(local_sums.sums) if self._precision.scales_by_size else counts.new_zeros(1)
+        exponent = exponent_of(local_sums.sums) if self._precision.scales_by_size else counts.new_zeros(1)
         sizes_of_ranks = self.group.all_gather(torch.cat([counts, exponent]), "sizes").tolist()
         by_rank = [(counts, self._precision.scale_below(exponent)) for *counts, exponent in sizes_of_ranks]
         if not any(any(counts) for counts, _ in by_rank):
@@ -89,7 +89,7 @@ class SumsExchange:
         return RowSums([*rows.view(self._row_dtype).long().split(list(counts))], sums)
 
 
-def _exponent(sums: Sequence[Tensor]) -> Tensor:
+def exponent_of(sums: Sequence[Tensor]) -> Tensor:
     """Return the least e, int64 `[1]`, such that all finite sums are below 2^e."""
     magnitudes = torch.cat([table_sums.flatten() for table_sums in sums]).nan_to_num(0.0, 0.0, 0.0).abs()
     largest = torch.cat([magnitudes, magnitudes.new_zeros(1)]).amax(0, keepdim=True)

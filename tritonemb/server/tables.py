@@ -6,7 +6,6 @@ servers.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonemb.comm.gradient_exchange import exponent_of
 from tritonemb.comm.output_exchange import ExchangePrecision, MessageCodec
 from tritonemb.layout import nonzero
 from tritonemb.optimizers import SGD
@@ -75,11 +75,9 @@ class RowCodecs:
         self.gradients = BlockCodec(dims, [torch.float32] * len(dims), spec.gradient_codec)
 
     def scale(self, sums: Sequence[Tensor]) -> float:
-        """Return the scale of gradients `sums`: none of them overflows the codec, and few underflow."""
-        if self._precision.backward == "fp32":
-            return 1.0
-        largest = max((float(table_sums.abs().max()) for table_sums in sums if table_sums.numel()), default=0.0)
-        return self._precision.scale_below(math.frexp(largest)[1] if math.isfinite(largest) else 128)
+        """Return the scale of gradients `sums`: no finite one overflows the codec, and few underflow."""
+        exponent = int(exponent_of(sums)) if self._precision.scales_by_size else 0
+        return self._precision.scale_below(exponent)
 
 
 class PullRequest(NamedTuple):
