@@ -21,7 +21,7 @@ NO_TESTS = 5  # pytest's exit status where nothing was selected
 # OpenMP threads that spin while they wait make steps many times slower where other processes use the cores too. Byte
 # code is written, also where the environment forbids it: every process that a test starts would compile it again.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": ""}
-PUBLIC = "public and not (triton or slow)"
+PUBLIC = ("--quick", "-m", "public and not (triton or slow)", "-k", "not compiled and not one_graph")
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def files_marked(mark: str) -> tuple[str, ...]:
 def selections() -> dict[str, list[list[Pass]]]:
     """Queues of passes by the selection's name."""
     triton, public = files_marked("triton"), files_marked("public")
-    # A graph has the same ops whichever kernels serve them, and tests/ops/test_opcheck.py compiles each op by each.
+    # A graph has the same ops whichever kernels serve them, and tests/ops/test_opcheck.py compiles each op by each:
+    # tests of compiled modules are left out by the names of files, and in files of others by their own (`PUBLIC`).
     # Merged lookups alone are batches of a form that uncompiled modules do not make.
     eager = tuple(name for name in public if "compile" not in name)
     interpreted = (*eager, "tests/compiler/test_lookups.py")
@@ -79,8 +80,8 @@ def selections() -> dict[str, list[list[Pass]]]:
             [Pass("by CPU kernels", ("--rest",), examples="several")],
             [
                 Pass("interpreted", ("--rest", "-m", "triton and not slow"), triton, "few", 0, interpreted=True),
-                Pass("interpreted, public", ("--quick", "-m", PUBLIC), interpreted, "few", 0, interpreted=True),
-                Pass("by references", ("--quick", "-m", PUBLIC, "--kernels", "reference"), eager, "quick", 0),
+                Pass("interpreted, public", PUBLIC, interpreted, "few", 0, interpreted=True),
+                Pass("by references", (*PUBLIC, "--kernels", "reference"), eager, "quick", 0),
             ],
         ],
         "all": [
