@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.storage.stores import Model, disk_rows, failing, read, some_records, write
-from tritonemb.storage import StorageError, io, restore, snapshot
+from tritonemb.storage import SnapshotReader, StorageError, io, restore, snapshot
 
 NUM_ROWS = 400
 PAGE = 4096
@@ -303,3 +303,26 @@ def test_a_table_without_a_name_replaces_a_snapshot(tmp_path):
         for _ in range(2):
             rows.snapshot(tmp_path / "copy").wait()
     assert (tmp_path / "copy").exists()
+
+
+@pytest.mark.parametrize("kind", ["snapshot", "closed file"])
+@pytest.mark.parametrize("block", [0, 3, 9])
+def test_a_block_that_a_disk_has_zeroed_is_missed(tmp_path, kind, block):
+    """Its rows are not read as initial values: they were written."""
+    with disk_rows(tmp_path / "rows", 50, 4000) as store:
+        write(store, range(10), 1).wait()
+        store.snapshot(tmp_path / "base").wait()
+        write(store, [4], 2).wait()
+        store.snapshot(tmp_path / "changes", changes_only=True).wait()
+        layout = store._file.blocks.layout
+    path = tmp_path / ("base" if kind == "snapshot" else "rows")
+    with path.open("r+b") as file:
+        file.seek(int(layout.offset(block)))
+        file.write(bytes(layout.block_bytes))
+    message = "1 blocks are missing"
+    with pytest.raises(StorageError, match=message):
+        disk_rows(path, 50, 4000)
+    with pytest.raises(StorageError, match=message):
+        SnapshotReader(path)
+    if kind == "snapshot":
+        refused(tmp_path / "again", path, [tmp_path / "changes"], message)

@@ -101,7 +101,8 @@ class RowFile:
 
     def _write_header(self, num_blocks: int | None) -> None:
         with self.fail_on_error("the header could not be written"):
-            write_page(self.file, self.identity.header(self.blocks.layout.page_bytes, num_blocks=num_blocks))
+            holes = None if num_blocks is None else self.blocks.holes
+            write_page(self.file, self.identity.header(self.blocks.layout.page_bytes, None, num_blocks, holes))
             self.file.sync()
         self._is_final = num_blocks is not None
 

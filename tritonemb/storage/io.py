@@ -87,9 +87,14 @@ class TableIdentity:
         fields = [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.is_scalar] for f in record.fields]
         return identity | {"record_bytes": record.num_bytes, "fields": fields}
 
-    def header(self, page_bytes: int, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
-        """Return the header page of a file of rows, or of a snapshot of this name; `num_blocks` is None until close."""
-        file_fields = {"page_bytes": page_bytes, "snapshot": snapshot, "places": num_blocks}
+    def header(
+        self, page_bytes: int, snapshot: str | None = None, places: int | None = None, holes: int | None = None
+    ) -> bytes:
+        """Return the header page of a file of rows, or of a snapshot of this name.
+
+        `places` are its positions and `holes` those without a block, None until close.
+        """
+        file_fields = {"page_bytes": page_bytes, "snapshot": snapshot, "places": places, "holes": holes}
         return encode_header(ROWS, self.as_json() | file_fields)
 
 

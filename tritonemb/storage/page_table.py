@@ -233,9 +233,20 @@ class BlockFile:
             file.use_page_cache()
         num_blocks = self.layout.num_blocks
         self.page_table, self.changed = PageTable(num_blocks), ChangedBlocks(num_blocks)
-        self._size = file.size()
+        self._size, self._num_written = file.size(), 0
         with closing(IoContext.free.get()) as context:
             self._scan(context)
+        self.check_holes(header)
+
+    @property
+    def holes(self) -> int:
+        """Number of allocated positions without a block: a process was killed before it wrote them."""
+        return self.page_table.count - self._num_written
+
+    def check_holes(self, header: Mapping[str, Any]) -> None:
+        """Raise StorageError unless the file has all blocks that its header counts; those of old versions do not."""
+        if header.get("holes") is not None and (lost := header["places"] - header["holes"] - self._num_written):
+            raise StorageError(f"table {self.table!r}, file {self.file.path}: {lost:,} blocks are missing; {RESTORE}")
 
     def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
         """Read blocks that have positions into consecutive slots from byte `begin` of the buffer on; check them."""
@@ -254,6 +265,7 @@ class BlockFile:
             text = f"{MAX_POSITIONS:,} blocks of {self.layout.block_bytes:,} bytes; split the table into smaller shards"
             raise StorageError(f"table {self.table!r}, file {self.file.path}: a file has at most {text}")
         positions = self.page_table.allocate(blocks)
+        self._num_written += int(np.count_nonzero(new_mask))
         count = self.page_table.count
         if self.layout.file_bytes(count) > self._size:  # grow ahead of writes: growing on each write is slow
             self._size = self.layout.file_bytes(count + min(count // 4, MAX_GROWTH // self.layout.block_bytes))
@@ -296,6 +308,7 @@ class BlockFile:
                 rows = layout.describe_rows(int(duplicates[0]), int(duplicates[0]))
                 raise StorageError(f"{subject}it is damaged: the extent with {rows} occurs twice; {RESTORE}")
             self.page_table.insert(blocks[written], first + written)
+            self._num_written += written.size
 
         _overlap(context, [((self._size - layout.offset(0)) // step, step)], begin, finish)
 

@@ -24,7 +24,7 @@ from tritonemb.utils import Closeable, on_error
 
 _INDEX_CAPACITY = (PAGE_BYTES - TRAILER_BYTES) // 8 - 1  # block numbers per index page, after their count
 _INDEX_SEED = 1 << 62  # seed of an index page's checksum, plus the group's number; larger than any block's number
-_FILE_KEYS = ("snapshot", "after", "changed", "places")  # keys of a header besides the table's identity
+_FILE_KEYS = ("snapshot", "after", "changed", "places", "holes")  # keys of a header besides the table's identity
 
 
 def take_snapshot(blocks: BlockFile, identity: io.TableIdentity, path: Path, parent: str | None) -> str:
@@ -38,11 +38,11 @@ def take_snapshot(blocks: BlockFile, identity: io.TableIdentity, path: Path, par
         if parent is None:
             io.reflink_or_copy(blocks.file, file)
             file.resize(blocks.layout.file_bytes(count))
-            io.write_page(file, identity.header(blocks.layout.page_bytes, name, count))
+            io.write_page(file, identity.header(blocks.layout.page_bytes, name, count, blocks.holes))
         else:
             changed_blocks = _write_changes(file, blocks)
             file_fields = {"page_bytes": blocks.layout.page_bytes, "snapshot": name, "places": count}
-            changes_fields = {"after": parent, "changed": changed_blocks}
+            changes_fields = {"holes": blocks.holes, "after": parent, "changed": changed_blocks}
             io.write_page(file, io.encode_header(io.CHANGES, identity.as_json() | file_fields | changes_fields))
     return name
 
@@ -97,6 +97,7 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
                 for increment in increments:
                     header = _apply(increment, blocks, header)
                 assert blocks.page_table.count == header["places"]
+                blocks.check_holes(header)
                 file.resize(blocks.layout.file_bytes(header["places"]))
             full_header = {key: header[key] for key in header if key not in ("after", "changed")}
             io.write_page(file, io.encode_header(io.ROWS, full_header))
