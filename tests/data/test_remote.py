@@ -36,6 +36,7 @@ def bucket():
 
 
 @pytest.mark.parametrize("name", ["log.txt.gz", "log.parquet", pytest.param("log.txt", marks=pytest.mark.more)])
+@pytest.mark.few(1)
 def test_a_remote_file_is_read_as_a_local_one(tmp_path, bucket, name):
     put, uri = bucket
     text = write(tmp_path, random_lines(200), name.replace("parquet", "txt"))

@@ -75,9 +75,10 @@ def test_without_staleness_a_run_has_the_bits_of_one_process(options, tmp_path):
             torch.testing.assert_close(same_rows[name], value, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("staleness", [0, 4])
-@pytest.mark.parametrize("checkpoints", [EVERY, CHANGES], ids=["whole", "changes"])
-@pytest.mark.parametrize("names", [None, ("user", "site")], ids=["all", "some tables"])
+@pytest.mark.parametrize("staleness", [4, 0])
+@pytest.mark.parametrize("checkpoints", [CHANGES, EVERY], ids=["changes", "whole"])
+@pytest.mark.parametrize("names", [("user", "site"), None], ids=["some tables", "all"])
+@pytest.mark.few(1)
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(staleness, checkpoints, names, tmp_path):
     options = {"staleness": staleness, "checkpoints": checkpoints, "names": names}
     with local_servers(2) as servers:
