@@ -23,6 +23,7 @@ from tests.server.jobs import (
     batches,
     local_servers,
     make,
+    restarted,
     same,
     train,
     train_all,
@@ -434,3 +435,26 @@ def test_a_step_of_several_batches_begins_anew_after_one_that_was_not_trained(st
     expected = state_after("")
     for failure in ("raised", "dropped", "last"):
         assert_same_bits(state_after(failure), expected, failure)
+
+
+@pytest.mark.parametrize("log", [None, "disk"])
+def test_rows_that_are_loaded_get_no_gradient_of_a_step_before(tmp_path, log):
+    """Neither when these are flushed, nor after a restart; later steps, and other tables, get theirs."""
+    with restarted(tmp_path, log, 1, 10**9) as (servers, (local,)):
+        model = make(servers, 3)
+        train(model, 2)
+        flush(model)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        train(model, 5)
+        model.load_state_dict({name: value for name, value in saved.items() if name[0] == "a"}, strict=False)
+        if log is not None:
+            local.restart()
+        flush(model)
+        actual = model.state_dict()
+        assert_same_bits(
+            {n: v for n, v in actual.items() if n[0] == "a"}, {n: v for n, v in saved.items() if n[0] == "a"}
+        )
+        assert not torch.equal(actual["b.weight"], saved["b.weight"])
+        train(model, 1)
+        flush(model)
+        assert not torch.equal(model.state_dict()["a.weight"], saved["a.weight"])

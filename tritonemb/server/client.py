@@ -100,7 +100,7 @@ class TableClient(TableService):
         elif "clock" not in saved and "step" in saved:  # one for all servers
             saved["clock"] = torch.cat([saved["step"].cpu().flatten(), torch.zeros(1, dtype=torch.int64)]).max()
         values = [value.detach().cpu().contiguous() for value in saved.values()]
-        self._submit_all("load", {"table": table, "names": list(saved)}, values, number)
+        self._submit_all("load", {"table": table, "names": list(saved), "steps": self.steps}, values, number)
 
 
 class CollectionClient(TableClient, RowService):

@@ -369,10 +369,14 @@ def _read(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 
 def _load(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> Message:
     number, state = served.spec.numbers[values["table"]], dict(zip(values["names"], tensors, strict=True))
+    num_batches = index(values.get("steps", 0)) * served.spec.batches  # none in a log of an earlier version
     owned = served.partitions.owned(state["ids"].long(), [len(state["ids"])], [number])
     state |= {name: state[name][owned] for name in row_fields(state)}
     served.partitions.by_number[number].load_state(state)
     served.partitions.changes.versions = None
+    # Gradients of the replaced rows are void.
+    for push in chain(*(pushes.values() for batch, pushes in served.ordering.pushes.items() if batch < num_batches)):
+        push.tables.update({n: (ids[:0], sums[:0]) for n, (ids, sums) in push.tables.items() if n == number})
     return {}, []
 
 

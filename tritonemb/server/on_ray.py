@@ -93,8 +93,7 @@ class RayDriver(Closeable):
 
     def __init__(self, servers: list[dict[str, Any]], bundle: Mapping[str, float]) -> None:
         address = _cluster()
-        parent = tempfile.gettempdir()
-        parent = parent if len(parent) < 24 else "/tmp"  # paths of sockets must be short
+        parent = folder if len(folder := tempfile.gettempdir()) < 24 else "/tmp"  # paths of sockets must be short
         self._files = tempfile.mkdtemp(prefix="tritonemb-", dir=parent)
         environment = LOCAL | {"RAY_AUTH_TOKEN": secrets.token_hex(32)} if address is None else {}
         self._process = start_python(["-c", DRIVE], environment)
