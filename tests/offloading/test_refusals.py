@@ -63,6 +63,18 @@ def test_a_parameter_that_changes_between_forward_and_backward_is_refused(tmp_pa
         loss.backward()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_between_forward_and_backward_of_parameters_on_the_device_is_refused(dtype):
+    """As without offload: the backward would use the stepped weights."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+    model, optimizer = te.offload(model, adam(model.parameters()), states="host", budget="1MiB")
+    first, second = (model(torch.ones(2, 4, dtype=dtype)).sum() for _ in range(2))
+    first.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

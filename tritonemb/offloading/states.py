@@ -97,6 +97,8 @@ class StateChunk(Piece):
             self.source.update_piece(self, values)
         if self.has_master:
             self.view_values().copy_(values)
+        elif self.source is None:  # the optimizer wrote by a view, which has a version of its own
+            torch.autograd.graph.increment_version(to_local(self.parameter))
         if self.stored_values is not None:
             self.group.transfers += self.stored_values.write(self.group.buffer)
 
@@ -368,12 +370,8 @@ class StateStore:
     def update_masters(self, parameter: Any, include_new: bool = False) -> None:
         """Update master weights after a parameter was written without the optimizer; `include_new`: the first ones."""
 
-        def update(visited: list[StateChunk]) -> None:
-            for chunk in visited:
-                chunk.update_master()
-
-        chunks = [chunk for chunk in self.chunks(parameter) if chunk.has_master]
-        self.visit(update, [chunk for chunk in chunks if chunk.is_ready or include_new])
+        chunks = [chunk for chunk in self.chunks(parameter) if chunk.has_master and (chunk.is_ready or include_new)]
+        self.visit(lambda visited: [*map(StateChunk.update_master, visited)], chunks)
 
     def finish_load(self, parameter: Any, scalars: dict[str, Any], has_master: bool) -> None:
         """Finish loading a parameter, all of whose arrays are written, but perhaps the master weights."""
