@@ -75,6 +75,22 @@ def test_a_step_between_forward_and_backward_of_parameters_on_the_device_is_refu
         second.backward()
 
 
+@pytest.mark.parametrize("offloaded", ["params", "activations"])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused(offloaded):
+    """As without offload, although autograd does not check tensors that hooks have packed."""
+
+    class Changed(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).exp()
+            y.detach().add_(1)
+            return y.sum()
+
+    model = Changed(4, 4)
+    model, _ = te.offload(model, adam(model.parameters()), budget="1MiB", **{offloaded: "host"})
+    with pytest.raises(RuntimeError, match=r"a tensor \[2, 4\] .* modified by an inplace operation"):
+        model(torch.ones(2, 4)).backward()
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -101,6 +101,16 @@ def view_later(tensor: Tensor, fetch: Callable[[], Tensor]) -> Callable[[], Tens
     return lambda: fetch().view(dtype).as_strided(*layout)
 
 
+def _unchanged(tensor: Tensor, version: int) -> Tensor:
+    """Return a saved tensor; RuntimeError if it was changed in place, which autograd checks only without hooks."""
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor {list(tensor.shape)} that the backward needs was modified by an inplace operation after the "
+            f"forward saved it: it is at version {tensor._version}, expected {version}"
+        )
+    return tensor
+
+
 class ActivationStore:
     """Hook of saved tensors: `pack` writes them to a tier. They are read back with prefetching in reverse order.
 
@@ -281,7 +291,8 @@ class ModuleCalls:
         param = self.cache.owner(tensor)
         if param is None:
             # Detached: a graph that saves its own output with its history would never be freed.
-            return self.pack(tensor.detach())
+            packed = self.pack(tensor.detach())
+            return packed if callable(packed) else partial(_unchanged, packed, packed._version)
         return view_later(tensor, partial(self._fetch_saved, param, param.version))
 
     def _fetch_saved(self, param: OffloadedParam, version: int) -> Tensor:
