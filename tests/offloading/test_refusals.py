@@ -154,6 +154,23 @@ def test_an_optimizer_with_a_scheduler_is_refused():
         te.offload(model, optimizer, states="host")
 
 
+def test_parameters_that_share_memory_are_refused():
+    """Offloaded, each would have values of its own."""
+    for tie in ("data", "view", "buffer"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        if tie == "buffer":
+            model[1].register_buffer("copy", model[0].weight.detach())
+        else:
+            model[1].weight.data = model[0].weight.data.t() if tie == "view" else model[0].weight.data
+        expected = r"'1.copy'|'1.weight'"
+        with pytest.raises(ValueError, match=f"'0.weight' and ({expected}) share memory.*assign the same nn.Parameter"):
+            te.offload(model, adam(model.parameters()), params="host", budget="1MiB")
+        te.offload(model, adam(model.parameters()), states="host", budget="1MiB")
+    # Views of one storage without common elements are independent anyway.
+    halves = nn.ParameterList(nn.Parameter(half) for half in torch.ones(8, 4).split(4))
+    te.offload(halves, adam(halves.parameters()), params="host", budget="1MiB")
+
+
 def test_parameters_with_gaps_are_refused():
     model = nn.Linear(12, 10)
     model.weight = nn.Parameter(torch.randn(10, 24)[:, :12])

@@ -22,7 +22,7 @@ from tritonemb.offloading.gradients import check_caller, check_not_replicated
 from tritonemb.offloading.optimizer import OffloadedOptimizer
 from tritonemb.offloading.parameters import OffloadedParam, ParameterCache
 from tritonemb.offloading.safetensors import PretrainedWeights
-from tritonemb.offloading.shards import as_dtensor, shard_bounds, slices_of, tensor_slices, to_local
+from tritonemb.offloading.shards import as_dtensor, check_memory, shard_bounds, slices_of, tensor_slices, to_local
 from tritonemb.offloading.states import StatePlacement
 from tritonemb.offloading.tiers import Arena, Tier, TierName, make_tier
 from tritonemb.tables.table import Table
@@ -210,10 +210,8 @@ def _offloaded(model: nn.Module) -> tuple[ParameterCache, dict[TierName, Tier]]:
 def _device_of(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
         return torch.device(device)
-    devices = [to_local(p).device for p in model.parameters() if not p.is_meta]
-    if devices:
-        return devices[0]
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    default = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return next((to_local(p).device for p in model.parameters() if not p.is_meta), default)
 
 
 class ParameterMove:
@@ -239,6 +237,7 @@ class ParameterMove:
         self._loaded |= {tile for tile, (parameter, _) in tiles.items() if parameter in self._loaded}
         # New parameters: offloaded, or on the device for those on "meta".
         fused = {p for m in model.modules() if isinstance(m, FusedModule) and m.optimizer for p in m.parameters()}
+        check_memory(model, {*model.parameters()} - fused if tier is not None else set())
         self._initializers = {module: self._initializer(model, name, module) for name, module in self._modules}
         for name, module in self._modules:
             for attribute, p in module._parameters.items():

@@ -1,6 +1,6 @@
 """Slices of tensors: shards of DTensors, tiles, and pieces of tensors that are stored in the order of memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -76,6 +76,24 @@ def tensor_slices(model: nn.Module) -> Iterator[tuple[Any, TensorSlice]]:
         key, shape, origin = tiles.get(p, (name, torch.Size(p.shape), (0,) * p.dim()))
         offset = tuple(a + b for a, b in zip(origin, offset, strict=True))
         yield p, TensorSlice(key.removeprefix("."), shape, offset, slice_shape, p in tiles)
+
+
+def check_memory(model: nn.Module, moved: Set[Any]) -> None:
+    """Raise ValueError if a tensor that is `moved` shares memory with another: they would become independent."""
+    spans = list[tuple[int, int, str, bool]]()
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        shard = to_local(tensor)
+        if not shard.is_meta and torch._C._has_storage(shard) and shard.numel() and (begin := shard.data_ptr()):
+            last = sum((size - 1) * stride for size, stride in zip(shard.shape, shard.stride(), strict=True))
+            spans.append((begin, begin + (last + 1) * shard.itemsize, name, tensor in moved))
+    ends = {True: (0, ""), False: (0, "")}  # largest so far, of moved tensors and of others
+    for begin, end, name, is_moved in sorted(spans):
+        if begin < (latest := max(ends.values()) if is_moved else ends[True])[0]:
+            raise ValueError(
+                f"{latest[1]!r} and {name!r} share memory, which offload would separate; tie them as one parameter: "
+                "assign the same nn.Parameter to both modules"
+            )
+        ends[is_moved] = max(ends[is_moved], (end, name))
 
 
 def padded_shape(tensor: Any) -> torch.Size:
