@@ -203,6 +203,17 @@ def test_an_option_that_needs_another_state_is_refused():
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (4, 8)
 
 
+def test_a_loaded_learning_rate_is_a_copy():
+    def make():
+        model = nn.Linear(8, 4)
+        return te.offload(model, torch.optim.Adam(model.parameters(), lr=torch.tensor(0.5)), states="host")[1]
+
+    optimizer, other = make(), make()
+    optimizer.load_state_dict(other.state_dict())
+    other.param_groups[0]["lr"].fill_(2.0)  # as schedulers do
+    assert float(optimizer.param_groups[0]["lr"]) == 0.5
+
+
 def test_a_state_that_the_options_no_longer_use_is_dropped():
     model = nn.Linear(8, 4)
     warm = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

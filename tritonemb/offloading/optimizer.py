@@ -264,7 +264,7 @@ class StoredOptimizer(Optimizer):
         if len(groups) != len(self.param_groups):
             raise ValueError(f"the checkpoint has {len(groups)} parameter groups, not {len(self.param_groups)}")
         for group, values in zip(self.param_groups, groups, strict=True):
-            group.update({key: copy.copy(value) for key, value in values.items() if key != "params"})
+            group.update({key: copy.deepcopy(value) for key, value in values.items() if key != "params"})
 
     @contextmanager
     def loading(self) -> Iterator[None]:
