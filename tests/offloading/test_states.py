@@ -203,6 +203,43 @@ def test_an_option_that_needs_another_state_is_refused():
     assert optimizer.state_dict()["state"][0]["momentum_buffer"].shape == (4, 8)
 
 
+class Counting(torch.optim.Optimizer):
+    """Sums in float64 and counts in int64, whatever the dtype of the parameters."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["sum"] = torch.zeros_like(p, dtype=torch.float64)
+                    state["count"] = torch.full_like(p, 1 << 24, dtype=torch.int64)
+                state["sum"] += p.grad.double() / 3
+                state["count"] += p.grad > 0
+                p -= (group["lr"] * state["sum"]).to(p.dtype)
+
+
+def test_states_keep_a_dtype_other_than_that_of_the_parameter(tmp_path):
+    results = []
+    for options in ({}, {"states": "disk", "path": tmp_path}):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 40)
+        optimizer = Counting(model.parameters())
+        if options:
+            model, optimizer = te.offload(model, optimizer, budget="1MiB", **options)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(2, 40)).sin().sum().backward()
+            optimizer.step()
+        results.append([model.weight, *optimizer.state_dict()["state"][0].values()])
+    for actual, expected in zip(results[1], results[0], strict=True):
+        assert actual.dtype == expected.dtype
+        assert torch.equal(actual, expected)
+
+
 def test_a_loaded_learning_rate_is_a_copy():
     def make():
         model = nn.Linear(8, 4)

@@ -417,7 +417,8 @@ def make_layout(parameter: Any, examples: Mapping[str, Any], step_device: torch.
     in_place = dtype == parameter.dtype and to_local(parameter).device == step_device
     arrays = array_names(examples)
     scalars = {name: value for name, value in examples.items() if name not in arrays}
-    array_dtypes = {name: dtype for name in examples if name in arrays}
+    own_dtypes = {name: value.dtype for name, value in examples.items() if name in arrays}  # beside fp32 parameters
+    array_dtypes = {name: dtype if own == torch.float32 else own for name, own in own_dtypes.items()}
     return StateLayout(scalars, ({} if in_place else {MASTER: dtype}) | array_dtypes)
 
 
