@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tritonemb as te
 from tests.offloading.models import (
@@ -297,9 +298,11 @@ def test_hooks_of_the_optimizer_are_called_once_a_step():
     optimizer, calls = adam(model.parameters()), []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
     optimizer.register_step_post_hook(lambda *_: calls.append("after"))
-    model, optimizer = te.offload(model, optimizer, states="host")
+    handle = register_optimizer_step_post_hook(lambda stepped, *_: calls.append(type(stepped).__name__))
+    model, optimizer = te.offload(model, optimizer, states="host", budget=200_000)
     steps(model, optimizer, 1)
-    assert calls == ["before", "after"]
+    handle.remove()
+    assert calls == ["before", "after", "OffloadedOptimizer"]
 
 
 @pytest.mark.parametrize("init", [None, nn.Linear.reset_parameters])

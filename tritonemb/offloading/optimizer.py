@@ -50,6 +50,8 @@ class ElementwiseOptimizer:
                 "the optimizer that te.offload returns"
             )
         self._has_fused = "fused" in inspect.signature(type(optimizer).__init__).parameters
+        step: Any = type(optimizer).step
+        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the global hooks of steps
         self._inner: Any = copy.copy(optimizer)
         self._inner.__dict__ = dict(optimizer.__dict__) | {name: OrderedDict() for name in STEP_HOOKS}
 
@@ -66,7 +68,7 @@ class ElementwiseOptimizer:
                 if not states.get(p):
                     states[p] = type(self._inner)([p], **options).state[p] if is_adagrad else {}
         self._inner.param_groups, self._inner.state = groups, defaultdict(dict, states)
-        self._inner.step()
+        self._step(self._inner)
         states.update(self._inner.state)
         self._inner.param_groups, self._inner.state = [], defaultdict(dict)
 
