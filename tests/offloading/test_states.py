@@ -240,6 +240,24 @@ def test_states_keep_a_dtype_other_than_that_of_the_parameter(tmp_path):
         assert torch.equal(actual, expected)
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad"])
+def test_a_loop_that_was_chosen_is_used(name):
+    """`foreach=False` chooses torch's loop over parameters, whose last bits differ from those of the fused step."""
+    results = []
+    for options in ({}, {"states": "host"}):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 130)
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
+        if options:
+            model, optimizer = te.offload(model, optimizer, **options)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(2, 40)).sin().sum().backward()
+            optimizer.step()
+        results.append(model.weight)
+    assert torch.equal(*results)
+
+
 def test_a_loaded_learning_rate_is_a_copy():
     def make():
         model = nn.Linear(8, 4)

@@ -58,7 +58,7 @@ class ElementwiseOptimizer:
     def step(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
         """Step the parameters of `groups`, new dicts; `states`, by parameter, are changed."""
         for group in groups:
-            is_explicit = group.get("fused") is not None or group.get("foreach") or group.get("differentiable")
+            is_explicit = any(group.get(name) is not None for name in ("fused", "foreach")) or group.get("differentiable")
             if self._has_fused and not is_explicit:
                 group["fused"] = True
             # States that the optimizer's constructor creates; only Adagrad's does.
