@@ -258,6 +258,26 @@ def test_a_loop_that_was_chosen_is_used(name):
     assert torch.equal(*results)
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD", "Adagrad"])
+def test_complex_parameters(name):
+    """Fused steps do not support them."""
+    results = []
+    for options in ({}, {"states": "host"}):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(9, dtype=torch.complex64)), nn.Parameter(torch.randn(9))])
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, foreach=False)
+        if options:
+            optimizer.param_groups[0]["foreach"] = None
+            model, optimizer = te.offload(model, optimizer, **options)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model[0] * model[1]).abs().sum().backward()
+            optimizer.step()
+        results.append(list(model))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_a_loaded_learning_rate_is_a_copy():
     def make():
         model = nn.Linear(8, 4)

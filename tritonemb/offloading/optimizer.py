@@ -50,16 +50,15 @@ class ElementwiseOptimizer:
                 "the optimizer that te.offload returns"
             )
         self._has_fused = "fused" in inspect.signature(type(optimizer).__init__).parameters
-        step: Any = type(optimizer).step
-        self._step = step.__wrapped__ if getattr(step, "hooked", False) else step  # without the global hooks of steps
+        self._step: Any = inspect.unwrap(type(optimizer).step, stop=lambda call: not hasattr(call, "hooked"))
         self._inner: Any = copy.copy(optimizer)
         self._inner.__dict__ = dict(optimizer.__dict__) | {name: OrderedDict() for name in STEP_HOOKS}
 
     def step(self, groups: list[dict[str, Any]], states: dict[Any, dict[str, Any]]) -> None:
         """Step the parameters of `groups`, new dicts; `states`, by parameter, are changed."""
         for group in groups:
-            is_explicit = any(group.get(name) is not None for name in ("fused", "foreach")) or group.get("differentiable")
-            if self._has_fused and not is_explicit:
+            choices = group.get("fused"), group.get("foreach"), group.get("differentiable") or None
+            if self._has_fused and choices == (None,) * 3 and not any(p.is_complex() for p in group["params"]):
                 group["fused"] = True
             # States that the optimizer's constructor creates; only Adagrad's does.
             is_adagrad = isinstance(self._inner, torch.optim.Adagrad)
@@ -78,9 +77,8 @@ class ElementwiseOptimizer:
         chunks: Sequence[StateChunk],
     ) -> None:  # fmt: skip
         """Step chunks of a sub-group of `store`, and store the values in their parameters."""
-        for chunk in chunks:
-            if not chunk.is_ready:
-                chunk.update_master()
+        for chunk in (chunk for chunk in chunks if not chunk.is_ready):
+            chunk.update_master()
         values = [chunk.arrays()[MASTER] if chunk.has_master else chunk.values() for chunk in chunks]
         for is_ready, run in groupby(zip(chunks, values, strict=True), key=lambda pair: pair[0].is_ready):
             # Leaves with values, gradients and states, by parameter group.
