@@ -190,6 +190,16 @@ def test_strides_of_gradients(params, tmp_path):
     )
 
 
+@pytest.mark.parametrize("grads", STORED)
+def test_a_factor_that_changes_after_scaling_is_not_applied_again(grads, tmp_path):
+    model, optimizer = offloaded(tmp_path, lambda: nn.Linear(4, 4), grads=grads)
+    model(torch.ones(1, 4)).sum().backward()
+    factor = torch.tensor(0.5)
+    optimizer.scale_gradients(factor)
+    factor.fill_(8.0)
+    assert torch.equal(optimizer.read_gradient(model.weight), torch.full((4, 4), 0.5))
+
+
 def test_gradients_that_cannot_be_stored_are_named():
     model, _ = build(lambda: nn.Embedding(50, 8, sparse=True), partial(torch.optim.SGD, lr=0.1), grads="host")
     with pytest.raises(ValueError, match=r'torch.sparse_coo gradient .* cannot be stored; pass grads="device"'):

@@ -81,6 +81,7 @@ class Gradients:
                     self._start(pages, pages.zero)
 
     def scale(self, parameters: Sequence[Any], factor: Tensor | float) -> None:
+        factor = factor.clone() if isinstance(factor, Tensor) else factor  # gradients on disk keep it
         for p in parameters:
             for pages in self._pages(p):
                 pages.scale(factor)
