@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import re
 import shutil
@@ -69,6 +70,7 @@ SCHEDULES = {
                 {"accumulate": 3},
                 {"precision": "fp16"},
                 {"dense_optimizer": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)},
+                {"dense_optimizer": lambda p, lr: torch.optim.Adam(p, lr=torch.tensor(lr), foreach=False)},
             )
         ),
     ],
@@ -97,6 +99,16 @@ def test_a_crash_changes_nothing(data, tmp_path, options):
     assert result.reason == "finished"
     assert result.losses == tuple(undisturbed.progress.losses)
     assert (random.random(), np.random.rand()) != (random_number, random_array)  # noqa: NPY002
+
+
+def test_a_learning_rate_that_is_a_tensor_remains_one(data):
+    """A step by a number would have other bits."""
+    trainer = make_trainer(data, None, dense_optimizer=lambda p, lr: torch.optim.Adam(p, lr=torch.tensor(lr)))
+    (group,) = trainer.dense_optimizer.param_groups
+    saved = json.loads(json.dumps(trainer.state.step.to_json()))
+    group["lr"].mul_(0.1)
+    trainer.state.step.load_json(saved)
+    assert torch.equal(group["lr"], torch.tensor(saved["rates"][0]))
 
 
 def test_a_finished_run_has_nothing_more_to_do_and_more_epochs_go_on(data, tmp_path):

@@ -338,7 +338,8 @@ class TrainStep:
                 group.update(options)
         if values["base_rates"] == self._base_rates:
             for (group, _), rate in zip(self._scheduled_groups(), values["rates"], strict=True):
-                group["lr"] = rate
+                # A tensor remains one: optimizers round steps by a tensor otherwise than by a number.
+                group["lr"] = torch.full_like(lr, rate) if isinstance(lr := group["lr"], Tensor) else rate
 
     def all_loss_sums(self) -> Tensor:
         """Gather `loss_sums`: `[2]` of one process, otherwise `[num_ranks, 2]`. Collective."""
