@@ -201,9 +201,18 @@ def test_a_factor_that_changes_after_scaling_is_not_applied_again(grads, tmp_pat
 
 
 def test_gradients_that_cannot_be_stored_are_named():
-    model, _ = build(lambda: nn.Embedding(50, 8, sparse=True), partial(torch.optim.SGD, lr=0.1), grads="host")
-    with pytest.raises(ValueError, match=r'torch.sparse_coo gradient .* cannot be stored; pass grads="device"'):
-        model(torch.arange(3)).sum().backward()
+    for options in ({"grads": "host"}, {"states": "host"}, {"params": "host"}):
+        model, optimizer = build(lambda: nn.Embedding(50, 8, sparse=True), partial(torch.optim.SGD, lr=0.1), **options)
+        weight = model.state_dict()["weight"].clone()
+
+        def closure(model=model):
+            model(torch.arange(3)).sum().backward()
+
+        with pytest.raises(ValueError, match=r"\(50, 8\) has a torch.sparse_coo gradient.*sparse=False"):
+            optimizer.step(closure)
+        optimizer.zero_grad()
+        optimizer.step()  # nothing was changed, so it can go on
+        assert torch.equal(model.state_dict()["weight"], weight)
 
 
 @pytest.mark.few(1)

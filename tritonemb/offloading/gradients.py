@@ -66,8 +66,11 @@ class Gradients:
         return as_dtensor(values.as_strided(local_shape(parameter), to_local(parameter).stride()), parameter)
 
     def wait(self) -> None:
-        """Wait until all gradients are stored; StorageError, now and until `clear`, if one could not be."""
+        """Wait until all gradients are stored; StorageError, now and until `clear`, if one could not be, and ValueError
+        for a sparse one."""
         self._limit_pending(0)
+        for p in self._store.parameters:
+            check_dense(p, p.grad)
 
     def clear(self, set_to_none: bool) -> None:
         """Discard stored gradients, or set them to zero."""
@@ -122,10 +125,11 @@ class Gradients:
         """Add a gradient to the stored one, if any; ValueError for one that is sparse or has another dtype."""
         if parameter.grad is not None:  # of a backward before `te.offload`
             self._take(parameter)
-        if gradient.layout is not torch.strided or gradient.dtype != parameter.dtype:
+        check_dense(parameter, gradient)
+        if gradient.dtype != parameter.dtype:
             raise ValueError(
-                f"a {gradient.layout} gradient of {gradient.dtype} of a {parameter.dtype} parameter of shape "
-                f'{tuple(parameter.shape)} cannot be stored; pass grads="device" to te.offload'
+                f"a gradient of {gradient.dtype} of a {parameter.dtype} parameter of shape {tuple(parameter.shape)} "
+                'cannot be stored; pass grads="device" to te.offload'
             )
         values = flat_like(to_local(gradient), to_local(parameter))
         for chunk in self._store.chunks(parameter):
@@ -153,6 +157,15 @@ class Gradients:
         """Pages of a stored gradient, [] if there is none."""
         pages = [chunk.gradient for chunk in self._store.chunks(parameter)]
         return [gradient for gradient in pages if gradient is not None and gradient.is_set]
+
+
+def check_dense(parameter: Any, gradient: Any) -> None:
+    """Raise ValueError for a sparse gradient, of which chunks cannot be stored nor stepped."""
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} has a {gradient.layout} gradient, which an offloaded "
+            "optimizer cannot step; construct its layer with sparse=False"
+        )
 
 
 def check_not_replicated(model: nn.Module, stays_on_device: bool) -> None:
