@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import tritonemb as te
 from tests.offloading.models import Transformer, loss_of
@@ -70,6 +72,32 @@ def of_one(folder: str, optimizer: str, number: int = 8, **options: Any) -> Any:
 
 def job(rank: int, ranks: int, *args: Any) -> Any:
     return trained(rank, ranks, *args)
+
+
+def load_states(rank: int, ranks: int) -> list[tuple[str, str]]:
+    """Names of the states that a load into shards, or from shards, has changed."""
+    torch.manual_seed(0)
+    mesh, changed = init_device_mesh("cpu", (ranks,)), []
+    for source in ("full", "other shards", "shards"):
+        models: Any = [torch.nn.Linear(4, 9) for _ in range(2)]
+        fully_shard(models[source != "shards"])
+        plain, other = (torch.optim.Adam(model.parameters()) for model in models)
+        models[0](torch.arange(8.0).view(2, 4)).square().sum().backward()
+        plain.step()
+        saved = plain.state_dict()
+        full = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in saved["state"][0].items()}
+        if source == "other shards":
+            saved["state"][0]["exp_avg"] = distribute_tensor(full["exp_avg"], mesh, [Shard(1)])
+        _, stepped = te.offload(models[1], other, states="host")
+        stepped.load_state_dict(saved)
+        for name, value in stepped.state_dict()["state"][0].items():
+            if not torch.equal(getattr(value, "full_tensor", lambda v=value: v)(), full[name]):
+                changed.append((source, name))
+    return changed
+
+
+def test_states_are_sharded_as_they_are_loaded(ranks):
+    assert ranks(2).run(load_states, 2) == [[], []]
 
 
 @pytest.mark.few(1)

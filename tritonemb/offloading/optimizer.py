@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from tritonemb.layout import ALIGNMENT
 from tritonemb.offloading.gradients import BackwardStep, Gradients
 from tritonemb.offloading.parameters import WatchedParameter
-from tritonemb.offloading.shards import as_dtensor, to_local
+from tritonemb.offloading.shards import as_dtensor, shard_like, to_local
 from tritonemb.offloading.states import (
     MASTER,
     Offloaded,
@@ -253,7 +253,7 @@ class StoredOptimizer(Optimizer):
             arrays, scalars = self.store.layout(p).dtypes, dict[str, Any]()
             for name, value in param_states.items():
                 if name in arrays:
-                    StateArray(self.store, p, name).write_range(0, to_local(value).reshape(-1))
+                    StateArray(self.store, p, name).write_range(0, shard_like(value, p).reshape(-1))
                 elif name != MASTER and not array_names({name: value}):  # else the options do not use it
                     scalars[name] = value
             if param_states:

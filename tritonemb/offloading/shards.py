@@ -24,6 +24,16 @@ def as_dtensor(shard: Tensor, template: Any) -> Tensor:
     return DTensor.from_local(shard, template.device_mesh, template.placements, run_check=False, **layout)
 
 
+def shard_like(values: Tensor, template: Any) -> Tensor:
+    """Return this rank's shard of values of the shape of `template`, which may be sharded in another way, or not."""
+    if not isinstance(template, DTensor):
+        return values.full_tensor() if isinstance(values, DTensor) else values
+    if not isinstance(values, DTensor):
+        return values[slices_of(*shard_bounds(template))]
+    is_same = values.placements == template.placements
+    return to_local(values if is_same else values.redistribute(placements=template.placements))
+
+
 def shard_bounds(tensor: Any) -> tuple[torch.Size, tuple[int, ...]]:
     """Return the shape of this rank's shard of a DTensor, and its offset; of a tensor its shape, and zeros."""
     if not isinstance(tensor, DTensor):
