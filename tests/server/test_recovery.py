@@ -660,9 +660,12 @@ MALFORMED = [
     ("push", PUSH, [IDS, SUMS[0][:2], SUMS[1]]),
     ("push", PUSH, [IDS + 298, *SUMS]),
     ("push", {**PUSH, "lr": "x"}, [IDS, *SUMS]),
+    ("push", {**PUSH, "lr": -1.0}, [IDS, *SUMS]),
+    ("push", {**PUSH, "lr": float("nan")}, [IDS, *SUMS]),
     ("push", {"batch": 0, "lr": 0.1, "sizes": [3, 0]}, [IDS, *SUMS]),
     ("flush", {"steps": "x"}, []),
     ("flush", {"steps": 1, "returned": {"lr": 0.1}}, []),
+    ("flush", {"steps": 1, "returned": {"steps": 1, "lr": float("inf")}}, []),
     ("allocate", {"training": True, "sizes": [3]}, [IDS, ONES]),
     ("transfer", MOVE, []),
     ("transfer", MOVE, [IDS, RECORDS[:2]]),
@@ -672,6 +675,7 @@ MALFORMED = [
     ("transfer", {"sizes": [[7, 3]]}, [IDS]),
     ("snapshot", {"steps": "1", "chain": "x", "changes_only": False, "path": "x"}, []),
     ("restore", {"chains": 3}, []),
+    ("restore", {"chains": []}, []),
     ("read", {"table": "z"}, []),
     ("load", {"table": "a", "names": ["ids", "weight"]}, [IDS]),
     ("fail", {}, []),
@@ -686,7 +690,8 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
         actual, server = train(model, 2), local.server
         raw, stranger = RawClient(server), RawClient(server, "stranger")
         for values in ({"op": "push", "number": 0}, {"op": "push", "number": 0, "received": 0}, {"op": "stats"},
-                       {"op": "push", "number": "0", "received": 0, "client": "x"}, {"query": 0}, {}):  # fmt: skip
+                       {"op": "push", "number": "0", "received": 0, "client": "x"}, {"query": 0}, {},
+                       {"op": ["push"], "number": 0, "received": 0, "client": "x"}):  # fmt: skip
             with pytest.raises((KeyError, TypeError)):
                 server.receive((values, []), raw.answers.put)
         for _ in range(2):
@@ -698,10 +703,9 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
         wrong = [{"trainers": 0}, {"batches": 0}, {"staleness": -1}, {"staleness": "2"}, {"partition_starts": []}]
         for change in wrong:
             assert "error" in raw.send("create", collection="other", rank=0, spec=spec | change, server=0)
-        assert (
-            "cannot create"
-            in raw.send("create", collection="../other", rank=0, spec=spec, server=0)["error"]["message"]
-        )
+        for name in ("../other", "o\0", "o" * 300) if log is not None else ():
+            error = raw.send("create", collection=name, rank=0, spec=spec, server=0)["error"]
+            assert "cannot create a collection" in error["message"]
         assert "error" not in raw.send("create", collection="other", rank=0, spec=spec, server=0)
         for op, values, tensors in MALFORMED:
             assert "error" in raw.send(op, tensors, **{"collection": "other", "rank": 0, **values}), (op, values)

@@ -29,7 +29,7 @@ from tritonemb.server.migration import COPY, MIGRATION_QUERIES, Departure, find_
 from tritonemb.server.partitions import Entries
 from tritonemb.server.snapshot import read_snapshot, restore, saved_shards, take_snapshot, write_snapshot
 from tritonemb.server.spec import CollectionSpec, MemoryQuota, OverMemory
-from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond, ServedTables, warm_up
+from tritonemb.server.tables import PullReply, PullRequest, PushRequest, Respond, ServedTables, checked_rate, warm_up
 from tritonemb.server.transport import Message, Reply, Values, answer
 from tritonemb.storage.store import StorageError, storage_errors
 from tritonemb.tables.dynamic_table import row_fields
@@ -91,6 +91,7 @@ class EmbeddingServer(Closeable):
         A ping is answered at once by the calling thread, as the server's thread may be busy for long.
         """
         values, is_request = message[0], "number" in message[0]
+        hash(values["op"])
         for name in ("number", "received") if is_request else ("query",):
             index(values[name])
         self.clients.last_seen[values["client"] if is_request else values.get("client")] = time.monotonic()
@@ -199,7 +200,7 @@ class EmbeddingServer(Closeable):
 
     def _create(self, values: Values, respond: Respond) -> None:
         spec, name, server = CollectionSpec.from_json(values["spec"]), values["collection"], values["server"]
-        if self.durable is not None and Path(name).name != name:
+        if self.durable is not None and (Path(name).name != name or "\0" in name or len(name.encode()) > 200):
             raise ValueError(f"cannot create a collection {name!r}: its name is part of a file's name")
         is_new = name not in self.collections
         served = self.add_tables(name, spec, server) if is_new else self.collections[name]
@@ -281,7 +282,7 @@ def _pull(served: ServedTables, values: Values, tensors: Sequence[Tensor], respo
 
 
 def _push(served: ServedTables, values: Values, tensors: Sequence[Tensor], respond: Respond) -> None:
-    rank, batch, lr = _rank(served, values), index(values["batch"]), float(values["lr"])
+    rank, batch, lr = _rank(served, values), index(values["batch"]), checked_rate(values["lr"])
     tables = {} if values["sizes"] is None else _gradients(served, values, tensors)
     respond(({}, []))  # the push is in the log, and will be in each later snapshot
     served.ordering.push(rank, batch, PushRequest(tables, lr))
@@ -352,7 +353,7 @@ def _flush(served: ServedTables, values: Values, tensors: Sequence[Tensor], resp
     """Apply the pushes of `steps` steps before the trainer's next pull, once all trainers have requested it."""
     rank, steps = _rank(served, values), index(values["steps"])
     if (returned := values.get("returned")) is not None:  # the trainer has written back all rows that it has leased
-        trained_steps, lr = index(returned["steps"]), float(returned["lr"])
+        trained_steps, lr = index(returned["steps"]), checked_rate(returned["lr"])
         served.lease.is_active = False
         if (table_set := served.partitions.tables) is not None:
             table_set.counters["step"].fill_(trained_steps)

@@ -262,8 +262,8 @@ class SavedShard:
 def saved_shards(served: ServedTables, chains: Iterable[Sequence[Path]]) -> list[SavedShard]:
     """Open the snapshots of all servers. StorageError if they belong to several steps, or to other tables."""
     shards = sorted(map(SavedShard.from_chain, chains), key=lambda shard: shard.header["server"])
-    if len(steps := {(shard.header["pulls"], shard.header["steps"]) for shard in shards}) > 1:
-        raise StorageError(f"these snapshots belong to several steps: {sorted(steps)}")
+    if len(steps := {(shard.header["pulls"], shard.header["steps"]) for shard in shards}) != 1:
+        raise StorageError(f"these snapshots belong to several steps, or are none: {sorted(steps)}")
     if any(_compatibility_key(shard.spec) != _compatibility_key(served.spec) for shard in shards):
         raise StorageError("these snapshots belong to other tables, or to another optimizer")
     return shards

@@ -35,6 +35,13 @@ class PullReply(NamedTuple):
     refused: Tensor | None = None  # int64, positions of ids that were not admitted and take no gradient, if any may be
 
 
+def checked_rate(lr: float) -> float:
+    """Return the learning rate of a message; ValueError if tables cannot have it."""
+    if not 0.0 <= lr < float("inf"):
+        raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
+    return float(lr)
+
+
 class BlockCodec:
     """Encoder and decoder of rows: a matrix `[n, dim]` per block, see `CollectionSpec.blocks`."""
 
