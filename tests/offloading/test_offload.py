@@ -342,6 +342,26 @@ def test_a_layer_with_hooks_is_not_tiled(hook):
     assert torch.equal(model(x), expected)
 
 
+def test_conjugates_that_autograd_saves():
+    class Conjugates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+
+        def forward(self, x):
+            y = (x @ self.weight).conj()
+            return (y * self.weight.conj() * y.imag).real.sum()
+
+    gradients = []
+    for options in ({}, {"activations": "host"}, {"params": "host"}):
+        model, optimizer = build(Conjugates, torch.optim.SGD, dtype=torch.complex64, **options)
+        generator = torch.Generator().manual_seed(1)
+        model(torch.randn(64, 64, dtype=torch.complex64, generator=generator)).backward()
+        gradients.append(optimizer.read_gradient(model.weight) if options else model.weight.grad)
+    assert torch.equal(gradients[1], gradients[0])
+    assert torch.equal(gradients[2], gradients[0])
+
+
 def test_fused_tables_are_not_moved():
     def run(params):
         torch.manual_seed(0)

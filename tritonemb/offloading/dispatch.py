@@ -9,7 +9,7 @@ tensors that autograd saves for the backward, in host memory or on disk.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -98,7 +98,9 @@ class SavedStorage:
 def view_later(tensor: Tensor, fetch: Callable[[], Tensor]) -> Callable[[], Tensor]:
     """Return a function that returns the tensor as a view of its storage, uint8, which `fetch` will return."""
     dtype, layout = tensor.dtype, (tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-    return lambda: fetch().view(dtype).as_strided(*layout)
+    pairs = (tensor.is_conj(), torch.conj), (tensor.is_neg(), torch._neg_view)  # bits of lazy views
+    flips: list[Any] = [flip for is_set, flip in pairs if is_set]
+    return lambda: reduce(lambda values, flip: flip(values), flips, fetch().view(dtype).as_strided(*layout))
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:
