@@ -1047,3 +1047,23 @@ def test_ids_are_integers(ids):
             call(ids)
     assert table.num_rows == 0
     assert table.lookup([]).shape == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("step", lambda values: values[:-1], r"step must be int64 of shape \[3\], got torch.int64 of shape \[2\]"),
+        ("count", lambda values: values.repeat(2), r"count must be int64 of shape \[3\], .* shape \[6\]"),
+        ("ids", lambda values: values.double() + 0.5, r"ids must be int64 of shape \[3\], got torch.float64"),
+        ("step", lambda values: values - 5, r"step must lie in \[0, 2\^31\), got -4"),
+        ("step", lambda values: values + 2**32, r"step must lie in \[0, 2\^31\), got 4294967297"),
+        ("count", lambda values: -values, r"count must lie in \[0, 2\^63\), got -1"),
+    ],
+)
+def test_a_state_of_other_ids_or_uses_is_refused_before_rows_are_lost(tier, name, change, message):
+    collection = single(**TIERS[tier])
+    step(collection, bag(5, 7, 9))
+    state = {key: value.clone() for key, value in collection.state_dict().items()}
+    with pytest.raises(RuntimeError, match=message):
+        collection.load_state_dict({**state, f"user.{name}": change(state[f"user.{name}"])})
+    assert_same_bits(collection.state_dict(), state)

@@ -27,16 +27,32 @@ def row_fields(names: Iterable[str]) -> list[str]:
     return [name for name in names if name not in table_fields and not name.startswith(FALLBACK)]
 
 
+def is_integral(values: Tensor) -> bool:
+    return not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
+
+
 def int64_ids(ids: Tensor | Sequence[int], device: torch.device) -> Tensor:
     """Convert ids to a tensor int64 `[N]`; TypeError if they are not integers, ValueError for other dimensions."""
     tensor = torch.as_tensor(ids, device=device)
     if len(tensor.shape) != 1:
         raise ValueError(f"ids must have one dimension, got shape {tuple(tensor.shape)}")
-    if len(tensor) and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+    if len(tensor) and not is_integral(tensor):
         raise TypeError(
             f"ids must be integers, got {tensor.dtype}; a cast would read other rows, or hide missing values"
         )
     return tensor.to(torch.int64).contiguous()
+
+
+def check_integers(state: Mapping[str, Tensor], title: str) -> None:
+    """Raise ValueError unless ids, steps and counts of a `state_dict` are integers of one shape that fit."""
+    shape = (len(state["ids"]),)
+    for name in ("ids", "step", "count"):
+        if (values := state[name]).shape != shape or not is_integral(values):
+            actual = f"{values.dtype} of shape {[*values.shape]}"
+            raise ValueError(f"{title}: {name} must be int64 of shape {[*shape]}, got {actual}")
+        limit = 31 if name == "step" else 63  # larger counts are saturated
+        if name != "ids" and bool((unfit := (values < 0) | (values > (1 << limit) - 1)).any()):
+            raise ValueError(f"{title}: {name} must lie in [0, 2^{limit}), got {int(values[unfit][0])}")
 
 
 def _locked(method: Callable[..., R]) -> Callable[..., R]:
@@ -251,6 +267,7 @@ class DynamicTable(Table):
             empty = self.templates(len(state["ids"]), state)
             defaults = {"step": clock, "count": 1, "clock": clock, "seed": self.seed}
             state = {**state, **{name: torch.full_like(empty[name], defaults.get(name, 0)) for name in missing_names}}
+        check_integers(state, title)
         values = {name: state[name] for name in ("weight", *self.state_names) if name in state}
         ids = state["ids"].to(self.index.ids)
         ids, order = (ids, torch.arange(len(ids)).to(ids)) if bool((ids[1:] >= ids[:-1]).all()) else ids.sort()
