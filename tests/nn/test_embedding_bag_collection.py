@@ -223,6 +223,18 @@ def test_casting_to_16_bits_keeps_states(optimizer, dtype):
     assert_same_bits(contents(collection), contents(twin))
 
 
+@pytest.mark.parametrize("optimizer", [None, te.optim.SGD(lr=0.01)])
+def test_tables_that_are_cast_to_8_bits_are_read_only(optimizer):
+    """Steps smaller than half the distance of two values would be lost."""
+    collection = small(optimizer).to(torch.float8_e4m3fn)
+    initial, features = contents(collection), te.KeyedJaggedTensor.from_lists({"user": [[1]], "genre": [[2]]})
+    with torch.no_grad():
+        assert torch.equal(collection(features)[0, :8], collection["user"].weight[1].float())
+    with pytest.raises(TypeError, match=r"tables of torch\.float8_e4m3fn cannot be trained"):
+        collection(features).sum().backward()
+    assert_same_bits(contents(collection), initial)
+
+
 @pytest.mark.parametrize("optimizer", [None, te.optim.Adam(lr=0.25)], ids=["plain", "fused"])
 @pytest.mark.usefixtures("poisoned")
 def test_a_meta_collection_becomes_real(optimizer):

@@ -36,6 +36,7 @@ SKIP = get_args(NonFinite).index("skip")
 NOT_ACCUMULATING = -1
 ELEMENTS_AT_ONCE = 1 << 19  # per call of a user's function on the CPU, so that they stay in its caches
 _MAX_DRAWN = 1 << 24  # float32 elements of a buffer for other dtypes
+_TOO_COARSE = "tables of {} cannot be trained; use float32, float16 or bfloat16"
 _accumulated_rates: set[int] = set()  # addresses of learning rates of tables that accumulate
 # By the address of a learning rate: number of backward passes that updated its tables, and the id of the last one.
 passes: dict[int, tuple[int, int]] = {}
@@ -85,6 +86,8 @@ def update_rows(tables: FusedTables, batch: BatchGradient) -> None:
         weights, states = without_stale_facts(weights, states)
     _check_states(weights, states, layout)
     dtypes = cached_fact(weights, dtypes_of)
+    if (coarsest := min(dtypes, key=attrgetter("itemsize"))).itemsize < 2:
+        raise TypeError(_TOO_COARSE.format(coarsest))
     name, update = choose_cached("row_update_", device, dtypes), kernel("row_update_", device, dtypes)
     is_custom = optimizer in customs
     by_cpu = name == CPU and not is_custom  # that kernel groups ids and reads counters per table
@@ -172,7 +175,7 @@ def row_gradients_(
 def _dense_gradients(grad: Tensor, weights: Sequence[Tensor], *batch: Any) -> list[Tensor]:
     for weight in weights:
         if weight.dtype.itemsize < 2:
-            raise TypeError(f"tables of {weight.dtype} cannot be trained; use float32, float16 or bfloat16")
+            raise TypeError(_TOO_COARSE.format(weight.dtype))
         if weight.device != grad.device:
             raise ValueError(
                 f"a table on {weight.device} cannot get a dense gradient on {grad.device}; use a fused optimizer"
