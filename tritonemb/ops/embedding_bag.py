@@ -114,7 +114,7 @@ define(
 
 
 Read = Callable[[], Tensor]
-TakeGradient = Callable[[Tensor, bool], Tensor | None]
+TakeGradient = Callable[..., Tensor | None]
 
 
 def fused_lookup(
@@ -124,6 +124,7 @@ def fused_lookup(
     take_gradient: TakeGradient,
     tables: Callable[[], Iterable[str]] = tuple,
     *inputs: Tensor | None,
+    learning_rate: Tensor | None = None,
 ) -> Tensor:
     """Look up rows with a backward in Python, which may update rows, accumulate the gradient or exchange it.
 
@@ -133,10 +134,14 @@ def fused_lookup(
         weight: represents all tables in the autograd graph; it gets no gradient.
         read: returns the result, `[B, width]` if pooled, else `[N, width]`.
         take_gradient: called with the gradient of the result, and whether the per-sample weights require a gradient,
-            which it returns.
+            which it returns; where activation checkpoints may repeat the lookup, also with `outer_pass`.
         tables: returns the names of the tables.
         inputs: ids, offsets, per-sample weights, then the tables' weights if the gradient of the former reads them.
+        learning_rate: that of tables which `take_gradient` updates.
     """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if learning_rate is not None and (hooks is not None or torch._C._current_graph_task_id() >= 0):
+        take_gradient = partial(take_gradient, outer_pass=row_update.outer_pass_of(learning_rate))
     versions = versions_of(*inputs)
 
     def take_checked(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
@@ -252,8 +257,8 @@ class FusedBatch(NamedTuple):
             if sample_weights is not None and sample_weights.requires_grad:
                 inputs += tables.weights
                 names = _pending_reads.setdefault(tables.learning_rate.data_ptr(), names)
-            take_gradient = partial(batch.take_gradient, outer_pass=row_update.outer_pass_of(tables.learning_rate))
-            return fused_lookup(tables.weights[0], sample_weights, batch.read, take_gradient, names, *inputs)
+            functions, rate = (batch.read, batch.take_gradient), tables.learning_rate
+            return fused_lookup(tables.weights[0], sample_weights, *functions, names, *inputs, learning_rate=rate)
         check_devices(tables.weights, values, layout)
         if groups is None:
             groups = row_groups(values, offsets, layout) if self.shared else ungrouped(values)

@@ -42,14 +42,13 @@ def look_up_prepared(tables: LookupTables, batch: PreparedBatch) -> Tensor:
         return result
     # Training: the backward updates the rows, or accumulates.
     accumulating, rate = record_trained(tables, batch), tables.counters["learning_rate"]
-    outer_pass = row_update.outer_pass_of(rate)
 
-    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
+    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool, outer_pass: Any = None) -> None:
         apply_gradient(tables, batch, grad, accumulating, rate.data_ptr() in row_update.recomputed_rates, outer_pass)
 
     names, inputs = partial(map, attrgetter("name"), tables.configs), (batch.rows.offsets, batch.rows.sample_weights)
     weight, read = tables.tables[0].weight, partial(batch.read, tables)
-    return ops.fused_lookup(weight, None, read, take_gradient, names, None, *inputs)
+    return ops.fused_lookup(weight, None, read, take_gradient, names, None, *inputs, learning_rate=rate)
 
 
 PREFETCH_FIRST = (
