@@ -703,10 +703,10 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
         wrong = [{"trainers": 0}, {"batches": 0}, {"staleness": -1}, {"staleness": "2"}, {"partition_starts": []}]
         for change in wrong:
             assert "error" in raw.send("create", collection="other", rank=0, spec=spec | change, server=0)
+        assert "error" not in raw.send("create", collection="other", rank=0, spec=spec, server=0)
         for name in ("../other", "o\0", "o" * 300) if log is not None else ():
             error = raw.send("create", collection=name, rank=0, spec=spec, server=0)["error"]
             assert "cannot create a collection" in error["message"]
-        assert "error" not in raw.send("create", collection="other", rank=0, spec=spec, server=0)
         for op, values, tensors in MALFORMED:
             assert "error" in raw.send(op, tensors, **{"collection": "other", "rank": 0, **values}), (op, values)
         assert server._failure is None
@@ -714,6 +714,8 @@ def test_a_malformed_message_is_the_error_of_its_client_alone(tmp_path, log):
         assert "error" not in rows
         if log is not None:
             local.restart()
+            assert {*local.server.collections} == {"tables", "other"}  # what was refused is refused again
+            assert [path.name for path in tmp_path.iterdir()] == ["server-0"]
         actual += train(model, 4)
         assert local.server._failure is None
     same(([actual], {}), ([jobs.outputs_on(1, 2, 2, 4)], {}))

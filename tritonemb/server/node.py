@@ -200,7 +200,7 @@ class EmbeddingServer(Closeable):
 
     def _create(self, values: Values, respond: Respond) -> None:
         spec, name, server = CollectionSpec.from_json(values["spec"]), values["collection"], values["server"]
-        if self.durable is not None and (Path(name).name != name or "\0" in name or len(name.encode()) > 200):
+        if self.quota.folder is not None and (Path(name).name != name or "\0" in name or len(name.encode()) > 200):
             raise ValueError(f"cannot create a collection {name!r}: its name is part of a file's name")
         is_new = name not in self.collections
         served = self.add_tables(name, spec, server) if is_new else self.collections[name]
