@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -458,3 +458,13 @@ def test_rows_that_are_loaded_get_no_gradient_of_a_step_before(tmp_path, log):
         train(model, 1)
         flush(model)
         assert not torch.equal(model.state_dict()["a.weight"], saved["a.weight"])
+
+
+@pytest.mark.parametrize(("trainers", "cache", "least"), [(1, None, 3), (2, None, 8), (1, 64, 5), (2, 64, 10)])
+def test_rows_are_protected_until_their_gradient_arrives(trainers, cache, least):
+    """With `AtMost(2)`; another trainer may be two steps behind a pull, and a cached row two steps old."""
+    for protect in (least - 1, least):
+        dynamic = {"capacity": 90, "eviction": te.EvictionConfig(protect=protect)}
+        refused = pytest.raises(ValueError, match=rf"use EvictionConfig\(protect={least}\)")
+        with local_servers(1) as servers, refused if protect < least else nullcontext():
+            make(servers, AtMost(2), dynamic=dynamic, cache=cache, group=Trainers(0, trainers))

@@ -252,7 +252,10 @@ def _client(
     """Create the client of a collection; ValueError if a table may evict rows before their gradients arrive."""
     steps, exact = staleness_bound(staleness), isinstance(staleness, int)
     if steps is not None:
-        max_batches = (steps + 1) * accumulate * (1 if exact else group.size) - 1
+        # Others may be `steps` steps behind or ahead, and a cached row may have been pulled `steps` steps before.
+        is_cached = not exact and any(config.cache.rows is not None for config in tables.configs)
+        others = 0 if exact else (group.size - 1) * (2 * steps + 1)
+        max_batches = ((steps + 1) + is_cached * steps + others) * accumulate - 1
         for config in tables.configs:
             if config.is_dynamic and config.eviction.protect <= max_batches:
                 raise ValueError(
