@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +32,7 @@ from tests.server.jobs import (
 )
 from tritonemb.data import make_synthetic
 from tritonemb.server import AtMost, EmbeddingServer, Servers, attach, flush, node
+from tritonemb.server.attach import ServersOptions
 from tritonemb.server.transport import LocalTransport
 
 OPTIMIZERS = [
@@ -468,3 +470,15 @@ def test_rows_are_protected_until_their_gradient_arrives(trainers, cache, least)
         refused = pytest.raises(ValueError, match=rf"use EvictionConfig\(protect={least}\)")
         with local_servers(1) as servers, refused if protect < least else nullcontext():
             make(servers, AtMost(2), dynamic=dynamic, cache=cache, group=Trainers(0, trainers))
+
+
+@pytest.mark.parametrize(
+    ("mode", "trainers", "accumulate", "expected"),
+    [("exact", 9, 1, 24), ("exact", 9, 9, 27), ("at-most", 4, 1, 24), ("at-most", 5, 1, 25), ("at-most", 2, 4, 40)],
+)
+def test_options_protect_rows_until_their_gradient_arrives(mode, trainers, accumulate, expected, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: trainers)
+    options = ServersOptions(servers="1", staleness=2, staleness_mode=mode)
+    (table,) = options.place([te.TableConfig("a", None, 4, capacity=64)], accumulate)
+    assert table.eviction.protect == expected

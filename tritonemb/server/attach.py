@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tritonemb.comm.group import RankGroup
@@ -245,6 +246,15 @@ def collections_on_servers(model: nn.Module) -> dict[str, TableSet | ShardedServ
     return collections
 
 
+def _batches_in_flight(staleness: int, exact: bool, num_trainers: int, accumulate: int, is_cached: bool) -> int:
+    """Return the number of batches from that of a lookup to the last one before its gradient, both included.
+
+    With `AtMost`, other trainers may be `staleness` steps behind or ahead, and cached rows as many steps old.
+    """
+    others = 0 if exact else (num_trainers - 1) * (2 * staleness + 1)
+    return (staleness + 1 + (is_cached and not exact) * staleness + others) * accumulate
+
+
 def _client(
     tables: TableSet, servers: Servers, staleness: Any, accumulate: int, group: RankGroup, name: str,
     exchange: ExchangePrecision,
@@ -252,10 +262,8 @@ def _client(
     """Create the client of a collection; ValueError if a table may evict rows before their gradients arrive."""
     steps, exact = staleness_bound(staleness), isinstance(staleness, int)
     if steps is not None:
-        # Others may be `steps` steps behind or ahead, and a cached row may have been pulled `steps` steps before.
-        is_cached = not exact and any(config.cache.rows is not None for config in tables.configs)
-        others = 0 if exact else (group.size - 1) * (2 * steps + 1)
-        max_batches = ((steps + 1) + is_cached * steps + others) * accumulate - 1
+        is_cached = any(config.cache.rows is not None for config in tables.configs)
+        max_batches = _batches_in_flight(steps, exact, group.size, accumulate, is_cached) - 1
         for config in tables.configs:
             if config.is_dynamic and config.eviction.protect <= max_batches:
                 raise ValueError(
@@ -400,7 +408,7 @@ class ServersOptions(Options):
         exchange = ExchangePrecision(self.server_exchange, self.server_exchange_gradients)
         return {"staleness": staleness, "server_exchange": exchange}
 
-    def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
+    def place(self, tables: Sequence[TableConfig], accumulate: int = 1) -> list[TableConfig]:
         """Set the placement of tables to "server" if there are servers: of `server_tables`, by default of all."""
         if self.servers is None:
             return list(tables)
@@ -409,8 +417,10 @@ class ServersOptions(Options):
             if name not in names:
                 known = did_you_mean(name, names, f", only {join_names(names)}")
                 raise ValueError(f"server_tables: unknown table {name!r}{known}")
-        # Batches whose rows stay on the servers; 8 per step is enough for accumulated batches and several trainers.
-        protect = (self.staleness + 1) * 8
+        # Batches whose rows stay on the servers, at least 8 per step.
+        num_trainers = dist.get_world_size() if dist.is_initialized() else 1
+        most = _batches_in_flight(self.staleness, self.staleness_mode != "at-most", num_trainers, accumulate, True)
+        protect = max((self.staleness + 1) * 8, most)
         placed = list(tables)
         for index, table in enumerate(tables):
             if table.name in (self.server_tables or names):

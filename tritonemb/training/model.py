@@ -41,7 +41,8 @@ def build_model(
         text = f"predicts one label, the data have {num_labels}; choose another model: {able}"
         raise ValueError(f"{create.__name__} {text}")
     options |= {"num_labels": num_labels or 1, "bottom_mlp": config.bottom_mlp, "top_mlp": config.top_mlp}
-    tables = config.server.place(config.tables.place(tables_of(tuple(features), config.embedding_dim)))
+    tables = config.tables.place(tables_of(tuple(features), config.embedding_dim))
+    tables = config.server.place(tables, config.accumulate)
     options = {name: value for name, value in options.items() if name in names}
     return create(tables, num_dense, optimizer=build_optimizer(config), device=config.device, **options)
 
