@@ -747,6 +747,25 @@ def test_a_shard_has_no_ids_of_other_shards():
         assert table.remove(ids) == owned.sum()
 
 
+@pytest.mark.parametrize(
+    ("name", "writer"), [("rows.npz", "numpy.savez"), ("rows.parquet", "pyarrow.parquet.write_table")]
+)
+def test_an_export_that_fails_leaves_the_file_before(name, writer, tmp_path, monkeypatch):
+    def write(*arguments, **_):
+        (file,) = (argument for argument in arguments if hasattr(argument, "write"))
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    table = table_of(te.nn.EmbeddingBagCollection([config(dim=3)], te.optim.SGD(lr=0.1)))
+    table.insert([8], torch.ones(1, 3))
+    table.export(tmp_path / name)
+    saved = (tmp_path / name).read_bytes()
+    monkeypatch.setattr(writer, write)
+    with pytest.raises(OSError, match="No space left"):
+        table.export(tmp_path / name)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {name: saved}
+
+
 def test_insert_lookup_remove_and_export(tmp_path, tier):
     collection = te.nn.EmbeddingBagCollection([config(dim=3, **TIERS[tier])], te.optim.RowWiseAdagrad(lr=0.1))
     table = table_of(collection)

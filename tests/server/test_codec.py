@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,6 +92,11 @@ def test_rows_that_a_trainer_holds_are_moved_as_they_are():
         pytest.raises(ValueError, match="without staleness rows are transferred in their dtype"),
     ):
         make(servers, 0, exchange=HALF)
+
+
+def test_servers_refuse_a_scale_of_gradients():
+    with local_servers(1) as servers, pytest.raises(ValueError, match=r"scale per message.* omit gradient_scale"):
+        make(servers, 1, exchange=replace(HALF, gradient_scale=1024.0))
 
 
 @pytest.mark.parametrize("codec", sorted(CODECS))

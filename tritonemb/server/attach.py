@@ -186,11 +186,13 @@ def attach(
         staleness: number of steps whose updates a batch misses: exactly n, `AtMost(n)`, or None, which is unbounded.
         accumulate: micro-batches per step.
         group: all trainers; each attaches its model to the same servers. By default this process alone.
-        exchange: codecs of pulled rows and pushed gradients; fp32 by default.
+        exchange: codecs of pulled rows and pushed gradients, without `gradient_scale`; fp32 by default.
 
     Raises:
         ValueError: the model has no such tables, or the servers have other tables under the same name.
     """
+    if exchange.gradient_scale is not None:
+        raise ValueError("pushed gradients have a scale per message, which the codec chooses; omit gradient_scale")
     group = RankGroup() if group is None else group
     is_synchronous = isinstance(staleness, int) and staleness == 0  # trainers lease rows, and apply the optimizer
     if group.size > 1 and isinstance(model, ParallelModel) and is_synchronous:

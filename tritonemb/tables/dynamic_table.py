@@ -15,7 +15,7 @@ from tritonemb.tables.cached_rows import metadata_kind
 from tritonemb.tables.index import HashIndex, concat_ids, find_batch, insert_batch
 from tritonemb.tables.table import WEIGHT, DenseIndex, DeviceRows, Lock, Table, draw_seed, load_named_tensors
 from tritonemb.types import TableConfig
-from tritonemb.utils import require
+from tritonemb.utils import atomic_path, require
 
 R = TypeVar("R")
 FALLBACK = "fallback_"  # prefix of the names of fallback rows in `state_dict`
@@ -148,7 +148,7 @@ class DynamicTable(Table):
         return int((self.index.discard(distinct) >= 0).sum())
 
     def export(self, path: str | Path | None = None) -> dict[str, Tensor]:
-        """Return `ids`, `weight`, states, `step` and `count`, sorted by id; with a path also write them to a file.
+        """Return `ids`, `weight`, states, `step` and `count`, sorted by id; with a path also replace a file by them.
 
         Fallback rows are `fallback_weight` and so on; in a .parquet file they are rows without an id, at its end.
         ValueError unless the file is .parquet or .npz.
@@ -162,9 +162,10 @@ class DynamicTable(Table):
             raise ValueError(f"an export must be a .parquet or .npz file, got {str(path)!r}")
         # NumPy has no bfloat16.
         arrays = {n: (t.float() if n.endswith("weight") else t).cpu().numpy() for n, t in tensors.items()}
-        if suffix == ".npz":
-            np.savez(path, **arrays)  # type: ignore[arg-type]
-        else:
+        with atomic_path(Path(path)) as temporary, temporary.open("wb") as file:
+            if suffix == ".npz":
+                np.savez(file, **arrays)  # type: ignore[arg-type]
+                return tensors
             pyarrow, parquet = require("pyarrow"), require("pyarrow.parquet")
             columns = {
                 name: pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(array.reshape(-1)), array.shape[1])
@@ -174,7 +175,7 @@ class DynamicTable(Table):
             }
             fallback = {n.removeprefix(FALLBACK): columns.pop(n) for n in arrays if n.startswith(FALLBACK)}
             parts = [pyarrow.table(table) for table in (columns, fallback) if table]
-            parquet.write_table(pyarrow.concat_tables(parts, promote_options="default"), path)
+            parquet.write_table(pyarrow.concat_tables(parts, promote_options="default"), file)
         return tensors
 
     def _check_rows(self, ids: Tensor, values: Mapping[str, Tensor]) -> None:
