@@ -92,7 +92,7 @@ class Gradients:
                 to_local(p.grad).mul_(factor)
 
     def total_norm(self, parameters: Sequence[Any], norm_type: float) -> Tensor:
-        """Return the norm of all gradients, over all ranks: bitwise that of `torch.nn.utils.get_total_norm`."""
+        """Return the norm of all gradients over all ranks: `torch.nn.utils.get_total_norm`, bitwise for one dtype."""
         # Norms of this rank's shards, by dtype, mesh and placements.
         norms: dict[Any, list[Tensor]] = {}
         for p in parameters:
