@@ -417,8 +417,9 @@ def make_layout(parameter: Any, examples: Mapping[str, Any], step_device: torch.
     in_place = dtype == parameter.dtype and to_local(parameter).device == step_device
     arrays = array_names(examples)
     scalars = {name: value for name, value in examples.items() if name not in arrays}
-    own_dtypes = {name: value.dtype for name, value in examples.items() if name in arrays}  # beside fp32 parameters
-    array_dtypes = {name: dtype if own == torch.float32 else own for name, own in own_dtypes.items()}
+    # Examples are those of float32 parameters: float32 arrays have the dtype of the parameter's step.
+    dtypes = {name: value.dtype for name, value in examples.items() if name in arrays}
+    array_dtypes = {name: dtype if example == torch.float32 else example for name, example in dtypes.items()}
     return StateLayout(scalars, ({} if in_place else {MASTER: dtype}) | array_dtypes)
 
 
